@@ -102,9 +102,18 @@ def test_padding_is_kept_too(store: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.num_windows=8", "packing.packs have 4 micro-batches a step, the run 8; make"),
-        ("data.context_window=512", "packing.packs have 256 tokens of a context window, the run"),
-        ("packing.method=random_padding", "packing.packs have separate layout, the run padded"),
+        (
+            "data.num_windows=8",
+            "packing.packs have 4 micro-batches a step, but the run has 8; make",
+        ),
+        (
+            "data.context_window=512",
+            "packing.packs have 256 tokens of a context window, but the run has",
+        ),
+        (
+            "packing.method=random_padding",
+            "packing.packs have separate layout, but the run has padded",
+        ),
     ],
 )
 def test_packs_of_other_settings_are_refused(

@@ -106,7 +106,7 @@ def test_held_outliers_leave_after_so_many_steps_however_many_there_are() -> Non
         replace(pack, hold=-1)
     with pytest.raises(ValueError, match="hold = 2 is not Algorithm 1"):
         replace(pack, literal=True)
-    with pytest.raises(ValueError, match="hold = 2 holds nothing without queue_thresholds"):
+    with pytest.raises(ValueError, match="hold = 2 delays nothing without queue_thresholds"):
         replace(pack, queue_thresholds=())
 
 

@@ -1,8 +1,10 @@
-"""Shared by all packing policies: the protocol, and the conversion of placements to a plan.
+"""What all packing policies share: their protocol, their options, and the making of a plan.
 
-`push(batch, carry) -> (plans, carry)` is pure: all state that a policy keeps between global batches
-is in `carry`. `push(None, carry)` is the end of data and returns everything that still waits, in as
-many plans as it takes.
+A policy is a pure function `push(batch, carry) -> (plans, carry)`. All state that it keeps between
+global batches is in `carry`, so a checkpoint needs to store nothing else. `push(None, carry)` marks
+the end of the data and returns plans for everything that still waits.
+
+`PriceRange` lets a policy balance micro-batches although the price of attention is uncertain.
 """
 
 from collections.abc import Sequence
@@ -32,70 +34,74 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 
 MOST_WORK = 2.0**62
+"""Largest cost in ns, and largest sum of costs, that packers accept: sums must fit int64."""
 STEP_ORDER = 1 << 19
-"""Index of `permuted` for the order of steps; micro-batches have lower indices."""
+"""The `index` by which `permuted` orders steps. Lower ones order the pieces of micro-batches."""
 _LEAST = {"num_micro_batches": 1, "context_window": 1, "num_windows": 0, "seed": None}
-"""Least values of the options that are whole numbers."""
+"""The least permitted value of each integer option; None permits any integer."""
 LEFTOVER = 0
-"""Slot of pieces that an earlier packing left over, in policies whose carry has several slots."""
+"""Carry slot of pieces that an earlier packing could not place, in policies with several slots."""
 
 Pushed = tuple[tuple[PackingPlan, ...], Carry]
-"""The steps that can be made, none or several, and the carry after them."""
+"""What `push` returns: the plans of the steps that can be made (possibly none), and the carry."""
 
 
 class Packer(Protocol):
     """A packing policy for N micro-batches a step."""
 
-    policy: ClassVar[str]
+    policy: ClassVar[str]  # its name in the configuration
 
     @property
     def num_micro_batches(self) -> int:
-        """N, the micro-batches of every step."""
+        """Number of micro-batches in every step, over all pipelines."""
         ...
 
     def start(self) -> Carry:
-        """The carry of a run that has trained nothing."""
+        """Return the carry of a run that has trained nothing."""
         ...
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the steps that can be made once `batch` has come, none or several, and the carry
-        after them.
+        """Return the plans of the steps that can be made now, and the new carry.
 
-        batch: None at the end of data, when all that is carried is placed. Pure: the same batch and
-        carry give the same plans, so a carry is all that a checkpoint keeps. UserError for a
-        document that the policy is to refuse.
+        The function is pure: the same batch and carry always give the same plans.
+
+        Args:
+            batch: The global batch that arrives. None at the end of the data, when everything that
+                still waits is placed.
+            carry: What the previous call returned, or `start()`.
+
+        Raises:
+            UserError: If the configuration says to refuse a document (`long_documents`).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackerOptions:
-    """Options of every policy.
+    """Options that every policy has."""
 
-    num_micro_batches: of a step, over all pipelines. context_window: C, the longest piece, in
-    tokens. num_windows: N, windows that a global batch brings on average; 0 = as many as
-    micro-batches. long_documents: "split" or "refuse" for documents longer than C. seed: order of
-    documents inside a micro-batch. layout: which rows attend to each other. cost: workload model
-    used for balancing.
-    """
-
-    num_micro_batches: int
-    context_window: int
-    cost: WorkloadModel
-    num_windows: int = 0
-    layout: Layout = Layout.SEPARATE
-    long_documents: str = "split"
-    seed: int = 0
+    num_micro_batches: int  # micro-batches of a step, over all pipelines
+    context_window: int  # C, tokens of the longest permitted piece
+    cost: WorkloadModel  # predicts the work that is balanced
+    num_windows: int = 0  # windows that fit a global batch; 0 = num_micro_batches
+    layout: Layout = Layout.SEPARATE  # which documents of a micro-batch attend to each other
+    long_documents: str = (
+        "split"  # documents longer than C: "split" cuts them, "refuse" is an error
+    )
+    seed: int = 0  # of the random order of pieces in a micro-batch, and of steps
 
     def __post_init__(self) -> None:
         convert_to_ints(self, **_LEAST)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
-        """The batch's documents as pieces of at most a window that came when `step` was next.
+        """Return the documents of an arriving batch as pieces of at most one window.
 
-        split = False leaves long documents whole (for a policy that cuts windows itself), unless
-        they are to be refused. Delay counts from that step, not from the batch's index: batches and
-        steps need not be one to one.
+        Args:
+            batch: The batch that arrives; None gives no pieces.
+            step: The step from which the pieces' delay counts. The batch's index would not do,
+                because a batch may make several steps or none.
+            split: False keeps documents longer than the window whole, for a policy that cuts
+                windows itself. Documents that must be refused are refused all the same.
         """
         if batch is None:
             return Pieces.empty()
@@ -110,16 +116,24 @@ class PackerOptions:
 
     @property
     def tokens_per_step(self) -> int:
-        """N x C, the tokens that a global batch brings on average."""
+        """Tokens of an average global batch: N x C."""
         return (self.num_windows or self.num_micro_batches) * self.context_window
 
     def workloads(self, pieces: Pieces, *, factor: float = 1.0) -> IntArray:
-        """Factor * W_a + W_l of each piece in ns, shape [num_pieces]; refuses a negative cost."""
+        """Return the work factor * W_a + W_l of each piece in ns, shape [num_pieces].
+
+        Args:
+            pieces: The pieces.
+            factor: Scales attention's part of the work (`PriceRange`).
+
+        Raises:
+            UserError: If a cost is negative or not finite, or if sums may not fit 64-bit integers.
+        """
         work = _priced(pieces, self.cost.workload_ns(pieces.length))
         if factor != 1.0:
             attention = self.attention(pieces)
             work = _priced(pieces, work - attention + _priced(pieces, np.rint(attention * factor)))
-        # The sum of all costs, and N times the largest one, must fit 64-bit integers.
+        # Packers sum all costs, and multiply the largest one by N. Both must fit 64-bit integers.
         most = int(work.max(initial=0))
         if max(work.sum(dtype=float), float(most * self.num_micro_batches)) > MOST_WORK:
             piece = pieces[int(work.argmax())]
@@ -130,12 +144,12 @@ class PackerOptions:
         return work
 
     def attention(self, pieces: Pieces) -> IntArray:
-        """W_a of each piece in ns, shape [num_pieces]; refuses a cost that is negative."""
+        """Return W_a of each piece in ns, shape [num_pieces]; a negative cost is a UserError."""
         return _priced(pieces, self.cost.attention_ns(pieces.length))
 
 
 def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
-    """`cost_ns` (shape [num_pieces]) as integers; UserError naming the piece that has no cost."""
+    """Return `cost_ns` (shape [num_pieces]) as integers; invalid costs are a UserError."""
     raw = np.asarray(cost_ns)
     if raw.shape != (len(pieces),):
         raise UserError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
@@ -146,26 +160,30 @@ def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPacker:
-    """Base of policies; a policy sets `policy` and implements `push`.
+    """Base class of the policies: a policy sets `policy` and implements `push`.
 
-    `slots` and `batches_wait` are what a carry that was read is held against.
+    `slots` and `batches_wait` describe the carries that the policy produces. A carry that was read
+    from a checkpoint is checked against them.
     """
 
-    options: PackerOptions  # those of every policy
-    policy: ClassVar[str]
-    slots: ClassVar[CarrySlots] = CarrySlots.ANY
-    batches_wait: ClassVar[bool] = True  # whether pieces may be due in a step after the next one
+    options: PackerOptions
+    policy: ClassVar[str]  # its name in the configuration
+    slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots its carry uses
+    # Whether waiting pieces may have an `arrival_step` after the next step: true where several
+    # batches are collected and packed together.
+    batches_wait: ClassVar[bool] = True
 
     @property
     def num_micro_batches(self) -> int:
+        """Number of micro-batches in every step, over all pipelines."""
         return self.options.num_micro_batches
 
     def start(self) -> Carry:
-        """The carry of a run that has trained nothing."""
+        """Return the carry of a run that has trained nothing."""
         return Carry.empty(self.policy)
 
     def _carry(self, pieces: Pieces, next_step: int, slot: IntArray | None = None) -> Carry:
-        """Carry of the waiting pieces; slot: of each piece, 0 if None."""
+        """Return the carry of these waiting pieces, with their slots (None puts all in slot 0)."""
         slot = np.zeros(len(pieces), np.int64) if slot is None else slot
         return Carry(policy=self.policy, pieces=pieces, slot=slot, next_step=next_step)
 
@@ -180,12 +198,19 @@ class PolicyPacker:
         max_delay: int | None = None,
         shuffle: bool = True,
     ) -> PackingPlan:
-        """A plan with `rows[i]` of `pieces` in micro-batch i.
+        """Return the plan that puts `rows[i]` of `pieces` into micro-batch i.
 
-        work_ns: of `pieces`, shape [num_pieces]. max_delay: pieces delayed by more steps than that
-        are counted as overdue. shuffle: order the pieces of a micro-batch at random, by
-        (options.seed, step, i). Policies place documents in descending length; in that order,
-        per-sequence sharding would give the long documents to the same ranks in every step.
+        Args:
+            step: Index of the step.
+            pieces: The pieces from which the rows choose.
+            rows: Rows of `pieces` in each micro-batch.
+            work_ns: Work of every piece, shape [num_pieces].
+            num_held_tokens: Tokens that still wait after this step.
+            max_delay: Pieces that waited for more steps than this are counted as overdue. None
+                counts none.
+            shuffle: Whether to order the pieces of micro-batch i at random, from (options.seed,
+                step, i). Policies place documents in descending length, and in that order
+                per-sequence sharding would give the long documents to the same ranks in every step.
         """
         options = self.options
         order = [np.array(members, np.int64) for members in rows]
@@ -217,12 +242,17 @@ class PolicyPacker:
         num_waiting_tokens: int,
         shuffle: bool = True,
     ) -> tuple[PackingPlan, ...]:
-        """Plans of consecutive steps out of the same pieces; `steps[s][i]`: rows of micro-batch i.
+        """Return the plans of consecutive steps that train rows of the same pieces.
 
-        num_waiting_tokens: tokens that still wait after the last step. Tokens of later steps wait
-        too.
+        Args:
+            first_step: Index of the first step.
+            pieces: The pieces from which the rows choose.
+            steps: `steps[s][i]` has the rows of `pieces` in micro-batch i of the s-th step.
+            num_waiting_tokens: Tokens that still wait after the last step.
+            shuffle: Whether to order the pieces of a micro-batch at random.
         """
         work, length = self.options.workloads(pieces), pieces.length
+        # After each step wait the tokens of the steps behind it, and those that no step takes.
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
         held = num_waiting_tokens + sum(tokens) - np.cumsum(tokens, dtype=np.int64)
         return tuple(
@@ -243,20 +273,27 @@ def check_s_max(s_max: int, options: PackerOptions) -> None:
 
 
 def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
-    """Raise UserError naming a waiting piece of more than `limit` tokens. Such a piece was cut for
-    a larger window; no step could take it, so that the flush would never end.
+    """Raise UserError if a waiting piece has more than `limit` tokens.
+
+    Such a piece comes from a run with a larger context window. No step could take it, so the flush
+    would never end.
+
+    Args:
+        pieces: The waiting pieces.
+        limit: Most tokens of a piece.
+        name: What the message calls the limit.
     """
     if (i := first_true(pieces.length > limit)) is not None:
         piece = pieces[i]
         raise UserError(
             f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
             f"cut for a larger context window than this packer's: it is longer than {name} = "
-            f"{limit}; go on with a larger window or {name}"
+            f"{limit}; resume with a larger window or {name}"
         )
 
 
 def permuted(values: IntLike, options: PackerOptions, *, step: int, index: int) -> IntArray:
-    """`values` (shape [n]) in an order that (options.seed, step, index) decides on every host."""
+    """Shuffle `values` (shape [n]) by a seed of (options.seed, step, index), alike on all hosts."""
     key = np.array([options.seed % 2**64, (step << 20) + index], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(np.asarray(values, np.int64))
 
@@ -264,7 +301,11 @@ def permuted(values: IntLike, options: PackerOptions, *, step: int, index: int) 
 def _micro_batch_ns(
     options: PackerOptions, placed: Pieces, work_ns: IntArray, offsets: IntArray
 ) -> IntArray:
-    """Work of every micro-batch: of the segments that its layout makes of its pieces."""
+    """Return the work of every micro-batch in ns, shape [num_micro_batches].
+
+    In joined layouts several pieces form one attention segment, whose work is more than the sum of
+    its pieces' work.
+    """
     if options.layout == Layout.SEPARATE:
         running = offsets_of(work_ns)
         return running[offsets[1:]] - running[offsets[:-1]]
@@ -276,8 +317,10 @@ def _micro_batch_ns(
 
 
 def _num_joined(placed: Pieces, offsets: IntArray) -> int:
-    """First tokens of documents that are labels because a document lies before them: one for each
-    piece that ends its document inside a micro-batch before one that begins another.
+    """Count the labels that exist only because documents are joined.
+
+    Where one document ends and another begins inside a micro-batch, the first token of the second
+    one is the label of the last token of the first one.
     """
     is_followed = np.append(placed.start[1:] == 0, False)
     is_followed[offsets[1:][np.diff(offsets) > 0] - 1] = False
@@ -285,40 +328,49 @@ def _num_joined(placed: Pieces, offsets: IntArray) -> int:
 
 
 _UNITS = 2.0**40
-"""Sum of the work that `comparable` gives: fine enough for a token of millions of documents, and a
-sum of 64 bits is far."""
+"""The sum to which `comparable` scales work. It resolves one token among millions of documents, and
+leaves 23 bits of an int64 unused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceRange:
-    """Attention may cost low to high times its price, where low <= 1 <= high; 1 and 1: one price.
+    """A range of factors by which attention may be cheaper or dearer than its predicted price.
 
-    Work that is balanced at both ends is balanced at every price between them. Let a micro-batch
-    hold l of a step's L linear work and a of its A attention work. If attention costs k times its
-    price, the micro-batch's part of the step is (l + k a) / (L + k A), which only rises or only
-    falls with k. The forward pass is included as far as its prices are those of some k.
+    A packing that is balanced at both ends of the range is balanced at every price between them.
+    The reason: let a micro-batch have l of a step's L linear work and a of its A attention work. If
+    attention costs k times its price, the micro-batch's share of the step is (l + k a) / (L + k A),
+    which is monotone in k.
 
-    The forward pass of the `h100` profile at a window of 128K is k = 0.71 (7B model, TP 8, CP 2).
+    The range also covers the forward pass alone, whose attention is cheaper relative to its linear
+    work: with the `h100` profile and a window of 128K it corresponds to k = 0.71 (7B model, TP 8,
+    CP 2). low = high = 1 trusts the price.
     """
 
-    low: float = 1.0
-    high: float = 1.0
+    low: float = 1.0  # above 0 and at most 1
+    high: float = 1.0  # at least 1
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= 1 <= self.high < np.inf:
             raise UserError(
-                f"price_range = {self.low}, {self.high}: attention's price may be off by factors "
-                f"from above 0 to 1, and from 1 to any finite number; 1, 1 = it is as priced"
+                f"price_range = {self.low}, {self.high}: the lower factor of attention's price "
+                f"must be above 0 and at most 1, the upper one at least 1 and finite; 1, 1 trusts "
+                f"the price"
             )
 
     @property
     def is_one_price(self) -> bool:
-        """Whether only the price itself counts."""
+        """Whether the range is the predicted price alone."""
         return self.low == self.high
 
     def ends(self, options: PackerOptions, pieces: Pieces, work_ns: IntArray) -> IntArray:
-        """Work of each piece at the ends in ns, shape [2, num_pieces]; [1, num_pieces], which is
-        `work_ns` (W_a + W_l at price 1, shape [num_pieces]), where there is one price.
+        """Return the work of each piece at both ends of the range in ns, shape [2, num_pieces].
+
+        If the range is a single price, the result is `work_ns` in shape [1, num_pieces].
+
+        Args:
+            options: Options with the workload model.
+            pieces: The pieces.
+            work_ns: Their work at the predicted price, W_a + W_l, shape [num_pieces].
         """
         if self.is_one_price:
             return work_ns[None]
@@ -329,8 +381,13 @@ ONE_PRICE = PriceRange()
 
 
 def comparable(ends: IntArray) -> list[list[int]]:
-    """`ends` (shape [num_ends, n], in ns) in units in which each end's sum is about the same, so
-    that the larger of a micro-batch's two loads tells how slow it is at its worst price.
+    """Scale the work at each end of a price range so that the ends have equal sums.
+
+    After this, the larger of a micro-batch's two loads says how slow it is at its worst price,
+    relative to the step. A single price needs no scaling.
+
+    Args:
+        ends: Work at each end in ns, shape [num_ends, n].
     """
     if len(ends) == 1:
         return [ends[0].tolist()]

@@ -1,11 +1,19 @@
-"""Bin packing: documents to bins of at most `capacity` tokens, by five methods.
+"""Bin packing: assigns whole documents to bins of at most `capacity` tokens, by five methods.
 
-Every document is in exactly one bin, whole; one that is longer than a bin is an error. Ties go to
-the lowest row and lowest bin. The decreasing methods place a run of documents of equal length into
-a group of bins of equal content at once, and get what placing them one by one gives: best fit puts
-the next one into the same bin while it fits, first fit fills a bin before it goes to the next.
-Cost: O(n) in NumPy and about 2 us for each time that a run meets a group; a loop over documents
-for the streaming methods (0.1 to 0.5 us each). README.md has measurements.
+Every document is in exactly one bin. A document longer than a bin is an error. Ties go to the
+lowest row and the lowest bin.
+
+The decreasing methods (first fit, best fit and next fit after sorting by length) see many documents
+of equal length, and many bins with equal contents. They place a whole run of equal documents into a
+group of equal bins at once. The result is the same as placing them one by one, because best fit
+keeps using the same bin while the next document fits, and first fit fills one bin before the next.
+
+    run of five documents of length 3, group of four empty bins of capacity 8:
+    two go into bin 0, two into bin 1, one into bin 2; bin 3 stays empty
+    new groups: bins [0, 2) with 2 tokens free, bin [2, 3) with 5 free, bin [3, 4) with 8 free
+
+Cost: the decreasing methods take O(n) in NumPy, and about 2 us for each pair of a run and a group.
+The streaming methods loop over the documents, at 0.1 to 0.5 us each.
 """
 
 import heapq
@@ -29,21 +37,21 @@ from wlb.plan.arrays import first_true
 from wlb.spec import BinMethod
 
 Group = tuple[int, int, int]
-"""Bins [start, stop) that hold the same lengths, `filled` documents each: (start, stop, filled)."""
+"""(start, stop, filled): bins [start, stop), which all hold `filled` documents of equal lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bins:
-    """Documents by bin: bin b holds the rows `order[offsets[b]:offsets[b + 1]]`, as placed.
+    """The documents of each bin.
 
-    order: rows of the documents, shape [n]. offsets: shape [num_bins + 1]. tokens: of each bin,
-    shape [num_bins], at most `capacity`. Bins are numbered in the order they were opened.
+    Bin b holds the rows `order[offsets[b]:offsets[b + 1]]`, in the order in which they were placed.
+    Bins are numbered in the order in which they were opened.
     """
 
-    order: IntArray
-    offsets: IntArray
-    tokens: IntArray
-    capacity: int
+    order: IntArray  # rows of the documents, grouped by bin, shape [n]
+    offsets: IntArray  # where each bin begins in `order`, shape [num_bins + 1]
+    tokens: IntArray  # tokens in each bin, at most `capacity`, shape [num_bins]
+    capacity: int  # most tokens of a bin
 
     def __post_init__(self) -> None:
         for name in ("order", "offsets", "tokens"):
@@ -59,17 +67,18 @@ class Bins:
 
     @property
     def num_bins(self) -> int:
+        """Number of bins."""
         return self.offsets.size - 1
 
     @property
     def utilisation(self) -> float:
-        """Tokens over the tokens that the bins have room for; 1 if there is no bin."""
+        """Share of the bins' capacity that is filled; 1 if there is no bin."""
         if self.num_bins == 0:
             return 1.0
         return float(self.tokens.sum() / (self.num_bins * self.capacity))
 
     def rows(self, index: int) -> IntArray:
-        """Rows of the documents in bin `index`, in the order they were placed."""
+        """Return the rows of the documents in bin `index`, in the order they were placed."""
         return self.order[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
 
@@ -81,12 +90,19 @@ def pack_bins(
     window: int = 32,
     num_first: int = 0,
 ) -> Bins:
-    """Documents of `lengths` tokens (shape [n]) in bins of at most `capacity` tokens.
+    """Pack documents into bins of at most `capacity` tokens.
 
-    window: number of open bins of best_fit; the other methods ignore it. num_first: the decreasing
-    methods place the rows [0, num_first), which are documents left over from an earlier packing,
-    before all others, each group in descending length; the streaming methods keep the order of
-    rows, in which leftovers come first already.
+    Args:
+        lengths: Tokens of each document, shape [n].
+        capacity: Most tokens of a bin.
+        method: How bins are chosen.
+        window: Number of bins that best_fit keeps open. The other methods ignore it.
+        num_first: Rows [0, num_first) are left over from an earlier packing. The decreasing methods
+            place them before all others, both parts in descending length. The streaming methods
+            keep the order of rows, in which leftovers come first anyway.
+
+    Raises:
+        UserError: If a document is longer than a bin.
     """
     checked = _checked(lengths, capacity)
     check_at_least("window", window, 1)
@@ -118,7 +134,7 @@ def _checked(lengths: IntLike, capacity: int) -> IntArray:
 
 
 def _next_fit(lengths: IntArray, capacity: int) -> Bins:
-    """One bin is open; a document that does not fit closes it."""
+    """Fill one bin at a time; a document that does not fit closes it and opens the next."""
     begins: list[int] = []
     room = 0
     for row, length in enumerate(lengths.tolist()):
@@ -138,9 +154,9 @@ def _next_fit_decreasing(lengths: IntArray, capacity: int, *, num_first: int) ->
 
 
 def _best_fit(lengths: IntArray, capacity: int, *, window: int) -> Bins:
-    """Each document goes to the open bin with the least room for it; O(log window) to find."""
-    # An open bin is the number room * 2^shift + bin, so that a sorted list finds the least room
-    # that is enough and, among equals, the lowest bin.
+    """Put each document into the fullest open bin that has room; a search takes O(log window)."""
+    # An open bin is encoded as the number room * 2^shift + bin. A sorted list of these numbers
+    # finds the least room that is enough and, among bins of equal room, the lowest bin.
     shift = lengths.size.bit_length()
     mask = (1 << shift) - 1
     is_open: list[int] = []
@@ -152,7 +168,7 @@ def _best_fit(lengths: IntArray, capacity: int, *, window: int) -> Bins:
             key = is_open.pop(at)
         else:
             if len(is_open) == window:
-                is_open.pop(0)
+                is_open.pop(0)  # close the fullest bin
             key = capacity << shift | num_bins
             num_bins += 1
         bins.append(key & mask)
@@ -169,9 +185,9 @@ def _in_order(lengths: IntArray, order: IntArray, offsets: IntArray, capacity: i
 
 
 def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_first: int) -> Bins:
-    # 1. Sort the rows by descending length and find the runs of equal lengths. A bin's room is
-    # capped at the sum of all lengths, because the tables below are as long as a bin's room is
-    # large.
+    # 1. Sort the rows by descending length and find the runs of equal lengths. Capping a bin's room
+    # at the sum of all lengths keeps the tables below short: they have an entry for each possible
+    # room.
     room = min(capacity, int(lengths.sum()))
     parts = (lengths[:num_first], lengths[num_first:])
     first, rest = (_stable_order(room - part, room) for part in parts)
@@ -179,11 +195,11 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     in_turn = lengths[rows]
     begins = np.flatnonzero(np.diff(in_turn, prepend=0))
     runs = zip(in_turn[begins].tolist(), np.diff(begins, append=rows.size).tolist(), strict=True)
-    # 2. Place each run of equal lengths into groups of bins; a fill is one such placement.
+    # 2. Place each run of equal lengths into groups of bins. A fill is one such placement.
     is_first_fit = method == BinMethod.FIRST_FIT_DECREASING
     fills = _place(runs, room, _FirstFitGroups() if is_first_fit else _BestFitGroups(room))
     start, num_documents, each, filled = fills.T
-    # 3. Divide the fills into visits of single bins: a visit puts `each` consecutive rows at
+    # 3. Divide the fills into visits of single bins. A visit puts `each` consecutive rows at
     # consecutive places of its bin.
     num_visits = num_documents // each
     each = np.repeat(each, num_visits)
@@ -201,10 +217,10 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
 
 
 def _stable_order(keys: IntArray, largest: int) -> IntArray:
-    """Rows by ascending key in [0, largest], equal keys by row.
+    """Return the rows in ascending order of their keys (0 to `largest`), equal keys by row.
 
-    NumPy's stable sort is a radix sort for 16 bits and a merge sort for more, which is several
-    times slower; this is the radix sort with digits of 16 bits.
+    NumPy's stable sort is a radix sort for 16-bit integers, but a merge sort for wider ones, which
+    is several times slower. This is a radix sort with digits of 16 bits.
     """
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     for shift in range(16, largest.bit_length(), 16):
@@ -216,14 +232,15 @@ def _stable_order(keys: IntArray, largest: int) -> IntArray:
 class _BestFitGroups:
     """Groups of bins for best fit: `take` finds the group with the least room that is enough.
 
-    Of groups with equal room it takes the lowest bins. has_room: 1 at each room that some group has
-    (`bytearray.find` searches it as fast as memchr). max_room: no group has more room than this.
+    Among groups with equal room it takes the one with the lowest bins.
     """
 
     def __init__(self, capacity: int) -> None:
+        # For each room in tokens, a heap of the groups with that room.
         self.of_room: dict[int, list[Group]] = {}
+        # has_room[r] is 1 if a group has r tokens of room. `bytearray.find` is as fast as memchr.
         self.has_room = bytearray(capacity + 1)
-        self.max_room = 0
+        self.max_room = 0  # no group has more room than this
 
     def take(self, length: int) -> tuple[int, Group] | None:
         """Remove and return the group (room, group) that a document of `length` goes to."""
@@ -237,25 +254,26 @@ class _BestFitGroups:
         return room, group
 
     def put(self, room: int, group: Group) -> None:
+        """Add a group whose bins have `room` tokens free each."""
         heapq.heappush(self.of_room.setdefault(room, []), group)
         self.has_room[room] = 1
         self.max_room = max(self.max_room, room)
 
 
 class _FirstFitGroups:
-    """Groups of bins for first fit: `take` finds the lowest bins that have room.
-
-    ready: heap of (start, stop, filled, room) of groups with room for the current `length`.
-    waiting: heap of (-room, group) of all others, until lengths are short enough for them.
-    """
+    """Groups of bins for first fit: `take` finds the lowest bins that have room."""
 
     def __init__(self) -> None:
+        # Heap of (start, stop, filled, room): groups with room for the current length.
         self.ready: list[tuple[int, int, int, int]] = []
+        # Heap of (-room, group): groups without, until lengths are short enough for them.
         self.waiting: list[tuple[int, Group]] = []
-        self.length = 0
+        self.length = 0  # the current length
 
     def take(self, length: int) -> tuple[int, Group] | None:
         """Remove and return the group (room, group) that a document of `length` goes to."""
+        # Lengths rise once, when new documents follow the leftovers. Groups that were ready may
+        # then have too little room.
         if length > self.length:
             ready, self.ready = self.ready, []
             for start, stop, filled, room in ready:
@@ -270,6 +288,7 @@ class _FirstFitGroups:
         return room, (start, stop, filled)
 
     def put(self, room: int, group: Group) -> None:
+        """Add a group whose bins have `room` tokens free each."""
         if room >= self.length:
             heapq.heappush(self.ready, (*group, room))
         else:
@@ -279,10 +298,16 @@ class _FirstFitGroups:
 def _place(
     runs: Iterable[tuple[int, int]], capacity: int, groups: _BestFitGroups | _FirstFitGroups
 ) -> IntArray:
-    """Place runs, each (length, number of documents), one after the other into groups of bins.
+    """Place runs of equal documents, one run after the other, into groups of equal bins.
 
-    Returns fills, shape [num_fills, 4]: (first bin, documents, documents for each bin, documents
-    that each bin had before). Fills take the documents in the order of the runs.
+    Args:
+        runs: (length, number of documents) of each run.
+        capacity: Most tokens of a bin.
+        groups: The groups of bins, empty at first.
+
+    Returns:
+        Fills, shape [num_fills, 4]: first bin, number of documents, documents for each bin, and
+        documents that each bin had before. Fills take the documents in the order of the runs.
     """
     fills = array("q")
     num_bins = 0
@@ -295,6 +320,7 @@ def _place(
                 found = capacity, (first_new, num_bins, 0)
             room, (start, stop, filled) = found
             most = room // length
+            # `num_full` bins take as many documents as fit, and one more bin takes the `last` few.
             num_full, last = divmod(count, most)
             if num_full >= stop - start:
                 num_full, last = stop - start, 0

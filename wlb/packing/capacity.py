@@ -1,11 +1,16 @@
-"""capacity: bins of at most `capacity` tokens, whole documents, as fine-tuning methods pack them.
+"""Policy `capacity`: whole documents in bins of limited tokens, as fine-tuning libraries pack them.
 
-Waiting and arriving documents are packed into bins; N bins make a step, and documents of bins that
-fill no step wait and are packed again. Decreasing methods let the fullest bins leave first, in a
-seeded order of steps (from long to short would be a curriculum); streaming methods keep the order
-of bins. Guarantees: capacity held, every piece placed once. Leftovers are placed before new
-documents and their bins leave first, so at most N bins wait, and only until the next packing that
-makes steps (best_fit: its oldest document). Work is not balanced. Cost: that of `pack_bins`.
+Waiting and arriving documents are packed into bins of at most `capacity` tokens. N bins make a
+step. Documents in bins that fill no step wait and are packed with the next batch.
+
+- Decreasing methods train the fullest bins first. The steps that leave together come in a seeded
+  random order, because an order from long to short would be a curriculum.
+- Streaming methods keep the order of bins.
+
+Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftovers are placed before
+new documents and their bins leave first. So at most N bins wait, and only until the next packing
+that makes steps (with best_fit this holds for the oldest document). Work is not balanced.
+Cost: `pack_bins`.
 """
 
 from dataclasses import dataclass
@@ -21,9 +26,10 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, convert_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPacker(PolicyPacker):
-    """Bin packing behind the packer protocol.
+    """Packs whole documents into bins of limited tokens.
 
-    Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
+    In its carry, slot 0 has documents that a packing left over when it made steps. Slot i has
+    documents of the i-th batch that arrived since then.
     """
 
     policy: ClassVar[str] = "capacity"
@@ -31,11 +37,11 @@ class CapacityPacker(PolicyPacker):
     method: BinMethod = BinMethod.BEST_FIT_DECREASING
     """How bins are filled."""
     capacity: int | None = None
-    """Tokens of a bin, at least the context window, which is the default."""
+    """Most tokens of a bin, at least the context window. None means the context window."""
     pack_batches: int = 1
-    """Packing waits until so many batches with documents are there."""
+    """Number of non-empty batches that are collected and packed together."""
     open_bins: int = 32
-    """Bins open at a time with best_fit. More of them pack fuller and hold more documents back."""
+    """Bins that best_fit keeps open. More open bins are filled better and delay more documents."""
 
     def __post_init__(self) -> None:
         convert_to_ints(self, capacity=None, pack_batches=1, open_bins=1)
@@ -55,9 +61,10 @@ class CapacityPacker(PolicyPacker):
         return self.options.context_window if self.capacity is None else self.capacity
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the plans of the full steps, and the carry; see `Packer.push`."""
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
-        # The delay of a batch counts from the step in which an unpacked loader would train it: the
-        # batches that wait in this window would have taken one step each.
+        # Delay counts from the step in which a loader without packing would train the batch. Each
+        # batch that waits before it would have taken one step.
         waiting = int(carry.slot.max(initial=LEFTOVER))
         due = carry.next_step + (waiting if self.pack_batches > 1 else 0)
         arrived = self.options.arrived(batch, due)
@@ -86,12 +93,12 @@ class CapacityPacker(PolicyPacker):
             num_waiting_tokens=held.num_tokens,
             shuffle=not self.method.keeps_order,
         )
-        # If no step was made, new documents are still new at the next packing.
+        # If no step was made, new documents remain new for the next packing.
         slot = None if plans else slot[left]
         return plans, self._carry(held, carry.next_step + len(plans), slot)
 
     def _in_order(self, bins: Bins, num_leftover: int) -> IntArray:
-        """Bins in the order they may leave, shape [num_bins]."""
+        """Return the bins' indices in the order in which they may be trained, shape [num_bins]."""
         if self.method.keeps_order:
             return np.arange(bins.num_bins)
         is_new = bins.order[bins.offsets[:-1]] >= num_leftover
@@ -100,14 +107,17 @@ class CapacityPacker(PolicyPacker):
     def _steps(
         self, bins: Bins, leaving: IntArray, *, step: int, flush: bool
     ) -> list[list[list[int]]]:
-        """The rows of each micro-batch of each step that the bins `leaving` make."""
+        """Return `steps[s][i]`, the rows in micro-batch i of step s, from the bins `leaving`.
+
+        Without `flush`, bins that fill no whole step are left out.
+        """
         num = self.num_micro_batches
         if not flush:
-            # The last bin stays if it still has room for documents to come.
+            # The last bin waits if later documents may still fill it.
             stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
             leaving = leaving[: (leaving.size - stays) // num * num]
         if not self.method.keeps_order and leaving.size > num:
             leaving = permuted(leaving, self.options, step=step, index=STEP_ORDER)
         rows = [bins.rows(b).tolist() for b in leaving.tolist()]
-        rows += [[]] * (-len(rows) % num)
+        rows += [[]] * (-len(rows) % num)  # empty micro-batches fill up the last step of a flush
         return [rows[at : at + num] for at in range(0, len(rows), num)]

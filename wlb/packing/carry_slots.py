@@ -1,4 +1,4 @@
-"""Which slots a policy's carry has, so that a carry that was read can be held against them."""
+"""Which slots each policy's carry uses, so that a carry from a checkpoint can be checked."""
 
 from enum import Enum, auto
 
@@ -9,22 +9,22 @@ from wlb.plan.arrays import distinct
 
 
 class CarrySlots(Enum):
-    """Where a policy's pieces may wait."""
+    """How a policy assigns its waiting pieces to the slots of the carry."""
 
-    ANY = auto()  # a policy that says nothing about its slots
-    ONE = auto()  # all in slot 0
-    HELD = auto()  # those held back in slot 1, then the others in slot 0
-    NUMBERED = auto()  # slot 0, then slots 1, 2, ... in this order, each with a piece
-    WINDOWS = auto()  # slots 0, 1, ... in this order, each with a piece
-    BY_LENGTH = auto()  # slot 0, or slots that have longer pieces the higher they are
+    ANY = auto()  # The policy does not declare its slots.
+    ONE = auto()  # All pieces are in slot 0.
+    HELD = auto()  # Pieces that were held back come first, in slot 1; all others are in slot 0.
+    NUMBERED = auto()  # Slot 0 may be empty; slots 1, 2, ... follow in order, none of them empty.
+    WINDOWS = auto()  # Slots 0, 1, ... follow in order, none of them empty.
+    BY_LENGTH = auto()  # Above slot 0, a higher slot has longer pieces.
 
     def misplaced(self, slot: IntArray, length: IntArray, *, most: int) -> BoolArray:
-        """Which pieces wait where the policy puts none, shape [n].
+        """Return a mask of the pieces in slots where the policy would not put them, shape [n].
 
         Args:
             slot: Slot of each piece, in the order of the carry, shape [n].
             length: Tokens of each piece, shape [n].
-            most: Highest slot of a policy that says nothing about its slots.
+            most: Highest slot permitted to a policy that does not declare its slots.
         """
         match self:
             case CarrySlots.ANY:
@@ -32,21 +32,22 @@ class CarrySlots(Enum):
             case CarrySlots.ONE:
                 wrong = slot != 0
             case CarrySlots.HELD:
-                wrong = (slot > 1) | _steps(slot, 1)
+                wrong = (slot > 1) | _changes(slot, 1)
             case CarrySlots.NUMBERED | CarrySlots.WINDOWS:
                 first = int(self == CarrySlots.NUMBERED)
                 taken = distinct(slot[slot >= first])
-                wrong = (slot >= first + taken.size) | _steps(slot, -1)
+                wrong = (slot >= first + taken.size) | _changes(slot, -1)
             case CarrySlots.BY_LENGTH:
                 order = np.lexsort((slot, length))
                 reached = np.maximum.accumulate(slot[order])
                 wrong = np.zeros(slot.size, bool)
                 wrong[order] = (slot[order] > 0) & (slot[order] < reached)
-                # Thresholds are whole numbers above 0, each larger than the one before.
+                # The i-th threshold is at least i tokens, because thresholds are increasing
+                # positive integers. So a piece in slot i has at least i tokens.
                 wrong |= slot > length
         return wrong | (slot < 0)
 
 
-def _steps(slot: IntArray, sign: int) -> BoolArray:
-    """Where a slot is above (sign = 1) or below (-1) the one before it, shape [n]."""
+def _changes(slot: IntArray, sign: int) -> BoolArray:
+    """Return where a slot is above (sign = 1) or below (sign = -1) its predecessor, shape [n]."""
     return np.diff(slot, prepend=slot[:1]) * sign > 0

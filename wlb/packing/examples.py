@@ -1,10 +1,12 @@
-"""examples: a fixed number of whole documents a micro-batch, as fine-tuning batches them.
+"""Policy `examples`: a fixed number of whole documents a micro-batch, as in usual fine-tuning.
 
-RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing Training Efficiency Using
-Packing with Flash Attention"; with `Layout.SEPARATE` their online mini-batch packing. GroupByLength
-is Hugging Face's: 50 steps' documents are sorted from long to short (of the shuffled stream here).
-Guarantees: every micro-batch but those of the flush has exactly `examples` documents, and only
-those longer than the window are cut. Cost: a sort of the waiting documents.
+These are the baselines RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing Training
+Efficiency Using Packing with Flash Attention". With `Layout.SEPARATE` it is their online mini-batch
+packing. GroupByLength works as in Hugging Face's trainer: the documents of 50 steps are sorted from
+long to short. Here they are consecutive documents of the shuffled stream.
+
+Guarantees: every micro-batch has exactly `examples` documents, except in the flush. Only documents
+longer than the window are cut. Cost: a sort of the waiting documents.
 """
 
 from dataclasses import dataclass
@@ -17,30 +19,32 @@ from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, check_at_least
 
 STEPS_SORTED = 50
-"""Steps whose documents are sorted together (transformers' LengthGroupedSampler)."""
+"""Number of steps whose documents are sorted together, as in transformers' LengthGroupedSampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExamplesPacker(PolicyPacker):
-    """The policy behind the packer protocol. Carry: slot 0, in arrival order.
+    """Makes micro-batches of a fixed number of documents.
 
-    examples: documents of a micro-batch. by_length: whether documents of like length come together.
+    Its carry has the waiting documents in slot 0, in arrival order.
     """
 
     policy: ClassVar[str] = "examples"
     slots: ClassVar[CarrySlots] = CarrySlots.ONE
     batches_wait: ClassVar[bool] = False
-    examples: int
-    by_length: bool = False
+    examples: int  # documents of a micro-batch
+    by_length: bool = False  # whether documents of similar length are trained together
 
     def __post_init__(self) -> None:
         check_at_least("examples", self.examples, 1)
 
     @property
     def per_step(self) -> int:
+        """Number of documents in a step."""
         return self.examples * self.num_micro_batches
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the plans of the full steps, and the carry; see `Packer.push`."""
         check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         pieces = Pieces.concat(carry.pieces, arrived)
@@ -56,7 +60,10 @@ class ExamplesPacker(PolicyPacker):
         return plans, self._carry(held, carry.next_step + len(plans))
 
     def _steps(self, order: IntArray) -> list[list[list[int]]]:
-        """Rows of each micro-batch of each step; those of a short last step are dealt evenly."""
+        """Return `steps[s][i]`, the rows in micro-batch i of step s.
+
+        The micro-batches of an incomplete last step get equally many documents, give or take one.
+        """
         num, size = self.num_micro_batches, self.per_step
         steps = (order[start : start + size] for start in range(0, order.size, size))
         return [[part.tolist() for part in np.array_split(step, num)] for step in steps]

@@ -1,11 +1,18 @@
-"""fixed: fixed-length greedy packing over W global batches (Section 3.2; W = 1 is Fixed-4D).
+"""Policy `fixed`: greedy packing into windows of C tokens over W global batches (Section 3.2).
 
-W * N * C tokens of the stream become W * N micro-batches of exactly C tokens: documents in
-descending length go to the micro-batch with the least predicted attention that has room; one that
-fits nowhere is cut to fill the gaps, since only cuts make windows exactly full. The paper does not
-say which micro-batches share a step; here, neighbours by load, in a seeded order.
-Guarantees: exactly C tokens except in the flush; a token is trained within two windows, 2 W steps.
-Cost: O(n log n + n log(W * N)).
+W = 1 is the paper's Fixed-4D. The policy collects W * N * C tokens of the stream and divides them
+into W * N micro-batches of exactly C tokens:
+
+1. Sort the documents by descending length.
+2. Put each one into the micro-batch with the least predicted attention that has room for it.
+3. Cut a document that fits nowhere and fill gaps with its parts. Only cuts make windows exactly
+   full.
+
+The paper does not say which micro-batches share a step. Here micro-batches of similar work do, and
+the steps come in a seeded random order.
+
+Guarantees: micro-batches have exactly C tokens, except in the flush. Every token is trained within
+2 W steps. Cost: O(n log n + n log(W * N)).
 """
 
 import heapq
@@ -25,27 +32,27 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    cut_at,
     convert_to_ints,
+    cut_at,
 )
 
 Part = tuple[int, int, int]
-"""A document or a part of one: (its row, first token of the part in it, micro-batch)."""
+"""(row of a document, first token of the part in the document, micro-batch of the part)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Micro-batches of a packing window: `rows[j]` are the `pieces` of micro-batch j."""
+    """The micro-batches into which the documents of W global batches were packed."""
 
-    pieces: Pieces
-    rows: list[list[int]]
+    pieces: Pieces  # whole documents, and the parts of those that were cut
+    rows: list[list[int]]  # rows[j]: rows of `pieces` in micro-batch j
 
     def loads(self, cost_ns: IntArray) -> list[int]:
-        """Cost of each micro-batch; cost_ns: of each of `pieces`."""
+        """Return the cost of each micro-batch, given the cost of each piece in ns."""
         return [int(cost_ns[members].sum()) for members in self.rows]
 
     def by_load(self, cost_ns: IntArray) -> "Window":
-        """The same window with the costliest micro-batch first."""
+        """Return the same window with its micro-batches sorted by cost, the costliest first."""
         load = self.loads(cost_ns)
         order = sorted(range(len(load)), key=lambda j: -load[j])
         return Window(pieces=self.pieces, rows=[self.rows[j] for j in order])
@@ -53,20 +60,21 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPacker(PolicyPacker):
-    """Fixed-length packing behind the packer protocol.
+    """Packs W global batches at a time into micro-batches of exactly C tokens.
 
-    Carry: the stream not yet packed; slot 1 = held back by a window that was packed.
-    window_batches: W, global batches packed together. Those of like load make a step.
+    Its carry is the part of the stream that is not packed yet. Slot 1 marks pieces that an earlier
+    window held back.
     """
 
     policy: ClassVar[str] = "fixed"
     slots: ClassVar[CarrySlots] = CarrySlots.HELD
-    window_batches: int = 1
+    window_batches: int = 1  # W, global batches packed together
 
     def __post_init__(self) -> None:
         convert_to_ints(self, window_batches=1)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the plans of the full steps, and the carry; see `Packer.push`."""
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
@@ -86,7 +94,7 @@ class FixedPacker(PolicyPacker):
         return tuple(plans), self._carry(stream, step, slot)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
-        """Pack `pieces` into windows of C tokens; policies with another method override this."""
+        """Pack `pieces` into windows of C tokens; subclasses override this with other methods."""
         return greedy(
             pieces,
             self.options.attention(pieces),
@@ -95,7 +103,7 @@ class FixedPacker(PolicyPacker):
         )
 
     def _steps(self, pieces: Pieces, step: int, waiting: int) -> tuple[PackingPlan, ...]:
-        """A window's plans; `waiting` tokens stay in the stream after it."""
+        """Return the plans of a window of pieces; `waiting` tokens stay in the stream."""
         num = self.num_micro_batches
         num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
         packed = self.pack(pieces, num_steps * num)
@@ -108,13 +116,26 @@ class FixedPacker(PolicyPacker):
 def take_tokens(
     stream: Pieces, size: int, *, longest_cut: int, num_held: int = 0
 ) -> tuple[Pieces, Pieces, int]:
-    """The first `size` tokens of `stream` (or all), the rest, and how many of that were held back.
+    """Take the first `size` tokens of a stream, and cut a short document where a cut is needed.
 
-    The document that crosses the limit is taken too; the surplus it brings is held back from the
-    end of what was taken: documents that are no longer than it whole, then a part of the first one
-    of at most `longest_cut` tokens (of the shortest one that is long enough, if there is none). The
-    first `num_held` pieces were held back before and are not again. Cutting the crossing document
-    itself would cut one in four full-window documents at W = 1.
+    The document that crosses the limit is taken as a whole. To make up for its surplus tokens,
+    others are held back, searching from the end of what was taken:
+
+    1. Documents that are no longer than the remaining surplus are held back whole.
+    2. The rest of the surplus is cut off the first document of at most `longest_cut` tokens, or,
+       if there is none, off the shortest document that is long enough.
+
+    Cutting the crossing document itself would cut one in four full-window documents at W = 1.
+
+    Args:
+        stream: The pieces that wait, in order.
+        size: Tokens to take. A shorter stream is taken as a whole.
+        longest_cut: Documents of at most so many tokens may be cut freely.
+        num_held: The first so many pieces were held back before. They are not held back twice.
+
+    Returns:
+        The pieces that are taken, the rest of the stream, and how many pieces at the head of the
+        rest were held back.
     """
     lengths = stream.length
     ends = np.cumsum(lengths)
@@ -134,7 +155,7 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # At least one document is long enough: the one that crosses the limit.
+            # The document that crosses the limit is longer than the surplus, so one is found.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])
@@ -148,10 +169,17 @@ def take_tokens(
 def greedy(
     pieces: Pieces, attention_ns: IntArray, *, num_micro_batches: int, capacity: int
 ) -> Window:
-    """Assign pieces to micro-batches of `capacity` tokens by least attention (steps 1 to 3).
+    """Assign pieces to micro-batches of `capacity` tokens by least attention.
 
-    attention_ns: shape [num_pieces]; the part of a cut piece is taken to cost its share of the
-    piece's tokens, an upper bound. UserError if the tokens cannot fit.
+    Args:
+        pieces: The pieces to pack.
+        attention_ns: Predicted attention time of each piece, shape [num_pieces]. A part of a cut
+            piece counts its share of the piece's tokens, which is an upper bound.
+        num_micro_batches: Number of micro-batches.
+        capacity: Tokens of a micro-batch.
+
+    Raises:
+        UserError: If the pieces have more tokens than fit.
     """
     if pieces.num_tokens > num_micro_batches * capacity:
         raise UserError(
@@ -163,6 +191,7 @@ def greedy(
     micro_batches = _LeastWorkFirst(num_micro_batches, capacity)
     parts: list[Part] = []
     at = 0
+    # Long runs of equal documents are placed together, which is faster; all others one by one.
     for first, stop in (*runs_of(lengths, work, num_bins=num_micro_batches), (len(rows), 0)):
         for i in range(at, first):
             parts += [(rows[i], begin, j) for begin, j in micro_batches.add(lengths[i], work[i])]
@@ -175,7 +204,7 @@ def greedy(
 
 
 def cut_into(pieces: Pieces, parts: list[Part], *, num_micro_batches: int) -> Window:
-    """The window that has `pieces` cut into `parts`."""
+    """Return the window in which `pieces` are cut into `parts`."""
     begins = np.cumsum(pieces.length) - pieces.length
     parts = sorted(parts)
     cuts = [int(begins[row]) + begin for row, begin, _ in parts if begin]
@@ -188,9 +217,15 @@ def cut_into(pieces: Pieces, parts: list[Part], *, num_micro_batches: int) -> Wi
 def parts_that_fill(
     length: int, room: Sequence[int], order: Iterable[int]
 ) -> list[tuple[int, int, int]]:
-    """A document of `length` tokens cut to fill micro-batches, which have `room`, in `order`.
+    """Cut a document so that its parts fill the gaps of micro-batches.
 
-    Returns (first token, micro-batch, tokens) of each part; all but the last fill their room.
+    Args:
+        length: Tokens of the document.
+        room: Free tokens of each micro-batch.
+        order: Micro-batches in the order in which they are filled.
+
+    Returns:
+        (first token, micro-batch, tokens) of each part. All but the last part fill their gap.
     """
     parts: list[tuple[int, int, int]] = []
     begin = 0
@@ -203,19 +238,22 @@ def parts_that_fill(
 
 
 class _LeastWorkFirst:
-    """Finds the micro-batch of least work that has room; documents come in descending length.
+    """Puts each document into the micro-batch of least work that has room for it.
 
-    A micro-batch without room is set aside until documents are short enough for it, so that each
-    placement looks at O(1) micro-batches.
+    Documents come in descending length. So a micro-batch that has too little room for one document
+    is parked until documents are short enough, and each placement looks at O(1) micro-batches.
     """
 
     def __init__(self, num: int, capacity: int) -> None:
-        self.room, self.work = [capacity] * num, [0] * num
-        self.by_work = [(0, j) for j in range(num)]
-        self.parked: list[tuple[int, int]] = []  # (-room, micro-batch)
+        self.room, self.work = [capacity] * num, [0] * num  # tokens and ns, by micro-batch
+        self.by_work = [(0, j) for j in range(num)]  # heap of (work, micro-batch)
+        self.parked: list[tuple[int, int]] = []  # heap of (-room, micro-batch)
 
     def add(self, length: int, work: int) -> Iterator[tuple[int, int]]:
-        """(first token, micro-batch) of each part of a document: one part, if it fits somewhere."""
+        """Place a document and yield (first token, micro-batch) of each of its parts.
+
+        It has a single part unless it fits nowhere and is cut.
+        """
         while self.parked and -self.parked[0][0] >= length:
             j = heapq.heappop(self.parked)[1]
             heapq.heappush(self.by_work, (self.work[j], j))
@@ -227,6 +265,7 @@ class _LeastWorkFirst:
                 yield 0, j
                 return
             heapq.heappush(self.parked, (-self.room[j], j))
+        # No micro-batch has room for the whole document: cut it.
         order = sorted((j for _, j in self.parked), key=lambda j: (self.work[j], j))
         for begin, j, tokens in parts_that_fill(length, self.room, order):
             self._put(j, tokens, -(-work * tokens // length))
@@ -235,7 +274,10 @@ class _LeastWorkFirst:
         heapq.heapify(self.parked)
 
     def add_equal(self, num: int, length: int, work: int) -> list[int]:
-        """The micro-batches of equal documents that `add` would place whole, as many as fit."""
+        """Place up to `num` equal documents whole, as `add` would, and return their micro-batches.
+
+        The result has fewer than `num` entries where no more fit.
+        """
         if not fits_64_bits(self.work, work, num):
             return []
         room = [tokens // length for tokens in self.room]

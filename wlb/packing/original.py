@@ -1,11 +1,16 @@
-"""original (Plain-4D): the loader's own windows, as the paper's baseline packs them (Section 7.1).
+"""Policy `original`: windows of exactly C tokens in stream order, without balancing (Section 7.1).
 
-`WindowCut.ANYWHERE`, as Megatron and torchtitan: documents are concatenated and cut every C tokens.
-`WindowCut.SHORT`: each document goes whole to the first open window with room, and windows are
-filled up by cutting short ones (at most C / 8 tokens; any once 4 N windows are open). It keeps
-documents as long as the window, as in Figure 3, and gives Table 2; the paper does not say.
-Guarantees: exactly C tokens except in the flush; cuts lose no token and no label. Balances nothing.
-Cost: a few NumPy passes; SHORT is a loop over documents and up to 4 N windows each.
+It has two ways to cut documents:
+
+- `WindowCut.ANYWHERE` is the usual loader of Megatron and torchtitan. It concatenates documents and
+  cuts the stream every C tokens.
+- `WindowCut.SHORT` is the loader of the paper's Plain-4D, as far as it can be inferred. Each
+  document goes whole to the first open window with room. Windows are filled up by cutting short
+  documents (at most C / 8 tokens), or documents of any length once 4 N windows are open. It keeps
+  documents as long as the window whole, as in Figure 3, and reproduces Table 2.
+
+Guarantees: windows have exactly C tokens, except in the flush. Cuts lose no token and no label.
+Cost: a few NumPy passes. `SHORT` loops over the documents, and over up to 4 N windows for each.
 """
 
 from collections.abc import Iterator
@@ -22,23 +27,24 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
 MOST_OPEN = 4
-"""Windows that the loader of `WindowCut.SHORT` keeps open, times N."""
+"""`WindowCut.SHORT` keeps up to this many windows open for each micro-batch of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalPacker(PolicyPacker):
-    """Plain-4D behind the packer protocol.
+    """Fills windows of C tokens in stream order.
 
-    Carry: the pieces after the last full step; slot 0, or with SHORT the index of their open
-    window. cut: where windows end, `packing.window_cut`.
+    Its carry has the pieces behind the last full step. They are in slot 0, or with
+    `WindowCut.SHORT` in the slot with the index of their open window.
     """
 
     policy: ClassVar[str] = "original"
     slots: ClassVar[CarrySlots] = CarrySlots.WINDOWS
     batches_wait: ClassVar[bool] = False
-    cut: WindowCut = WindowCut.ANYWHERE
+    cut: WindowCut = WindowCut.ANYWHERE  # which documents may be cut (`packing.window_cut`)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the plans of the full steps, and the carry; see `Packer.push`."""
         if self.cut == WindowCut.SHORT:
             return self._push_whole(batch, carry)
         window, num = self.options.context_window, self.num_micro_batches
@@ -46,8 +52,8 @@ class OriginalPacker(PolicyPacker):
         arrived = self.options.arrived(batch, carry.next_step, split=False)
         stream = Pieces.concat(carry.pieces, arrived)
         stream = cut_at(stream, np.arange(0, stream.num_tokens + window, window))
-        # 2. Count the full steps; at the end of data the rest is one more, with short or empty
-        # windows.
+        # 2. Count the full steps. At the end of the data, the rest makes one more step with short
+        # or empty windows.
         steps = stream.num_tokens // (window * num)
         if batch is None and stream.num_tokens > steps * window * num:
             steps += 1
@@ -58,6 +64,7 @@ class OriginalPacker(PolicyPacker):
         return self._pushed(carry, stream, rows, stream.slice(edges[-1], len(stream)), None)
 
     def _push_whole(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Do `push` for `WindowCut.SHORT`."""
         num = self.num_micro_batches
         check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
@@ -66,9 +73,9 @@ class OriginalPacker(PolicyPacker):
         lengths = stream.length.tolist()
         parts: list[Part] = []
         first = 0
-        # Slots are the indices of open windows, unless the carry comes from `WindowCut.ANYWHERE` or
-        # from a larger context window: then some slot holds more tokens than a window has, and the
-        # documents are placed as if they were new.
+        # Put carried pieces back into their open windows, which are their slots. A carry from
+        # `WindowCut.ANYWHERE` or from a larger context window has slots with more tokens than a
+        # window; its pieces are placed like new ones.
         held_tokens = np.bincount(carry.slot, carry.pieces.length)
         if (held_tokens <= self.options.context_window).all():
             for row, window in enumerate(carry.slot.tolist()):
@@ -95,7 +102,15 @@ class OriginalPacker(PolicyPacker):
         held: Pieces,
         slot: IntArray | None,
     ) -> Pushed:
-        """Make plans of N windows each, and the carry; `rows` are the pieces of each window."""
+        """Return the plans of steps with N windows each, and the carry.
+
+        Args:
+            carry: The previous carry.
+            pieces: The pieces from which the rows choose.
+            rows: Rows of `pieces` in each window.
+            held: The pieces that wait.
+            slot: Slot of each waiting piece; None puts all in slot 0.
+        """
         num, step = self.num_micro_batches, carry.next_step
         steps = [rows[i : i + num] for i in range(0, len(rows), num)]
         plans = self._plans(step, pieces, steps, num_waiting_tokens=held.num_tokens, shuffle=False)
@@ -104,22 +119,22 @@ class OriginalPacker(PolicyPacker):
 
 @dataclass(slots=True)
 class _OpenWindows:
-    """Windows in the order they were opened; `num_full` of them, from the first on, are full."""
+    """Windows in the order they were opened. The first `num_full` of them are full."""
 
-    size: int
-    most_open: int
-    room: list[int] = field(default_factory=list[int])
-    num_full: int = 0
+    size: int  # tokens of a window
+    most_open: int  # number of open windows from which documents of any length are cut
+    room: list[int] = field(default_factory=list[int])  # free tokens of each window
+    num_full: int = 0  # number of full windows before the first one that is not full
 
     def put_into(self, window: int, length: int) -> None:
-        """Put a part of `length` tokens into that window, which is opened if its index is new."""
+        """Put a part of `length` tokens into this window, and open it if its index is new."""
         self.room += [self.size] * (window + 1 - len(self.room))
         self.room[window] -= length
         while self.num_full < len(self.room) and not self.room[self.num_full]:
             self.num_full += 1
 
     def add(self, length: int) -> Iterator[tuple[int, int]]:
-        """(first token, window) of each part of a document: one part unless it is cut."""
+        """Place a document and yield (first token, window) of each part, one unless it is cut."""
         still_open = range(self.num_full, len(self.room))
         for window in still_open:
             if self.room[window] >= length:

@@ -1,8 +1,13 @@
-"""Algorithm 1's placement: each document to the micro-batch that has least work, if it fits there.
+"""Algorithm 1's placement: each document goes to the micro-batch with least work if it fits there.
 
-`place` takes documents in order. Files of tiny documents have hundreds of thousands of equal
-lengths in a global batch, and a heap takes microseconds for each, so runs of equal documents are
-placed together: the choices of a loop over them follow from sorting.
+`place` takes documents in the given order, with heaps that find the least work and the fewest
+tokens. A heap takes microseconds for each document, but a global batch may have hundreds of
+thousands of tiny documents of equal length. Runs of equal documents are therefore placed together:
+sorting the loads that each micro-batch would reach gives the same choices as the loop.
+
+    two micro-batches with loads 0 and 5, four documents of work 2:
+    loads before each placement: 0, 2, 4 in the first one, 5, 7, ... in the second one
+    sorted: 0 (first), 2 (first), 4 (first), 5 (second)
 """
 
 import heapq
@@ -14,7 +19,7 @@ import numpy as np
 from wlb.plan import IntArray
 
 LEAST = 64
-"""Equal documents in a row, and twice the bins, from which placing them together is faster."""
+"""Placing equal documents together is faster for runs of this length and of twice the bins."""
 _MOST_LOAD = 1 << 61
 
 
@@ -27,14 +32,26 @@ def place(
     step_tokens: int | None = None,
     second: list[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Lines 22-37 of Algorithm 1: (rows of each micro-batch, rows left over), in the given order.
+    """Place documents in the given order (lines 22-37 of Algorithm 1).
 
-    step_tokens: a document that would bring the sum over all micro-batches above it is left over.
-    second: work at another price, in units of the same sum (`prices.comparable`); a micro-batch's
-    work is then the larger of its two sums.
-    Both minima come from heaps of one entry a micro-batch, O(log N) a document: work and size only
-    grow, so an old entry is a lower bound and is brought up to date when it comes to the top. Runs
-    of equal documents are placed together (`runs_of`), with the same result.
+    A document goes to the micro-batch with least work, or, if it does not fit there, to the one
+    with the fewest tokens. If it does not fit there either, it is left over.
+
+    The minima come from heaps with one entry for each micro-batch, in O(log N) a document. Work and
+    tokens only grow, so an outdated entry is a lower bound; it is updated when it reaches the top.
+
+    Args:
+        lengths: Tokens of each document, shape [n].
+        workloads: Work of each document, shape [n].
+        num_micro_batches: N, the number of micro-batches.
+        s_max: Most tokens of a micro-batch.
+        step_tokens: Most tokens of all micro-batches together. None = no cap.
+        second: Work of each document at another price, scaled to the same sum
+            (`wlb.packing.base.comparable`). A micro-batch's work is then the larger of its two
+            sums.
+
+    Returns:
+        The rows of each micro-batch, and the rows that are left over.
     """
     others = workloads if second is None else second
     placed = _Placement(lengths, workloads, others, num=num_micro_batches, s_max=s_max)
@@ -48,30 +65,31 @@ def place(
 
 
 class _Placement:
-    """Micro-batches being filled with documents, whose columns are of [n]. rows: of each
-    micro-batch; rest: rows left over; room: tokens that the step may still take.
+    """Micro-batches that are being filled with documents.
+
+    `one` and `two` are the work of each document at two prices, shape [n].
     """
 
     def __init__(
         self, lengths: list[int], one: list[int], two: list[int], *, num: int, s_max: int
     ) -> None:
         self.lengths, self.one, self.two, self.s_max = lengths, one, two, s_max
-        self.rows: list[list[int]] = [[] for _ in range(num)]
-        self.rest: list[int] = []
-        self.room = 0
-        # Loads at both prices, the larger of them, and tokens, by micro-batch.
+        self.rows: list[list[int]] = [[] for _ in range(num)]  # rows in each micro-batch
+        self.rest: list[int] = []  # rows left over
+        self.room = 0  # tokens that the step may still take
+        # Of each micro-batch: its loads at both prices, the larger of them, and its tokens.
         self._loads = [0] * num, [0] * num
         self._work, self._size = [0] * num, [0] * num
+        # Heaps of (work, micro-batch) and (tokens, micro-batch), whose entries may be outdated.
         self._by_work = [(0, i) for i in range(num)]
         self._by_size = [(0, i) for i in range(num)]
-        # The shortest document from each row on: where even that fits nowhere, nothing more does.
+        # The shortest document from each row on: if even that fits nowhere, none of the rest does.
         backwards = np.array([*lengths, s_max + 1], np.int64)[::-1]
         self._shortest = np.minimum.accumulate(backwards)[::-1].tolist()
 
     def each(self, first: int, stop: int) -> None:
-        """Place rows [first, stop) one by one: where the least work is, if they fit there, else
-        where the fewest tokens are.
-        """
+        """Place rows [first, stop) one by one, as `place` describes."""
+        # Locals are faster than attributes in this loop.
         rows, rest, (one, two), work = self.rows, self.rest, self._loads, self._work
         size, by_work, by_size, s_max = self._size, self._by_work, self._by_size, self.s_max
         room = self.room
@@ -100,14 +118,22 @@ class _Placement:
         self.room = room
 
     def together(self, first: int, num: int) -> int:
-        """Place equal documents from row `first` on, up to the first that does not go where the
-        least work is; how many were placed.
+        """Place equal documents by least work, and return how many were placed.
+
+        It ends before the first document that does not fit the micro-batch with least work, because
+        that one needs the second rule (fewest tokens).
+
+        Args:
+            first: Row of the first document.
+            num: Number of equal documents from there on.
         """
         length, a, b = self.lengths[first], self.one[first], self.two[first]
         num = min(num, self.room // length)
         one, two = self._loads
         if not num or not fits_64_bits([*one, *two], max(a, b), num):
             return 0
+        # Find each document's micro-batch as if there were no S_max, then end at the first document
+        # that would exceed it.
         target = least_loaded(one, a, num, room=[num] * len(one), other=(two, b))
         for i, size in enumerate(self._size):
             over = np.flatnonzero(target == i)[(self.s_max - size) // length :]
@@ -127,8 +153,11 @@ class _Placement:
 
 
 def runs_of(*columns: Sequence[int], num_bins: int) -> Iterator[tuple[int, int]]:
-    """(first, stop) of runs of equal rows that are long enough to be placed together; columns: of
-    [n] each.
+    """Yield (first, stop) of the runs of equal rows that are long enough to be placed together.
+
+    Args:
+        columns: The table's columns, shape [n] each. Rows are equal if all columns are.
+        num_bins: Number of bins into which the rows are to be placed.
     """
     least = max(LEAST, 2 * num_bins)
     if len(columns[0]) < least:
@@ -148,20 +177,33 @@ def least_loaded(
     room: Sequence[int],
     other: tuple[Sequence[int], int] | None = None,
 ) -> IntArray:
-    """The bin of each of `num` documents of equal `work`, each put into the least loaded bin that
-    still has room (the first of several), shape [at most num]; it ends where no bin has room.
+    """Put equal documents one after the other into the least loaded bin that has room.
 
-    loads: work of each bin so far. room: documents that each bin may still take. other: loads and
-    work at another price; a bin's load is then the larger of the two. Totals must fit 64 bits.
+    Totals must fit 64-bit integers (`fits_64_bits`).
+
+    Args:
+        loads: Work in each bin so far.
+        work: Work of each document.
+        num: Number of documents.
+        room: Number of documents that each bin may still take.
+        other: Loads of the bins and work of a document at a second price. A bin's load is then the
+            larger of the two.
+
+    Returns:
+        The bin of each document. Fewer than `num` entries if all bins are full. Among equally
+        loaded bins the first one is taken.
     """
     begin, steps = [np.array(loads, np.int64)], [work]
     if other is not None:
         begin.append(np.array(other[0], np.int64))
         steps.append(other[1])
     free = np.minimum(np.array(room, np.int64), num)
+    # No document is put into a bin whose load exceeds this level, as long as all bins have room:
+    # the least loaded bin is at most at the final mean.
     level = (sum(np.max(begin, axis=0).tolist()) + num * max(steps)) // len(free) + 1
     bins, load = _by_load(begin, steps, _entries(begin, steps, free, level))
-    # Bins without room leave more to the others than an even share, which may pass the level.
+    # If some bins are full, the others take more than an even share and may exceed the level. Then
+    # list all placements that the room permits, which takes longer.
     if bins.size < min(num, int(free.sum())) or (load[:num] > level).any():
         bins, _ = _by_load(begin, steps, free)
     return bins[:num]
@@ -170,8 +212,16 @@ def least_loaded(
 def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """The bin of each document, of which bins take at most `counts`, and the load that the bin has
-    when it takes it, at the worse price; least loads first, both of shape [sum of counts].
+    """List the placements that bins could take, by the load that the bin has before each.
+
+    Args:
+        begin: Loads of the bins at each price, shape [num_bins] each.
+        steps: Work of a document at each price.
+        counts: Number of documents that each bin takes at most, shape [num_bins].
+
+    Returns:
+        The bin of each placement, and the bin's load before it at the worse price, both in
+        ascending order of loads, shape [sum of counts].
     """
     bins = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -181,10 +231,7 @@ def _by_load(
 
 
 def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
-    """Upper bound on the documents that each bin takes, shape [num_bins]: those that it takes while
-    its load is at most `level`. The least loaded bin never exceeds the final mean, which is below
-    `level`, as long as all bins have room.
-    """
+    """Return how many documents each bin can take while its load is at most `level`, [num_bins]."""
     counts = free
     for load, step in zip(begin, steps, strict=True):
         if step:
@@ -193,5 +240,5 @@ def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int
 
 
 def fits_64_bits(loads: Sequence[int], work: int, num: int) -> bool:
-    """Whether loads of bins after `num` more documents of `work` stay far from overflow."""
+    """Return whether a bin's load stays below 2^61 if it takes `num` more documents of `work`."""
     return max(loads) + num * work < _MOST_LOAD

@@ -1,4 +1,7 @@
-"""The packer that a run's [packing] section names."""
+"""Makes the packer that a run's [packing] section names, with S_max and T from device memory.
+
+`packer_for` is the only place that maps a policy's name to its class and options.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -29,12 +32,13 @@ PACKERS: tuple[type[PolicyPacker], ...] = (
     SavedPacker,
     VarLenPacker,
 )
+"""Every policy's class, by which planners recognise the carry of a checkpoint."""
 GIB = 1 << 30
 MOST_AUTOMATIC_WINDOWS = 2
-"""Longest S_max, in context windows, that packing.s_max = 0 chooses; longer ones would leave too
+"""Largest S_max, in context windows, that `packing.s_max = 0` chooses. A larger one would leave too
 little memory for the other micro-batches of a step."""
 ROOM_OF_A_STEP = 1.1
-"""Global batches that a step should have room for, so that documents held back can be caught up."""
+"""T should be at least this many global batches, so that steps catch up on delayed documents."""
 
 
 def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
@@ -50,7 +54,7 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
 
 
 def has_room(spec: RunSpec, section: PackingSection) -> bool:
-    """Whether `section`'s steps hold a global batch, and with `bounded` more, to catch up with."""
+    """Return whether a step of `section` can take a global batch, and with `bounded` even more."""
     if not section.varies_lengths:
         return True
     num = section.num_micro_batches or spec.num_windows
@@ -61,14 +65,14 @@ def has_room(spec: RunSpec, section: PackingSection) -> bool:
 
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
-    """The usual loader, which cuts documents wherever a window ends (`wlb.spec.USUAL`)."""
+    """Return the usual loader, which cuts documents wherever a window ends (`wlb.spec.USUAL`)."""
     options = options_for(spec, cost)
     options = replace(options, num_micro_batches=spec.num_windows, layout=Layout.SEPARATE)
     return OriginalPacker(options=options)
 
 
 def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
-    """The packer of `spec.packing`; UserError for options that cannot work together."""
+    """Return the packer of `spec.packing`; options that contradict each other are a UserError."""
     packing, options = spec.packing, options_for(spec, cost)
     match packing.policy:
         case Policy.ORIGINAL:
@@ -114,18 +118,25 @@ def _price_range(packing: PackingSection) -> PriceRange:
 
 
 def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
-    """`spec` with packing.s_max filled in from the memory of a device, where it is 0.
+    """Return `spec` with `packing.s_max = 0` replaced by the best S_max that fits a device.
 
-    The longest of at most 2 windows (tried in twentieths) beside which a step of 1.1 global batches
-    fits, or else of any more than one: packing.memory_gib, or planned_gib where that is 0, also
-    lowers T (`caps_of`). planned_gib: memory of a device that plans may use (`wlb.cost.Budget`).
-    UserError where it is None (not known) or nothing fits.
+    It tries S_max from 2 windows downwards in steps of 1/20. It takes the largest one that leaves
+    memory for steps of 1.1 global batches. If there is none, it takes the largest one with any T
+    above one global batch, since `caps_of` lowers T to what fits.
+
+    Args:
+        spec: The run.
+        planned_gib: Memory of a device that plans may use (`wlb.cost.Budget`), unless
+            `packing.memory_gib` says otherwise. None if unknown.
+
+    Raises:
+        UserError: If the memory is unknown or nothing fits.
     """
     packing, window = spec.packing, spec.data.context_window
     if not packing.takes_s_max_from_memory:
         return spec
     if not packing.varies_lengths:
-        # Policies that pack to windows ignore s_max; any valid value does.
+        # Policies that fill windows ignore s_max, so any valid value does.
         return check(replace(spec, packing=replace(packing, s_max=1.0)))
     planned = packing.memory_gib or planned_gib
     if not planned:
@@ -152,8 +163,12 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
 
 
 def first_with_room(alternatives: Sequence[RunSpec]) -> int:
-    """Index of the first configuration whose memory leaves steps room for 1.1 global batches, else
-    of the first one that fits at all; raises the first one's UserError if none fits.
+    """Return the index of the first configuration whose steps have room for 1.1 global batches.
+
+    If there is none, it returns the first configuration that fits at all.
+
+    Raises:
+        UserError: The first configuration's error, if none fits.
     """
     fitting: list[int] = []
     refused: list[UserError] = []
@@ -172,7 +187,7 @@ def first_with_room(alternatives: Sequence[RunSpec]) -> int:
 
 
 def _room(spec: RunSpec) -> int | None:
-    """Most tokens of a step; None for policies that pack to windows."""
+    """Return the most tokens that a step can have, or None for policies that fill windows."""
     if not spec.packing.varies_lengths:
         return None
     s_max, step_tokens = caps_of(spec)
@@ -180,7 +195,7 @@ def _room(spec: RunSpec) -> int | None:
 
 
 def caps_of(spec: RunSpec) -> tuple[int, int | None]:
-    """(S_max, T) in tokens: as configured, or lower where packing.memory_gib requires it."""
+    """Return (S_max, T) in tokens, as configured or lower if `packing.memory_gib` requires it."""
     s_max, step_tokens = spec.s_max, spec.packing.step_tokens_of(spec.tokens_per_step)
     if not spec.packing.memory_gib:
         return s_max, step_tokens

@@ -1,9 +1,13 @@
-"""Packs made offline: an epoch is packed once, saved, and trained from the file (`wlb pack`).
+"""Packs made offline: `wlb pack` packs one epoch and saves it, and runs train from the file.
 
-The offline half of the methods of Kundu et al. (2024), Section 3.2. A file holds, for every step of
-an epoch, the store's rows in each micro-batch. It is a source (a step's documents in their saved
-order) and a packer (divides them as they were). Later epochs repeat the first. Only whole documents
-can be packed offline, because cuts at windows depend on the stream before them.
+These are the offline methods of Kundu et al. (2024), Section 3.2. For every step of an epoch, the
+file lists which documents of the token store each micro-batch has. A run reads it twice:
+
+- `PackedBatches` is the source of global batches: each has the documents of one step.
+- `SavedPacker` divides these documents into the saved micro-batches.
+
+Later epochs repeat the first one. Only whole documents can be packed offline, because where a
+window cuts a document depends on the stream before it.
 """
 
 from collections.abc import Iterable
@@ -35,34 +39,32 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 from wlb.plan.read_file import load_arrays, malformed
 
-_FORMAT = 1
+_FORMAT = 1  # version of the file's format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packs:
-    """An epoch's steps. rows: of the store, in training order, shape [num_documents]. offsets:
-    micro-batch i is rows [offsets[i], offsets[i + 1]), shape [num_steps * N + 1]. made_by: policy.
-    lengths: digest of the store's lengths.
-    """
+    """The packed steps of one epoch."""
 
-    rows: IntArray
+    rows: IntArray  # the store's documents in training order, shape [num_documents]
+    # Micro-batch i has `rows[offsets[i]:offsets[i + 1]]`, shape [num_steps * N + 1].
     offsets: IntArray
-    num_micro_batches: int
-    context_window: int
-    layout: Layout
-    made_by: str
-    lengths: int
+    num_micro_batches: int  # N, of a step
+    context_window: int  # in tokens
+    layout: Layout  # which documents of a micro-batch attend to each other
+    made_by: str  # policy that packed the epoch
+    lengths: int  # digest of the lengths of the store's documents
 
     def __post_init__(self) -> None:
-        """Refuse packs that would train a document twice, or not at all."""
+        """Refuse packs that train a document twice, or whose offsets contradict themselves."""
         check_minimum("rows", self.rows, 0)
         if (i := first_true(np.diff(np.sort(self.rows)) == 0)) is not None:
             raise UserError(f"row {np.sort(self.rows)[i]} is packed twice; make the packs again")
         num, offsets = self.num_micro_batches, self.offsets
         if num < 1 or offsets.size < 2 or (offsets.size - 1) % num:
             raise UserError(
-                f"{offsets.size} offsets are no steps of num_micro_batches = {num}; make the packs "
-                f"again"
+                f"{offsets.size} offsets do not divide into steps of num_micro_batches = {num}; "
+                f"make the packs again"
             )
         if (i := first_true(np.diff(offsets) < 0)) is not None:
             raise UserError(
@@ -77,11 +79,21 @@ class Packs:
 
     @property
     def num_steps(self) -> int:
+        """Number of steps in the epoch."""
         return (self.offsets.size - 1) // self.num_micro_batches
 
     @classmethod
     def of(cls, plans: Iterable[PackingPlan], source: Source, *, window: int) -> "Packs":
-        """Packs of one epoch's plans; UserError where a document was cut or is missing."""
+        """Make the packs of one epoch from its plans.
+
+        Args:
+            plans: The plans of all steps of the epoch.
+            source: The token store.
+            window: Context window in tokens.
+
+        Raises:
+            UserError: If a document was cut or is missing.
+        """
         made = list(plans)
         pieces = Pieces.concat(*(plan.pieces for plan in made))
         rows, length = pieces.document, pieces.length
@@ -108,14 +120,14 @@ class Packs:
         )
 
     def save(self, path: str | Path) -> None:
-        """An .npz file of plain arrays."""
+        """Save the packs as an .npz file of plain arrays."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {"layout": str(self.layout), "lengths": np.array(self.lengths, np.uint64)}
         np.savez_compressed(path, format=_FORMAT, **values)
 
     @classmethod
     def load(cls, path: str | Path) -> "Packs":
-        """UserError for a file that holds no packs, or packs that contradict themselves."""
+        """Load packs; a file without packs, or with invalid ones, is a UserError."""
         where, remedy = f"packing.packs: {path} holds no packs", "make them with `wlb pack`"
         try:
             data = load_arrays(path, where, remedy=remedy)
@@ -135,7 +147,7 @@ class Packs:
             )
 
     def check(self, source: Source, options: PackerOptions) -> None:
-        """UserError unless they are of this store, and of as many micro-batches a step."""
+        """Raise UserError unless the packs were made of this store and with these options."""
         if self.lengths != digest(source.lengths):
             raise UserError(
                 "packing.packs were made of another store (its documents' lengths differ); make "
@@ -154,15 +166,22 @@ class Packs:
         ):
             if ours != theirs:
                 raise UserError(
-                    f"packing.packs have {theirs} {name}, the run {ours}; make them again with "
-                    f"`wlb pack`, or run with theirs"
+                    f"packing.packs have {theirs} {name}, but the run has {ours}; make them again "
+                    f"with `wlb pack`, or configure the run as they are"
                 )
 
 
 class PackedBatches(SourceBatches):
-    """A step's documents as a global batch, in their saved order; epochs = 0 never ends."""
+    """The source of global batches of a run with saved packs: one batch for each saved step."""
 
     def __init__(self, packs: Packs, source: Source, *, epochs: int = 0) -> None:
+        """Read batches from saved packs.
+
+        Args:
+            packs: The saved packs.
+            source: The token store of which they were made.
+            epochs: How often they are trained. 0 = without end.
+        """
         super().__init__(source)
         self.packs, self.epochs = packs, epochs
         self._identity: dict[str, Any] = {"packs": digest(packs.rows, packs.offsets)}
@@ -170,10 +189,14 @@ class PackedBatches(SourceBatches):
             self._identity[IDENTITY] = identity
 
     def start(self) -> dict[str, Any]:
+        """Return the state before the first batch."""
         return {"step": 0, **self._identity}
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
-        """The batch of the step after `state`; UserError for a state of something else."""
+        """Return the batch after `state` and the next state, or None at the end of the epochs.
+
+        A state of other packs or of another store is a UserError.
+        """
         packs, at = self.packs, self.num_batches(state)
         epoch, step = divmod(at, packs.num_steps)
         if self.epochs and epoch >= self.epochs:
@@ -190,7 +213,7 @@ class PackedBatches(SourceBatches):
         return GlobalBatch(index=at, documents=documents), {**self._identity, "step": at + 1}
 
     def num_batches(self, state: dict[str, Any]) -> int:
-        """Steps given before `state`; UserError for a state of something else."""
+        """Return the number of batches before `state`; a state of other packs is a UserError."""
         keys = "packing.packs and data.store"
         check_state(state, {"step"}, self._identity, what="packs", keys=keys)
         if type(state["step"]) is not int or not 0 <= state["step"] <= MOST_COUNT:
@@ -198,18 +221,18 @@ class PackedBatches(SourceBatches):
         return state["step"]
 
     def num_tokens(self, state: dict[str, Any]) -> int:
-        """Tokens of all documents given before `state`."""
+        """Return the tokens of all documents in the batches before `state`."""
         epoch, given = self._given(state)
         lengths = self.source.lengths[self.packs.rows]
         return epoch * int(lengths.sum()) + int(lengths[:given].sum())
 
     def may_have_ended(self, state: dict[str, Any]) -> bool:
-        """Whether the data ends at `state` for some number of epochs."""
+        """Return whether `state` is the end of an epoch, where the data may end."""
         at = self.num_batches(state)
         return at > 0 and at % self.packs.num_steps == 0
 
     def hold_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
-        """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
+        """Raise UserError if a piece is of no document in the batches before `state`."""
         epoch, given = self._given(state)
         rows, size = self.packs.rows, self.packs.rows.size
         place = np.zeros(size, np.int64)
@@ -218,14 +241,14 @@ class PackedBatches(SourceBatches):
         hold_given(pieces, at, np.full(len(pieces), epoch * size + given))
 
     def _given(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Whole epochs, and documents of the next one, given before `state`."""
+        """Return how many epochs, and how many documents of the next one, precede `state`."""
         epoch, step = divmod(self.num_batches(state), self.packs.num_steps)
         return epoch, int(self.packs.offsets[step * self.packs.num_micro_batches])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPacker(PolicyPacker):
-    """Divides the documents of `PackedBatches` as they were divided. Nothing ever waits."""
+    """Divides a batch of `PackedBatches` into its saved micro-batches. Nothing ever waits."""
 
     policy: ClassVar[str] = "saved"
     slots: ClassVar[CarrySlots] = CarrySlots.ONE
@@ -233,10 +256,11 @@ class SavedPacker(PolicyPacker):
     packs: Packs
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the saved step's plan, and the carry; see `Packer.push`."""
         if len(carry.pieces):
             raise UserError(
                 f"{len(carry.pieces)} documents wait from a run with packing.policy = "
-                f"{carry.policy}; packs made offline have no place for them: start a new run"
+                f"{carry.policy}; packs made offline cannot train them: start a new run"
             )
         if batch is None:
             return (), self._carry(Pieces.empty(), carry.next_step)

@@ -1,23 +1,30 @@
-"""var_len: variable-length packing with delayed outlier documents (Algorithm 1, Sections 4.1-4.3).
+"""Policy `var_len`: variable-length packing with delayed outliers (Algorithm 1, Sections 4.1-4.3).
 
-(1) Documents of L_i <= d < L_{i+1} tokens go to outlier queue i; (2) a queue that holds N releases
-N, one for each micro-batch; (3) leftovers come first, then new documents from long to short; (4)
-each goes to the micro-batch with the least W_a + W_l (Eq. 2) if it fits, else to the shortest, else
-it is left over. Deviations, because the printed algorithm loses or starves documents: `<= S_max`,
-queues release as often as they can, batches that leave nothing make no step, the end flushes.
-Guarantees: at most S_max tokens a micro-batch, `step_tokens` a step. Cost: O(n log n + n log N).
+1. A document of L_i <= length < L_{i+1} tokens goes to outlier queue i.
+2. A queue with N documents releases them, one for each micro-batch.
+3. Leftovers of the previous step are placed first, then new documents from long to short.
+4. Each goes to the micro-batch with the least work W_a + W_l (Eq. 2). If it does not fit there, it
+   goes to the micro-batch with the fewest tokens, and if it does not fit there either, it is left
+   over for the next step.
 
-The printed algorithm makes starved steps, which is kept here. A batch whose documents are nearly
-all outliers fills queues that are not yet released, and its step trains the few tokens that are
-left: 250 of 4,000 in a test, on one micro-batch of four (imbalance 4.0). Nothing in it bounds a
-step from below, and `step_tokens` only bounds it from above. Such a step updates the weights like
-a full one; in a run its gradient norm was three times the others'. Summaries of runs and `wlb plan`
-warn of such steps. What avoids them:
+The printed algorithm can lose or starve documents. Deviations that prevent this: a micro-batch may
+have exactly S_max tokens, a queue releases as often as it has N documents, a batch that leaves
+nothing to pack makes no step, and the end of the data flushes what waits.
 
-- `packing.policy = "bounded"` makes a step only where enough waits for one.
-- Empty `packing.queue_thresholds` hold nothing back, at the price of balance.
-- `training.loss_normalizer = "constant"` leaves such steps, but makes their gradients as small as
-  their tokens are few.
+Guarantees: at most S_max tokens a micro-batch and at most `step_tokens` tokens a step.
+Cost: O(n log n + n log N).
+
+One weakness of the printed algorithm remains: steps with very few tokens. If nearly all documents
+of a batch are outliers, they fill queues that are not released yet, and the step trains only the
+few tokens that are left: in one test 250 of 4,000, in one micro-batch of four (imbalance 4.0).
+Nothing bounds a step from below. Such a step updates the weights like a full one; in one run its
+gradient norm was three times that of other steps. `wlb plan` and the summaries of runs warn of such
+steps. To avoid them:
+
+- `packing.policy = "bounded"` makes a step only when enough tokens wait for one.
+- Empty `packing.queue_thresholds` delay nothing, but balance worse.
+- `training.loss_normalizer = "constant"` keeps such steps, but scales their gradients down with
+  their number of tokens.
 """
 
 from dataclasses import dataclass
@@ -53,25 +60,21 @@ from wlb.plan import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarLenPacker(PolicyPacker):
-    """Algorithm 1 behind the packer protocol. Carry: slot 0 = leftovers, slot i = queue i.
-
-    options: what all policies are told. s_max: longest micro-batch in tokens, at least the context
-    window. queue_thresholds: L_1 < L_2 < ... in tokens; empty = no document is delayed.
-    step_tokens: most tokens of a step; the paper has no such cap (None). literal: line by line as
-    the paper has it (`<`, one release a queue and batch, a step for every batch, no shuffling),
-    except that the end flushes. hold: steps that every queued document waits, to study delay alone;
-    0 = until N are there. Where nothing else could be trained, the oldest leave earlier.
-    price_range: each document goes to the micro-batch that is fastest at its worst price in it.
-    """
+    """Packs by Algorithm 1. In its carry, slot 0 has leftovers and slot i has outlier queue i."""
 
     policy: ClassVar[str] = "var_len"
     slots: ClassVar[CarrySlots] = CarrySlots.BY_LENGTH
     batches_wait: ClassVar[bool] = False
-    s_max: int
-    queue_thresholds: tuple[int, ...]
-    step_tokens: int | None = None
+    s_max: int  # most tokens of a micro-batch, at least the context window
+    queue_thresholds: tuple[int, ...]  # L_1 < L_2 < ... in tokens; empty = nothing is delayed
+    step_tokens: int | None = None  # T, most tokens of a step; None = no cap, as in the paper
+    # Follow the printed algorithm line by line, except that the end flushes: `<` S_max, one release
+    # a queue and batch, a step for every batch, no shuffling.
     literal: bool = False
+    # Every outlier waits so many steps instead of leaving when its queue has N, to study delay
+    # alone. If nothing else could be trained, the oldest leave earlier. 0 = until N wait.
     hold: int = 0
+    # Work is balanced at the worst price of attention in this range.
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
@@ -79,8 +82,9 @@ class VarLenPacker(PolicyPacker):
         check_s_max(self.s_max, self.options)
         if self.literal and self.s_max == self.options.context_window:
             raise UserError(
-                f"s_max = {self.s_max} is the context window, and Algorithm 1 taken literally "
-                f"places a document only where it stays below s_max: use {self.s_max + 1} or more"
+                f"s_max = {self.s_max} is the context window, but the literal Algorithm 1 keeps "
+                f"micro-batches below s_max, so a document of one window never fits: use "
+                f"{self.s_max + 1} or more"
             )
         if self.literal and not self.price_range.is_one_price:
             raise UserError(
@@ -100,17 +104,20 @@ class VarLenPacker(PolicyPacker):
         if self.hold and self.literal:
             raise UserError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
         if self.hold and not self.queue_thresholds:
-            raise UserError(f"hold = {self.hold} holds nothing without queue_thresholds; give one")
+            raise UserError(
+                f"hold = {self.hold} delays nothing without queue_thresholds; set at least one"
+            )
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the plans of the steps that can be made, and the carry; see `Packer.push`."""
         longest = min(self.s_max - self.literal, self.step_tokens or self.s_max)
         name = "s_max or step_tokens" if self.step_tokens else "s_max"
         check_fits(carry.pieces, longest, name=name)
         step = carry.next_step
         arrived = self.options.arrived(batch, step)
         pieces = Pieces.concat(carry.pieces, arrived)
-        # Queues are read off the lengths, so that a carry stays valid when thresholds change: 0 for
-        # an ordinary piece, i where L_i <= length < L_{i+1}.
+        # Recompute each piece's queue from its length, so that a carry stays valid when thresholds
+        # change: 0 for an ordinary piece, i where L_i <= length < L_{i+1}.
         thresholds = np.array(self.queue_thresholds, np.int64)
         queue = np.searchsorted(thresholds, pieces.length, side="right").astype(np.int64)
         is_leftover = np.zeros(len(pieces), bool)
@@ -125,6 +132,7 @@ class VarLenPacker(PolicyPacker):
             plan, now = self._step(pieces, work, now, held_tokens, step)
             plans.append(plan)
             step += 1
+            # A batch makes one step; only the flush makes as many as it takes.
             if batch is not None:
                 break
         waiting = np.concatenate([now, queued])
@@ -132,9 +140,10 @@ class VarLenPacker(PolicyPacker):
         return tuple(plans), self._carry(pieces.take(waiting), step, slot)
 
     def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
-        """Outliers that have waited for `hold` steps, shape [num_pieces]; has_come: any document.
+        """Return a mask of the outliers that have waited for `hold` steps, shape [num_pieces].
 
-        The oldest ones are due at once where nothing else could be trained.
+        If documents arrived (`has_come`) and all of them are outliers, the oldest outliers are due
+        at once, because nothing else could be trained.
         """
         latest = step - self.hold
         if has_come and (queue > LEFTOVER).all():
@@ -150,12 +159,21 @@ class VarLenPacker(PolicyPacker):
         *,
         flush: bool,
     ) -> tuple[IntArray, IntArray]:
-        """Rows to pack now (leftovers, then new ones by length), and rows that stay queued.
+        """Decide which rows are packed now.
 
-        is_due: outliers that leave whatever their number, if `hold` says so.
+        Args:
+            pieces: All waiting pieces.
+            queue: Outlier queue of each piece, 0 for ordinary ones.
+            is_leftover: Which pieces an earlier step left over.
+            is_due: Which outliers have waited long enough; read only if `hold` is set.
+            flush: Whether everything leaves.
+
+        Returns:
+            Rows to pack (leftovers first, then the others from long to short), and rows that stay
+            in their queues.
         """
         num = self.num_micro_batches
-        # Ordinary pieces in stream order: the carry may hold some from before thresholds changed.
+        # Ordinary pieces include former outliers of the carry if thresholds have changed since.
         new = [np.flatnonzero((queue == 0) & ~is_leftover)]
         still_queued = [np.zeros(0, np.int64)]
         for i in range(1, len(self.queue_thresholds) + 1):
@@ -174,7 +192,7 @@ class VarLenPacker(PolicyPacker):
     def _step(
         self, pieces: Pieces, work: IntArray, now: IntArray, queued_tokens: int, step: int
     ) -> tuple[PackingPlan, IntArray]:
-        """The plan of the rows `now`, and those of them that are left over."""
+        """Return the plan of a step from the rows `now`, and the rows that did not fit."""
         length, packed = pieces.length[now], pieces.take(now)
         ends = comparable(self.price_range.ends(self.options, packed, work[now]))
         rows, rest = place(

@@ -1,1 +1,1 @@
-"""The paper's solver (Eq. 1 and 2) through PuLP and HiGHS."""
+"""Packing by integer linear programming (Eq. 1 and 2), with PuLP and the solvers HiGHS or CBC."""

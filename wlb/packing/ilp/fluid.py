@@ -1,10 +1,16 @@
-"""From pieces to the ILP's problem and back: long pieces have binaries, short ones are a fluid.
+"""Turns pieces into an integer linear program, and its solution back into micro-batches.
 
-Pieces of at least `divisible_below` tokens get binaries; shorter ones are a fluid in classes by
-length. `placed` then puts their documents, longest first, where the slowest micro-batch of the step
-leaves most time for each token of room: 0.03 to 0.14% above the bound on the fitted stream. Only
-fixed-length windows cut documents, at most one fewer than they have micro-batches. Where greedy
-cuts a piece that is placed whole here, its parts are what the ILP places.
+Only long pieces are worth a binary variable for each micro-batch. Pieces shorter than
+`divisible_below` tokens are treated as a fluid: classes of similar length, of which any number of
+tokens may go to a micro-batch.
+
+- `items_of` makes the program. If the greedy packing cuts a long piece, the program places the
+  parts as pieces of their own.
+- `placed` makes micro-batches of a solution. It puts the short documents, longest first, where the
+  slowest micro-batch of the step leaves most time for each free token. On the fitted stream the
+  result is 0.03 to 0.14% above the lower bound.
+
+Only fixed-length windows cut documents, and at most num_micro_batches - 1 of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,39 +23,39 @@ from wlb.packing.ilp.model import Assignment, FluidClass, Problem
 from wlb.plan import IntArray, Pieces, cut_at
 
 NUM_CLASSES = 4
+"""Number of fluid classes. The first has pieces of more than half of `divisible_below` tokens, the
+second of more than a quarter, and so on; the last has all shorter ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Micro-batches of at most `capacity` tokens; `per_step` of them share a step."""
+    """The micro-batches to be filled."""
 
-    num_micro_batches: int
-    per_step: int
-    capacity: int
-    may_cut: bool
+    num_micro_batches: int  # over all steps
+    per_step: int  # micro-batches that share a step
+    capacity: int  # most tokens of a micro-batch
+    may_cut: bool  # whether documents may be cut, so that micro-batches are exactly full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """Pieces that the ILP places: rows of `pieces`, each costing `cost_ns`, shape [num_pieces].
-
-    whole: rows with binaries. fluid: rows of each class. Both in descending length. start: the
-    greedy packing as an answer to `problem`.
-    """
+    """The pieces that the ILP places, and the program that it solves."""
 
     pieces: Pieces
-    cost_ns: IntArray
-    whole: list[int]
-    fluid: list[list[int]]
+    cost_ns: IntArray  # of each piece, shape [num_pieces]
+    whole: list[int]  # rows of long pieces, which have binary variables, in descending length
+    fluid: list[list[int]]  # rows of short pieces by class, in descending length
     shape: Shape
-    problem: Problem
-    start: Assignment
+    problem: Problem  # the program
+    start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """How far a packing that cuts as `window` does can be below a lower bound for whole pieces.
+        """Bound how much cost a packing can save by cutting pieces.
 
-        Such a packing cuts at most num_micro_batches - 1 pieces, none more expensive than the most
-        expensive one that `window` cuts, and cutting a piece saves at most its cost.
+        The program's lower bound holds for packings that cut no piece. A packing with cuts can be
+        below it by at most the costs of the pieces that it cuts. This covers all packings that cut
+        at most num_micro_batches - 1 pieces, none more expensive than the most expensive piece that
+        `window` cuts.
         """
         row, num_parts = np.unique(rows_of(self.pieces, window.pieces), return_counts=True)
         cut = row[num_parts > 1]
@@ -59,7 +65,10 @@ class Items:
 
 
 def rows_of(pieces: Pieces, parts: Pieces) -> IntArray:
-    """Row of `pieces` that holds each of `parts`, which are the same tokens cut further."""
+    """Return the row of `pieces` that each of `parts` belongs to, shape [num_parts].
+
+    `parts` are the same tokens in the same order, with more cuts.
+    """
     begins = np.cumsum(parts.length) - parts.length
     return np.searchsorted(np.cumsum(pieces.length), begins, side="right").astype(np.int64)
 
@@ -72,7 +81,16 @@ def items_of(
     divisible_below: int,
     cost: Callable[[Pieces], IntArray],
 ) -> Items:
-    """Make the ILP's problem for `pieces`, of which `greedy` is a packing."""
+    """Make the integer linear program for `pieces`.
+
+    Args:
+        pieces: The pieces to pack.
+        greedy: The greedy packing of them, from which the solver starts.
+        shape: The micro-batches to be filled.
+        divisible_below: Pieces of fewer tokens are treated as a fluid.
+        cost: Returns the cost of each piece in ns.
+    """
+    # 1. Cut long pieces where greedy cuts them, and divide the pieces into long ones and classes.
     begins = np.cumsum(greedy.pieces.length) - greedy.pieces.length
     is_long = pieces.length[rows_of(pieces, greedy.pieces)] >= divisible_below
     pieces = cut_at(pieces, begins[is_long])
@@ -86,6 +104,7 @@ def items_of(
         fluid[min(halvings.bit_length() - 1, NUM_CLASSES - 1)].append(row)
     fluid = [rows for rows in fluid if rows]
     num_tokens = shape.num_micro_batches * shape.capacity
+    # 2. Make the program, and express the greedy packing in its variables.
     return Items(
         pieces=pieces,
         cost_ns=cost_ns,
@@ -118,7 +137,7 @@ def _class_of(lengths: IntArray, cost_ns: IntArray) -> FluidClass:
 def _start(
     pieces: Pieces, cost_ns: IntArray, greedy: Window, whole: list[int], fluid: list[list[int]]
 ) -> Assignment:
-    """The greedy packing; a part costs its share of the piece."""
+    """Express the greedy packing in the program's variables; a part costs its share of a piece."""
     row_of, num = rows_of(pieces, greedy.pieces), len(greedy.rows)
     tokens = np.zeros((len(pieces), num))
     for j, parts in enumerate(greedy.rows):
@@ -132,7 +151,7 @@ def _start(
 
 
 def placed(items: Items, plan: Assignment) -> Window | None:
-    """Place the documents as `plan` says; None if they do not fit and may not be cut."""
+    """Place the documents as a solution says; None if they do not fit and may not be cut."""
     shape, lengths = items.shape, items.pieces.length.tolist()
     filling = _MostHeadroomFirst(shape, items.problem.step_maxima_ns(plan))
     parts: list[Part] = []
@@ -150,18 +169,24 @@ def placed(items: Items, plan: Assignment) -> Window | None:
 
 
 class _MostHeadroomFirst:
-    """Finds the micro-batch that is furthest below the slowest one of its step.
+    """Puts each short piece into the micro-batch with most headroom.
 
-    room: of each micro-batch, in tokens. headroom: how far each is below the slowest, in ns.
+    The headroom of a micro-batch is how far its cost is below the slowest one of its step, in ns.
     """
 
     def __init__(self, shape: Shape, limits_ns: list[float]) -> None:
+        """Start with empty micro-batches.
+
+        Args:
+            shape: The micro-batches.
+            limits_ns: For each micro-batch, the cost of the slowest one of its step.
+        """
         self.may_cut = shape.may_cut
-        self.room = [shape.capacity] * shape.num_micro_batches
+        self.room = [shape.capacity] * shape.num_micro_batches  # free tokens, by micro-batch
         self.headroom = limits_ns
 
     def add(self, length: int, cost: int) -> Iterator[tuple[int, int]]:
-        """(first token, micro-batch) of each part of a piece; none if it does not fit."""
+        """Place a piece and yield (first token, micro-batch) of its parts; nothing if none fits."""
         order = sorted(range(len(self.room)), key=lambda j: (-self._rate(j), j))
         target = next((j for j in order if self.room[j] >= length), None)
         if target is not None:
@@ -173,9 +198,10 @@ class _MostHeadroomFirst:
                 yield begin, j
 
     def put(self, j: int, length: int, cost: float) -> None:
+        """Put `length` tokens that cost `cost` ns into micro-batch j."""
         self.room[j] -= length
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Headroom in ns; if every micro-batch must be filled, headroom per token of room."""
+        """Return the headroom of micro-batch j, per free token if micro-batches must be full."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

@@ -4,8 +4,14 @@
                sum_i d_i x_ij + sum_k t_kj = C (or <= S_max)             j is full (or fits)
                sum_i w_i x_ij + sum_k e_kj <= y_s                         j is of step s
                sum_j t_kj = T_k, sum_j e_kj = E_k, lo_k t_kj <= e_kj <= hi_k t_kj, x_ij in {0, 1}
-A fluid class k is many short documents: T_k tokens that cost E_k. Whole documents satisfy its rows,
-so the optimum is a lower bound. Coefficients are exact in the 13 digits of the file that CBC reads.
+
+Piece i has d_i tokens and costs w_i. Variable x_ij says that it is in micro-batch j, and y_s is the
+cost of the slowest micro-batch of step s.
+
+Class k of the fluid stands for many short documents, with T_k tokens that cost E_k together.
+Micro-batch j gets t_kj of its tokens, at a cost of e_kj, which is lo_k to hi_k ns for each token.
+Every packing of whole short documents satisfies these rows, so the program's optimum is a lower
+bound. Coefficients are scaled to be exact in the 13 digits of the file that CBC reads.
 """
 
 # PuLP ships no complete types; every value that leaves this file is a float, int or list.
@@ -20,71 +26,72 @@ from typing import Any
 from wlb.packing.ilp.solvers import Outcome, Solver, SolverLimits, modeller, run
 
 TOLERANCE = 1e-6
-"""Relative tolerance to which solvers satisfy a row."""
+"""Relative tolerance to which solvers satisfy a constraint."""
 
 
 class Objective(StrEnum):
-    """The objective that is minimised.
+    """What the program minimises."""
 
-    MAX: the slowest micro-batch of the window, as Eq. 1 and Eq. 2 are printed; once one document
-    costs more than the mean load, nearly every packing is optimal. SUM_OF_STEP_MAX: the sum over
-    steps of the slowest micro-batch, which is the time that steps take.
-    """
-
+    # The slowest micro-batch of the window, as Eq. 1 and Eq. 2 are printed. If one document costs
+    # more than the mean load, nearly every packing is optimal by this objective.
     MAX = "max"
+    # The sum over steps of the slowest micro-batch, which is the time that the steps take.
     SUM_OF_STEP_MAX = "sum_of_step_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FluidClass:
-    """Short documents of similar length: tokens, cost in ns, and its range in ns a token."""
+    """Short documents of similar length, which the program divides freely."""
 
-    tokens: int
-    cost_ns: int
-    least_rate: float
-    most_rate: float
+    tokens: int  # of all documents together
+    cost_ns: int  # of all documents together
+    least_rate: float  # ns per token of the cheapest document
+    most_rate: float  # ns per token of the dearest document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """bin_of: the micro-batch of each piece. tokens[k][j], cost_ns[k][j]: the fluid of class k."""
+    """A solution of the program: which micro-batch gets what."""
 
-    bin_of: list[int]
-    tokens: list[list[float]]
-    cost_ns: list[list[float]]
+    bin_of: list[int]  # micro-batch of each long piece
+    tokens: list[list[float]]  # tokens[k][j]: tokens of fluid class k in micro-batch j
+    cost_ns: list[list[float]]  # cost_ns[k][j]: cost of fluid class k in micro-batch j
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """lengths, costs_ns: pieces that are placed whole, in descending length, shape [num_pieces].
+    """The numbers of the integer linear program."""
 
-    full: the tokens are num_micro_batches * capacity, so every micro-batch is full. per_step:
-    micro-batches that share a y_s.
-    """
-
-    lengths: list[int]
-    costs_ns: list[int]
-    fluid: tuple[FluidClass, ...]
-    num_micro_batches: int
-    per_step: int
-    capacity: int
-    full: bool
+    lengths: list[int]  # tokens of the long pieces, in descending order
+    costs_ns: list[int]  # costs of the long pieces, in the same order
+    fluid: tuple[FluidClass, ...]  # classes of short pieces
+    num_micro_batches: int  # over all steps
+    per_step: int  # micro-batches that share a step
+    capacity: int  # most tokens of a micro-batch
+    full: bool  # whether the pieces have just enough tokens to fill all micro-batches
 
     @property
     def num_steps(self) -> int:
+        """Number of steps."""
         return self.num_micro_batches // self.per_step
 
     @property
     def total_ns(self) -> int:
+        """Cost of all pieces together."""
         return sum(self.costs_ns) + sum(fluid.cost_ns for fluid in self.fluid)
 
     @property
     def num_binaries(self) -> int:
+        """Number of binary variables: one for each long piece and micro-batch."""
         return len(self.lengths) * self.num_micro_batches
 
     @property
     def step_floors_ns(self) -> list[int]:
-        """Lower bound on the s-th slowest step, from its longest piece; shape [num_steps]."""
+        """Lower bounds on the cost of the s-th slowest step, from long pieces, [num_steps].
+
+        Pieces longer than half a micro-batch cannot share one. So at most `per_step` of them share
+        a step, and the s-th slowest step costs at least as much as the (s * per_step)-th of them.
+        """
         exclusive = [
             cost
             for length, cost in zip(self.lengths, self.costs_ns, strict=True)
@@ -96,12 +103,16 @@ class Problem:
 
     @property
     def trivial_bound_ns(self) -> int:
-        """The largest of mean load, longest piece, and `step_floors_ns`."""
+        """Lower bound on the objective without solving the program.
+
+        It is the largest of three: the cost if all loads were equal, the cost of the dearest piece,
+        and the sum of `step_floors_ns`.
+        """
         mean = -(-self.total_ns // self.per_step)
         return max(mean, sum(self.step_floors_ns), max(self.costs_ns, default=0))
 
     def loads_ns(self, answer: Assignment) -> list[float]:
-        """Cost of each micro-batch, shape [num_micro_batches]."""
+        """Return the cost of each micro-batch, shape [num_micro_batches]."""
         loads = [0.0] * self.num_micro_batches
         for cost, j in zip(self.costs_ns, answer.bin_of, strict=True):
             loads[j] += cost
@@ -110,27 +121,22 @@ class Problem:
         return loads
 
     def step_maxima_ns(self, answer: Assignment) -> list[float]:
-        """Cost of the slowest micro-batch in the step of each micro-batch, shape
-        [num_micro_batches].
-        """
+        """Return, for each micro-batch, the cost of the slowest one of its step."""
         loads, n = self.loads_ns(answer), self.per_step
         return [max(loads[j // n * n : j // n * n + n]) for j in range(self.num_micro_batches)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """assignment: None if the solver found nothing. bound_ns: lower bound for `Problem` itself.
+    """What the solver found."""
 
-    status: "optimal" (to the gap), "feasible" (stopped early), "nothing_found", "infeasible".
-    """
-
-    assignment: Assignment | None
-    bound_ns: int
-    status: str
+    assignment: Assignment | None  # None if the solver found nothing
+    bound_ns: int  # lower bound on the program's objective
+    status: str  # "optimal" (to the gap), "feasible" (out of time), "nothing_found", "infeasible"
 
 
 def solve(problem: Problem, start: Assignment, *, solver: Solver, limits: SolverLimits) -> Solution:
-    """The best assignment found from `start`, and a bound."""
+    """Solve the program from `start`, and return the best assignment found and a lower bound."""
     model = _PulpProgram(problem)
     model.start_at(_relabelled(problem, start))
     outcome = run(model.program, solver, limits)
@@ -151,7 +157,7 @@ def _status(outcome: Outcome) -> str:
 
 
 def _relabelled(problem: Problem, start: Assignment) -> Assignment:
-    """`start` with its micro-batches renamed to keep the symmetry rules."""
+    """Renumber the micro-batches of `start` so that it satisfies the rules of `_symmetry`."""
     bins = list(range(problem.num_micro_batches))
     if problem.num_steps == 1:
         first = dict(zip(reversed(start.bin_of), reversed(range(len(start.bin_of))), strict=True))
@@ -168,11 +174,12 @@ def _relabelled(problem: Problem, start: Assignment) -> Assignment:
 
 
 class _PulpProgram:
-    """The PuLP program of a problem, and its variables."""
+    """The PuLP program of a problem, with the variables x, t, e and y of the module docstring."""
 
     def __init__(self, problem: Problem) -> None:
         pulp = modeller()
         self.problem = problem
+        # Costs are scaled to a mean load of 1, and lengths by a power of two, which is exact.
         self.cost_scale = max(1.0, problem.total_ns / problem.num_micro_batches)
         self.token_scale = float(1 << max(0, problem.capacity.bit_length() - 11))
         self._expression = pulp.LpAffineExpression
@@ -225,10 +232,12 @@ class _PulpProgram:
             self.program.addConstraint(self._sum([*load, (slowest, -1.0)]) <= 0)
 
     def _symmetry(self) -> None:
-        """Micro-batches of a step are alike, and so are steps. One step: piece i may only go to
-        micro-batches 0..i. Several: y_0 >= y_1 >= ..., and y_s >= `step_floors_ns`, because at most
-        N pieces longer than half a micro-batch share a step. Ordering micro-batches inside a step
-        as well was slower than no rule.
+        """Exclude solutions that only renumber micro-batches or steps.
+
+        - With one step, piece i may only go to micro-batches 0 to i.
+        - With several steps, y_0 >= y_1 >= ..., so that y_s >= `step_floors_ns[s]` holds.
+
+        Ordering the micro-batches inside steps as well was slower than no rule.
         """
         if self.problem.num_steps == 1:
             for i, row in enumerate(self.x):
@@ -256,7 +265,7 @@ class _PulpProgram:
             y.varValue = maximum / self.cost_scale
 
     def assignment(self) -> Assignment:
-        """Return the variables' values, with binaries rounded."""
+        """Return the values of the variables, with binaries rounded."""
         capacity = self.problem.capacity
         return Assignment(
             bin_of=[max(range(len(row)), key=lambda j: row[j].varValue) for row in self.x],

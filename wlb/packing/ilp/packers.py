@@ -1,10 +1,17 @@
-"""ilp: packing by integer linear program, the paper's Fixed-Len Solver (Eq. 1) and its Eq. 2.
+"""Policies `ilp_fixed` and `ilp_var_len`: packing by integer linear programming (Eq. 1 and 2).
 
-`ilp_fixed` packs windows of `fixed`, `ilp_var_len` whole documents of W batches under S_max. The
-solver starts from the greedy packing; short documents are a fluid (divisible totals). Deviations:
-`Objective.SUM_OF_STEP_MAX` by default (one maximum is degenerate once a document dominates), CBC or
-HiGHS for a limited time. Guarantees: never slower than greedy by the objective;
-`IlpReport.bound_ns` is a lower bound. Solves stopped by time differ between hosts: solve on one.
+- `ilp_fixed` is the paper's Fixed-Len Solver: it packs W batches into windows of C tokens (Eq. 1).
+- `ilp_var_len` packs the whole documents of W batches into micro-batches of at most S_max tokens
+  (Eq. 2).
+
+The solver starts from the greedy packing, and treats short documents as a fluid that divides
+freely. Deviations from the paper: the default objective is `Objective.SUM_OF_STEP_MAX`, because a
+single maximum no longer distinguishes packings once one document dominates, and the solver is CBC
+or HiGHS with a time limit.
+
+Guarantees: by its objective a packing is never slower than greedy, and `IlpReport.bound_ns` is a
+lower bound. A solve that ends by its time limit differs from host to host, so solve offline or on
+one rank.
 """
 
 import math
@@ -34,25 +41,22 @@ from wlb.packing.placement import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
 OPTIMAL_GAP = 1e-5
-"""Gaps up to this are rounding errors: solvers and bounds work to 1e-6."""
+"""A gap up to this is a rounding error, since solvers and bounds are accurate to 1e-6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpOptions:
-    """How windows are solved.
-
-    time_limit_s: for each window, in the solver. gap_limit: relative gap at which it stops.
-    divisible_below: tokens; shorter documents are placed as divisible totals, longer ones by a
-    binary each. None = C // 16, 0 = every document has binaries.
-    """
+    """Options of the solver."""
 
     solver: Solver = Solver.HIGHS
     objective: Objective = Objective.SUM_OF_STEP_MAX
-    time_limit_s: float = 10.0
-    gap_limit: float = 1e-4
+    time_limit_s: float = 10.0  # of the solver, for each window
+    gap_limit: float = 1e-4  # stop at this relative gap between objective and bound
+    # Documents of fewer tokens are a fluid, longer ones have binary variables. None = C // 16;
+    # 0 = all documents have binary variables.
     divisible_below: int | None = None
     threads: int = 1
-    seed: int = 0
+    seed: int = 0  # of the solver
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", Solver(self.solver))
@@ -66,51 +70,62 @@ class IlpOptions:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """`divisible_below`, in tokens."""
+        """Return `divisible_below` in tokens, with its default filled in."""
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpReport:
-    """Quality of a window's packing.
-
-    objective_ns: of the packing that was returned, by its true cost; greedy_objective_ns: of the
-    greedy one. bound_ns: lower bound on the objective of every packing that cuts at most
-    num_micro_batches - 1 pieces, none more expensive than the most expensive one that this packing
-    cuts (the parts into which greedy cuts a long document are pieces of their own). status: how the
-    solver ended: "optimal" (to gap_limit, for the fluid problem), "feasible" (out of time),
-    "nothing_found", or "infeasible", which would be an error of the solver. kept_greedy: the greedy
-    packing was returned, because the solver's is not better once its fluid is replaced by
-    documents.
-    """
+    """How good the packing of a window is."""
 
     solver: Solver
+    # How the solver ended: "optimal" (to gap_limit, with short documents as a fluid), "feasible"
+    # (out of time), "nothing_found", or "infeasible", which would be an error of the solver.
     status: str
-    objective_ns: int
+    objective_ns: int  # objective of the packing that was returned, of its real documents
+    # Lower bound on the objective of every packing that cuts at most num_micro_batches - 1 pieces,
+    # none more expensive than the most expensive one that this packing cuts. Where greedy cuts a
+    # long document, its parts count as pieces.
     bound_ns: int
-    greedy_objective_ns: int
+    greedy_objective_ns: int  # objective of the greedy packing
+    # Whether the greedy packing was returned, because the solver's packing was no better after its
+    # fluid was replaced by documents.
     kept_greedy: bool
-    num_binaries: int
-    time_s: float
+    num_binaries: int  # binary variables of the program
+    time_s: float  # time to pack the window
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective: the packing is at most this far from the best."""
+        """Most that the objective could be improved, relative to it."""
         return (self.objective_ns - self.bound_ns) / max(1, self.objective_ns)
 
     @property
     def optimal(self) -> bool:
-        """No packing that `bound_ns` covers is better."""
+        """Whether no packing that `bound_ns` covers is better."""
         return self.gap <= OPTIMAL_GAP
 
 
 ReportSink = Callable[[IlpReport], None]
+"""A function that receives the report of each window."""
 
 
 def solve_fixed(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int
 ) -> tuple[Window, IlpReport]:
-    """Eq. 1: pack `pieces` into windows of C tokens; UserError if they do not fit."""
+    """Pack `pieces` into windows of C tokens by the solver (Eq. 1).
+
+    Args:
+        pieces: The pieces to pack.
+        options: Options of all policies.
+        ilp: Options of the solver.
+        num_micro_batches: Number of windows, a multiple of the micro-batches of a step.
+
+    Returns:
+        The packing, and a report of its quality.
+
+    Raises:
+        UserError: If the pieces do not fit.
+    """
     window, work = options.context_window, options.attention(pieces)
     start = greedy(pieces, work, num_micro_batches=num_micro_batches, capacity=window)
     return _solve(pieces, start, options, ilp, options.attention, capacity=window, may_cut=True)
@@ -119,9 +134,20 @@ def solve_fixed(
 def solve_var_len(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int, s_max: int
 ) -> tuple[Window, IlpReport]:
-    """Eq. 2: pack `pieces`, none of them cut, into micro-batches of at most S_max tokens.
+    """Pack `pieces` whole into micro-batches of at most S_max tokens by the solver (Eq. 2).
 
-    UserError if the greedy packing, from which the solver starts, cannot place them all.
+    Args:
+        pieces: The pieces to pack.
+        options: Options of all policies.
+        ilp: Options of the solver.
+        num_micro_batches: Number of micro-batches, a multiple of those of a step.
+        s_max: Most tokens of a micro-batch.
+
+    Returns:
+        The packing, and a report of its quality.
+
+    Raises:
+        UserError: If the greedy packing, from which the solver starts, cannot place all pieces.
     """
     start, rest = _greedy_var_len(pieces, options, num_micro_batches, s_max)
     if len(rest):
@@ -142,8 +168,10 @@ def _greedy_var_len(
     *,
     num_leftovers: int = 0,
 ) -> tuple[Window, Pieces]:
-    """Algorithm 1's placement (leftovers first, then longest first), and the pieces that do not
-    fit.
+    """Place pieces by Algorithm 1: leftovers first, then from long to short.
+
+    The first `num_leftovers` pieces are the leftovers. Returns the packing, and the pieces that do
+    not fit.
     """
     check_s_max(s_max, options)
     check_fits(pieces, s_max)
@@ -168,15 +196,23 @@ def _solve(
     capacity: int,
     may_cut: bool,
 ) -> tuple[Window, IlpReport]:
-    """Return the better of `start`, which is a packing of `pieces`, and the solver's improvement of
-    it.
+    """Improve the packing `start` of `pieces` by the solver, and return the better of the two.
+
+    Args:
+        pieces: The pieces to pack.
+        start: The greedy packing of them.
+        options: Options of all policies.
+        ilp: Options of the solver.
+        cost: Returns the cost of each piece in ns.
+        capacity: Most tokens of a micro-batch.
+        may_cut: Whether documents may be cut.
     """
     began = time.perf_counter()
     num, per_step = len(start.rows), options.num_micro_batches
     if num < 1 or num % per_step:
         raise UserError(f"num_micro_batches = {num} is not a multiple of the {per_step} per step")
     if ilp.objective == Objective.MAX:
-        per_step = num
+        per_step = num  # a single maximum over the window is the sum over one large step
     shape = Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)
     below = ilp.below(options.context_window)
     items = items_of(pieces, start, shape=shape, divisible_below=below, cost=cost)
@@ -202,25 +238,25 @@ def _solve(
 
 
 def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: int) -> int:
-    """Sum over steps of the slowest micro-batch; steps group micro-batches by load, which is
-    optimal.
+    """Return the sum over steps of the slowest micro-batch.
+
+    Steps group micro-batches by load, which minimises this sum.
     """
     return sum(sorted(window.loads(cost(window.pieces)), reverse=True)[::per_step])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpFixedPacker(FixedPacker):
-    """`solve_fixed` behind the packer protocol; windows, steps and carry are those of `fixed`.
-
-    on_report: called with each window's report. The report is no part of the result, because a plan
-    must not depend on how long a solver took, and is not kept here, because `push` is pure.
-    """
+    """Packs windows of C tokens by `solve_fixed`; steps and carry are as in `FixedPacker`."""
 
     policy: ClassVar[str] = "ilp_fixed"
     ilp: IlpOptions = field(default_factory=IlpOptions)
+    # Called with the report of each window. Reports are not part of a plan, because a plan must not
+    # depend on how long a solver took, and are not stored here, because `push` is pure.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
+        """Pack `pieces` into windows of C tokens by the solver."""
         window, report = solve_fixed(
             pieces, options=self.options, ilp=self.ilp, num_micro_batches=num_micro_batches
         )
@@ -231,19 +267,20 @@ class IlpFixedPacker(FixedPacker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpVarLenPacker(PolicyPacker):
-    """`solve_var_len` behind the packer protocol: W batches become W steps, in a seeded order.
+    """Packs W batches into W steps by the solver (Eq. 2); the steps come in a seeded random order.
 
-    Carry: slot 0 = leftovers of the last window, slot i = the i-th batch of the next one. Batches
-    without documents do not count; steps without documents are left out. Documents that greedy
-    cannot place within S_max are left over and come first in the next window. s_max: longest
-    micro-batch in tokens, at least the context window. on_report: as in `IlpFixedPacker`.
+    Batches without documents do not count towards W, and steps without documents are left out.
+    Documents that greedy cannot place within S_max are left over and placed first in the next
+    window. In the carry, slot 0 has these leftovers, and slot i has the i-th batch of the next
+    window.
     """
 
     policy: ClassVar[str] = "ilp_var_len"
     slots: ClassVar[CarrySlots] = CarrySlots.NUMBERED
-    s_max: int
-    window_batches: int = 1
+    s_max: int  # most tokens of a micro-batch, at least the context window
+    window_batches: int = 1  # W, global batches packed together
     ilp: IlpOptions = field(default_factory=IlpOptions)
+    # Called with the report of each window, as in `IlpFixedPacker`.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -251,6 +288,7 @@ class IlpVarLenPacker(PolicyPacker):
         check_s_max(self.s_max, self.options)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
+        """Return the plans of the full steps, and the carry; see `Packer.push`."""
         step, num_batches = carry.next_step, int(carry.slot.max(initial=LEFTOVER))
         arrived = self.options.arrived(batch, step + num_batches)
         num_batches += len(arrived) > 0
@@ -258,8 +296,9 @@ class IlpVarLenPacker(PolicyPacker):
         slot = np.concatenate([carry.slot, np.full(len(arrived), num_batches, np.int64)])
         plans: list[PackingPlan] = []
         while len(stream) and (batch is None or num_batches >= self.window_batches):
-            # Only leftovers remain, at the end of the data.
             if not num_batches:
+                # Only leftovers remain at the end of the data. Give them as many steps as their
+                # tokens fill.
                 num_batches = -(-stream.num_tokens // self.options.tokens_per_step)
             made, stream = self._steps(stream, int((slot == LEFTOVER).sum()), num_batches, step)
             plans += made
@@ -270,7 +309,7 @@ class IlpVarLenPacker(PolicyPacker):
     def _steps(
         self, pieces: Pieces, num_leftovers: int, num_steps: int, step: int
     ) -> tuple[tuple[PackingPlan, ...], Pieces]:
-        """Return a window's plans and the pieces left over."""
+        """Return the plans of a window, and the pieces left over."""
         num = self.num_micro_batches
         start, rest = _greedy_var_len(
             pieces, self.options, num_steps * num, self.s_max, num_leftovers=num_leftovers
@@ -282,8 +321,8 @@ class IlpVarLenPacker(PolicyPacker):
         if self.on_report is not None:
             self.on_report(report)
         steps = [window.rows[i * num : (i + 1) * num] for i in range(num_steps)]
-        # `window.rows` are sorted by load: without this permutation the heaviest step would always
-        # come first.
+        # Shuffle the steps: `window.rows` are sorted by load, so the slowest step would always come
+        # first.
         mixed = permuted(range(num_steps), self.options, step=step, index=STEP_ORDER)
         steps = [steps[int(i)] for i in mixed if any(steps[int(i)])]
         return self._plans(step, window.pieces, steps, num_waiting_tokens=rest.num_tokens), rest

@@ -1,9 +1,12 @@
-"""Runs a PuLP model on CBC or HiGHS; no other file uses their untyped interfaces.
+"""Runs a PuLP model on CBC or HiGHS. No other file uses their untyped interfaces.
 
-A solve starts from the values of its variables and ends at the relative gap or the time limit, so
-the same model may end elsewhere on a slower machine. PuLP has no warm start for HiGHS (set between
-building and running) and the bound on the objective (read from HiGHS's model or CBC's log).
-CBC is started by path, because PuLP's class for the binary it ships warns that PuLP 4 drops it.
+A solve starts from the values of the model's variables. It ends at the relative gap or the time
+limit, so the same model may give other values on a slower machine. This file adds what PuLP lacks:
+
+- A warm start for HiGHS, which is set between building the model and running it.
+- The lower bound on the objective, which is read from HiGHS's model or from CBC's log.
+
+CBC is started by its path, because PuLP's class for the bundled program warns that PuLP 4 drops it.
 """
 
 # PuLP and highspy ship no complete types.
@@ -27,48 +30,49 @@ from wlb.data.leftovers import temporary_folder
 from wlb.plan import UserError
 
 _PRINTED = 0.0005
-"""Largest rounding error of the three decimals with which CBC prints a bound."""
+"""Largest rounding error of a bound in CBC's log, which has three decimals."""
 _LOWER_BOUND = re.compile(r"^Lower bound:\s+(\S+)\s*$", re.MULTILINE)
 _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
 
 class Solver(StrEnum):
-    """Solver of the model: CBC ships with PuLP, HiGHS is the package highspy."""
+    """The program that solves the model."""
 
-    CBC = "cbc"
-    HIGHS = "highs"
+    CBC = "cbc"  # comes with PuLP
+    HIGHS = "highs"  # the package highspy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverLimits:
-    """When a solve ends. gap: relative difference of objective and bound; seed: the solver's."""
+    """When a solve ends, and what it may use."""
 
     time_limit_s: float
-    gap: float
+    gap: float  # stop at this relative difference of objective and bound
     threads: int = 1
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a solve ended; values are left in the model's variables if `has_values`.
+    """How a solve ended."""
 
-    bound: no solution has a lower objective; -inf if the solver proved nothing.
-    """
-
-    has_values: bool
-    is_proven: bool
-    is_infeasible: bool
-    bound: float
+    has_values: bool  # whether a solution was found; its values are in the model's variables
+    is_proven: bool  # whether the solution is optimal to the gap
+    is_infeasible: bool  # whether the model has no solution
+    bound: float  # lower bound on the objective; -inf if the solver proved nothing
 
 
 def modeller() -> Any:
-    """The module pulp; UserError if it is not installed."""
+    """Return the module pulp, or raise UserError if it is not installed."""
     return _module("pulp", "an ILP is modelled in the package")
 
 
 def run(problem: Any, solver: Solver, limits: SolverLimits) -> Outcome:
-    """Minimise the PuLP `problem` from its variables' values; UserError for a missing solver."""
+    """Minimise a PuLP problem, starting from the values of its variables.
+
+    Raises:
+        UserError: If the solver is not installed.
+    """
     match solver:
         case Solver.HIGHS:
             return _run_highs(problem, limits)
@@ -85,7 +89,8 @@ def _module(name: str, purpose: str) -> ModuleType:
 
 def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
     highspy: Any = _module("highspy", 'solver = "highs" is the package')
-    # HiGHS keeps one pool of threads a process and refuses to run with another number of them.
+    # HiGHS keeps one pool of threads per process, and refuses to run with another number of
+    # threads.
     highspy.Highs.resetGlobalScheduler(True)
     api = modeller().HiGHS(
         msg=False,
@@ -94,8 +99,7 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         timeLimit=limits.time_limit_s,
         random_seed=limits.seed % 2**31,
     )
-    # These are the steps of the interface's solve(); the start has to be set between building the
-    # model and running it.
+    # These are the steps of PuLP's solve(). The start must be set between building and running.
     with _without_banner():
         api.createAndConfigureSolver(problem)
     api.buildSolverModel(problem)
@@ -113,7 +117,7 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         for column, value in zip(columns, model.getSolution().col_value, strict=True):
             column.varValue = value
     is_proven = status == ended.kOptimal
-    # Without binaries there is no search tree: the objective of the linear program is its bound.
+    # Without binaries there is no search tree, so the linear program's objective is the bound.
     bound = info.mip_dual_bound if problem.isMIP() else info.objective_function_value
     return Outcome(
         has_values=has_values,
@@ -125,8 +129,10 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
 
 @contextmanager
 def _without_banner() -> Generator[None]:
-    """Sends file descriptor 1 to nowhere: HiGHS prints its version when an object of it is made,
-    before any option can silence it, and would mix that with the JSON of `wlb plan --json`.
+    """Discard what is written to file descriptor 1.
+
+    HiGHS prints its version when an object is created, before any option can silence it. That line
+    would break the JSON of `wlb plan --json`.
     """
     sys.stdout.flush()
     with open(os.devnull, "wb") as nowhere:
@@ -142,7 +148,7 @@ def _without_banner() -> Generator[None]:
 def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
     pulp = modeller()
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
-    # A seed of 0 means the time of day to CBC.
+    # CBC takes a seed of 0 as the time of day.
     seed = 1 + limits.seed % (2**31 - 1)
     with temporary_folder("solver") as folder:
         log = folder / "cbc.log"
@@ -150,8 +156,8 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
             path=bundled.pulp_cbc_path if bundled else None,
             msg=False,
             gapRel=limits.gap,
-            # `threads=1` starts CBC's threaded mode, which sometimes waits ten seconds for a lost
-            # wake-up; its default is one thread without that mode.
+            # `threads=1` starts CBC's threaded mode, which sometimes loses a wake-up and sleeps for
+            # ten seconds. The default is one thread without that mode.
             threads=limits.threads if limits.threads > 1 else None,
             timeLimit=limits.time_limit_s,
             warmStart=True,
@@ -167,9 +173,10 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
         text = log.read_text()
     constants = pulp.constants
     is_proven = problem.sol_status == constants.LpSolutionOptimal
-    # The printed bound may be rounded up, so that it could exceed the true one.
+    # Subtract the rounding error, because a printed bound may have been rounded up.
     bounds = [float(bound) - _PRINTED for bound in _LOWER_BOUND.findall(text)]
-    # The search ended without a printed bound, but nodes within the gap may have been pruned.
+    # The search may end without a printed bound. The objective then is the bound up to the gap,
+    # since nodes within the gap may have been pruned.
     if is_proven and not bounds:
         bounds = [float(value) * (1 - limits.gap) for value in _OBJECTIVE.findall(text)]
     return Outcome(

@@ -1,1 +1,1 @@
-"""Policies beside each other: measured on a stream, compared, tuned."""
+"""Measures, compares and tunes packing policies on a stream of global batches."""

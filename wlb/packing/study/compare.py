@@ -1,8 +1,9 @@
-"""All policies on the same global batches: the rows of `wlb plan`.
+"""Runs all packing policies on the same global batches, for the table of `wlb plan`.
 
-Variants derive from a run's own [packing] section, so that all have its S_max, T, thresholds and
-maximum delay; the run's own policy is marked. Policies that fill windows make N micro-batches and
-balancing policies keep documents separate, whatever the run has, because they support nothing else.
+Each row of the table is a variant of the run's [packing] section, with the same S_max, T,
+thresholds and maximum delay. The run's configured policy is marked. Two settings may differ from
+the run's because a policy supports nothing else: policies that fill windows make N micro-batches,
+and balancing policies keep documents separate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,23 +18,23 @@ from wlb.plan import GlobalBatch, Layout
 from wlb.spec import PackingSection, Policy, RunSpec, WindowCut
 
 CONSTANT_TOKENS = 1.1
-"""T of the variant that keeps tokens per step nearly constant."""
+"""T, in global batches, of the variant that keeps the tokens of a step nearly constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy with its options, and its name in a table. is_own: the run's own configuration."""
+    """A row of the comparison: a policy with its options."""
 
-    label: str
+    label: str  # its name in the table
     section: PackingSection
-    is_own: bool = False
+    is_own: bool = False  # whether it is the run's configured policy
 
 
 def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
-    """The comparison's rows; the run's own policy comes first and is not repeated."""
+    """Return the comparison's rows, the run's configured policy first and without repetition."""
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
-        # 0 means the number of windows, as in the other rows.
+        # Write the default as 0, as in the other rows, so that equal sections compare equal.
         base = replace(base, num_micro_batches=0)
     own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)
     windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
@@ -59,7 +60,7 @@ def compare(
     cost: WorkloadModel,
     variants: Sequence[Variant] | None = None,
 ) -> Iterator[PackingRun]:
-    """Run every variant on `batches`, one variant after the other."""
+    """Run each variant (by default those of `variants_of`) on `batches` and yield its results."""
     for variant in variants_of(spec) if variants is None else variants:
         packer = packer_for(replace(spec, packing=variant.section), cost)
         yield measure(packer, batches, cost=cost, label=variant.label)
@@ -68,7 +69,7 @@ def compare(
 def solver_packers(
     spec: RunSpec, cost: WorkloadModel, *, windows: Sequence[int] = (1, 2), time_limit_s: float
 ) -> tuple[tuple[str, Packer], ...]:
-    """The fixed-length solver (Eq. 1) over W batches, for rows beside the greedy ones."""
+    """Return (label, packer) of the fixed-length solver (Eq. 1) for each W in `windows`."""
     section = replace(_in_windows(spec.packing), layout=Layout.SEPARATE)
     options = options_for(replace(spec, packing=section), cost)
     ilp = IlpOptions(time_limit_s=time_limit_s)
@@ -79,12 +80,12 @@ def solver_packers(
 
 
 def _in_windows(base: PackingSection) -> PackingSection:
-    """For policies that fill windows: as many micro-batches as a global batch has of them."""
+    """Return the section for policies that fill windows, with one micro-batch for each window."""
     return replace(base, num_micro_batches=0)
 
 
 def _bounded(base: PackingSection) -> list[PackingSection]:
-    """Return the policy as configured, and with nearly constant tokens per step."""
+    """Return `bounded` as configured, and with nearly constant tokens per step."""
     section = replace(base, policy=Policy.BOUNDED)
     if min(section.step_tokens or section.s_max, section.s_max) <= CONSTANT_TOKENS:
         return [section]
@@ -92,7 +93,7 @@ def _bounded(base: PackingSection) -> list[PackingSection]:
 
 
 def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """One queue, the configured ones, and one more between the first two."""
+    """Return thresholds of one queue, the configured ones, and one more between the first two."""
     if not levels:
         return [()]
     out = [levels[:1], levels]
@@ -103,7 +104,7 @@ def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
 
 
 def _label(section: PackingSection) -> str:
-    """The policy, with the options in which rows differ."""
+    """Return a row's label: the policy, with the options in which rows differ."""
     match section.policy:
         case Policy.FIXED:
             return f"fixed, W = {section.window_batches}"

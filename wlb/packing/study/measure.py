@@ -1,10 +1,14 @@
-"""Measures a policy on a stream of global batches: balance, delay, tokens, time.
+"""Measures a policy on a stream of global batches: balance, delay, tokens and packing time.
 
-Imbalance is slowest x number / total of predicted forward latency (Section 7.4), attention
-(Section 3.3), or both passes, of the segments that a plan's layout makes; a time-weighted ratio
-stands beside the mean, which flatters policies whose slow steps are long. Delay is per token, from
-the step that was next when its batch came; early tokens count as 0 (`mean_advance` has them).
-Steps of the flush are left out of imbalance, so that holding back cannot look like a gain.
+The imbalance of a step is the slowest micro-batch over the mean. It is computed for the predicted
+forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. The mean over
+steps flatters policies whose slow steps are long, so a time-weighted ratio stands beside it.
+
+The delay of a token is the number of steps from the one that was next when its batch arrived. A
+token that is trained earlier has no delay, but counts in `mean_advance`.
+
+Steps of the flush are left out of imbalance, so that holding documents back cannot look like a
+gain.
 """
 
 import time
@@ -29,108 +33,98 @@ from wlb.plan import (
 )
 
 DELAY_BINS = 1024
-"""Delays of at least this many iterations share a bin of the histogram; `max_delay` is exact."""
+"""Number of bins of the histogram of delays. The last bin has all longer delays."""
 LONGEST = 0.1
-"""Share of labels that count as those of the longest documents."""
+"""The longest documents are those that have this share of all labels."""
 DEAR = 1.6
 """Factor of attention's price in `PackingSummary.imbalance_dear`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSummary:
-    """One row of a comparison. Delays are in iterations, tokens are real tokens, times ms.
+    """How a policy packed a stream: one row of a comparison. Delays are counted in steps."""
 
-    label: the row's name; policy: the packer's. num_documents and num_tokens: that were trained.
-    imbalance, imbalance_p95, imbalance_max and imbalance_time_weighted are of forward latency:
-    mean, 95th percentile, maximum and time-weighted over steps; lower_bound: of the mean imbalance,
-    for the same documents in the same steps; imbalance_step and step_time_weighted are of forward +
-    backward; imbalance_dear: imbalance_step of the same plans if attention takes DEAR times its
-    price, so that a policy's dependence on prices shows; imbalance_attention, attention_p95 and
-    attention_time_weighted of attention alone.
-    num_steps: without the flush. mean_delay, p99_delay, max_delay: of a token. mean_advance: of
-    tokens trained before the step that was next when they came. num_overdue: pieces trained later
-    than the policy's maximum. tokens_per_step: mean; tokens_cv: standard deviation / mean.
-    longest_micro_batch and longest_step: in tokens. held_tokens: waiting after a step, on average.
-    flushed_tokens, in flush_steps: trained when the data had ended, and left out of imbalance.
-    cut_documents: trained in more than one piece. long_weight: mean weight (`label_weights`) of the
-    labels of the longest documents, which hold a tenth of all labels; `training.loss_normalizer` =
-    constant would make it 1; without the flush. packing_ms: mean time of a push, so that policies
-    which pack several batches at once pay for each of them.
-    """
+    label: str  # name of the row
+    policy: str  # name of the policy
+    num_steps: int  # steps, without the flush
+    num_documents: int  # documents that were trained
+    num_tokens: int  # tokens that were trained, without padding
 
-    label: str
-    policy: str
-    num_steps: int
-    num_documents: int
-    num_tokens: int
-    imbalance: float
-    imbalance_p95: float
-    imbalance_max: float
-    imbalance_time_weighted: float
-    imbalance_attention: float
-    attention_p95: float
-    attention_time_weighted: float
-    imbalance_step: float
-    step_time_weighted: float
-    imbalance_dear: float
-    lower_bound: float
-    mean_delay: float
-    p99_delay: int
-    max_delay: int
-    mean_advance: float
-    num_overdue: int
-    tokens_per_step: float
-    tokens_cv: float
-    longest_micro_batch: int
-    longest_step: int
-    held_tokens: float
-    flushed_tokens: int
-    flush_steps: int
-    cut_documents: int
+    # Imbalance of predicted forward latency, over steps.
+    imbalance: float  # mean
+    imbalance_p95: float  # 95th percentile
+    imbalance_max: float  # maximum
+    imbalance_time_weighted: float  # sum of the slowest micro-batches over sum of the means
+
+    # Imbalance of attention alone, over steps.
+    imbalance_attention: float  # mean
+    attention_p95: float  # 95th percentile
+    attention_time_weighted: float  # sum of the slowest micro-batches over sum of the means
+
+    # Imbalance of forward and backward together, over steps.
+    imbalance_step: float  # mean
+    step_time_weighted: float  # sum of the slowest micro-batches over sum of the means
+    imbalance_dear: float  # mean for the same plans if attention takes DEAR times its price
+
+    lower_bound: float  # of `imbalance`, for any packing of the same documents in the same steps
+
+    mean_delay: float  # of a token
+    p99_delay: int  # 99th percentile over tokens
+    max_delay: int  # longest delay of a token
+    mean_advance: float  # mean over tokens of the steps that a token is trained early
+    num_overdue: int  # pieces that were trained later than the policy's maximum delay
+
+    tokens_per_step: float  # mean
+    tokens_cv: float  # standard deviation of the tokens of a step, over their mean
+    longest_micro_batch: int  # in tokens
+    longest_step: int  # in tokens
+    held_tokens: float  # tokens that wait after a step, on average
+    flushed_tokens: int  # tokens trained after the end of the data
+    flush_steps: int  # steps made after the end of the data
+    cut_documents: int  # documents that were trained in more than one piece
+
+    # Mean weight (`label_weights`) of the labels of the longest documents, without the flush.
+    # `training.loss_normalizer` = "constant" would make it 1.
     long_weight: float
-    packing_ms: float
+    packing_ms: float  # mean time to pack a global batch
 
     def to_json(self) -> dict[str, Any]:
-        """Fields by name, for `json.dumps`."""
+        """Return the fields by name, for `json.dumps`."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingRun:
-    """A policy's summary and the data of plots.
-
-    imbalance, tokens: of each step, shape [num_steps]. delay_tokens: tokens by delay in iterations,
-    shape [max_delay + 1] (at most DELAY_BINS).
-    """
+    """A policy's summary, with data for plots."""
 
     summary: PackingSummary
-    imbalance: FloatArray
-    tokens: IntArray
-    delay_tokens: IntArray
+    imbalance: FloatArray  # forward imbalance of each step, shape [num_steps]
+    tokens: IntArray  # tokens of each step, shape [num_steps]
+    delay_tokens: IntArray  # number of tokens by delay, shape [max_delay + 1], at most DELAY_BINS
 
 
 class StepLoads:
-    """Work of the slowest micro-batch of each step, and of all its micro-batches together."""
+    """Collects the loads of each step's micro-batches, and computes imbalance from them."""
 
     def __init__(self) -> None:
         self._slowest_and_sum: list[tuple[int, int]] = []
         self._num = 1
 
     def add(self, work_ns: IntArray) -> float:
-        """Adds a step, with work_ns of each micro-batch; returns their mean."""
+        """Add a step, given the work of each micro-batch, and return their mean."""
         self._num = work_ns.size
         self._slowest_and_sum.append((int(work_ns.max()), int(work_ns.sum())))
         return self._slowest_and_sum[-1][1] / self._num
 
     @property
     def imbalance(self) -> FloatArray:
-        """Imbalance of each step: 1 where it has no work, and a single 1 without a step."""
+        """Imbalance of each step; 1 for a step without work, and a single 1 if there is no step."""
         pairs = self._slowest_and_sum or [(0, 0)]
         return np.array([a * self._num / b if b else 1.0 for a, b in pairs])
 
     @property
     def time_weighted(self) -> float:
-        """Sum of the slowest over sum of the means."""
+        """Sum over steps of the slowest micro-batch, over the sum of the means."""
         slowest, total = (sum(pair[i] for pair in self._slowest_and_sum) for i in (0, 1))
         return slowest * self._num / total if total else 1.0
 
@@ -138,14 +132,22 @@ class StepLoads:
 def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
-    """Run `packer` on `batches` and the flush after them; UserError if there is nothing to
-    train.
+    """Run a packer on `batches` and flush it, and measure the plans that it makes.
+
+    Args:
+        packer: The policy to measure.
+        batches: The stream of global batches.
+        cost: Workload model that predicts latencies.
+        label: Name of the row. Defaults to the policy's name.
+
+    Raises:
+        UserError: If there are no documents to pack.
     """
     stream: list[PackingPlan] = []
     times: list[float] = []
     carry = packer.start()
     for batch in batches:
-        # What ends the data is flushed and counted apart, whatever the source knows of its end.
+        # Hide that a batch is the last one, so that all policies flush what waits separately.
         usual = replace(batch, is_last=False)
         began = time.perf_counter()
         plans, carry = packer.push(usual, carry)
@@ -187,10 +189,15 @@ def measure(
 
 
 def label_weights(labels: IntArray) -> FloatArray:
-    """Weight of a label of each step if a step's loss is the mean over its labels.
+    """Return the weight of a label of each step if a step's loss is the mean over its labels.
 
-    1 is the weight that a label has if all labels count the same. labels: number of labels of each
-    step; both of shape [num_steps].
+    A label of a step with few labels weighs more. 1 is the weight if all labels count the same.
+
+    Args:
+        labels: Number of labels of each step, shape [num_steps].
+
+    Returns:
+        Weights, shape [num_steps].
     """
     even = labels.sum() / max(1, np.count_nonzero(labels))
     return even / np.maximum(1, labels)
@@ -199,7 +206,7 @@ def label_weights(labels: IntArray) -> FloatArray:
 def _balance(
     stream: Sequence[PackingPlan], cost: WorkloadModel
 ) -> tuple[StepLoads, dict[str, float]]:
-    """Forward loads of the steps of the stream, and the summary's fields about balance."""
+    """Return the forward loads of all steps, and the summary's fields about balance."""
     forward, attention, both, dear = StepLoads(), StepLoads(), StepLoads(), StepLoads()
     bounds: list[float] = []
     for plan in stream:
@@ -210,8 +217,8 @@ def _balance(
         both.add(plan.workload_ns)
         more = np.rint((DEAR - 1) * of_attention).astype(np.int64)
         dear.add(plan.workload_ns + more)
-        # The bound is of the longest piece alone, in every layout: another packing could join it to
-        # fewer documents or pad it less.
+        # No step is faster than its longest piece alone. The bound counts no padding and no joined
+        # documents, because another packing might need less of them.
         tallest = int(cost.forward_latency_ns(plan.pieces.length).max(initial=0))
         bounds.append(max(1.0, tallest / mean if mean else 1.0))
     return forward, {
@@ -230,7 +237,7 @@ def _balance(
 
 
 def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict[str, Any]]:
-    """`PackingRun.delay_tokens` of the pieces of all plans, and the summary's fields of delay."""
+    """Return the histogram of delays over tokens, and the summary's fields about delay."""
     step = np.repeat([plan.step for plan in plans], [len(plan.pieces) for plan in plans])
     late = step - pieces.arrival_step
     delay, length = np.maximum(late, 0), pieces.length
@@ -248,10 +255,14 @@ def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict
 
 
 def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: IntArray) -> float:
-    """`PackingSummary.long_weight`. pieces: of the stream and the flush; of_document: index of the
-    document of each.
+    """Compute `PackingSummary.long_weight`.
+
+    Args:
+        stream: The plans before the flush.
+        pieces: The pieces of these plans, followed by those of the flush.
+        of_document: Index of each piece's document, shape [num_pieces].
     """
-    # The flush is left out: it may hold few labels, which would then have a large weight.
+    # The flush is left out: it may have few labels, which would then have a large weight.
     of_step = [len(plan.pieces) for plan in stream]
     num = sum(of_step)
     targets, document = pieces.num_targets[:num], of_document[:num]
@@ -267,7 +278,10 @@ def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: Int
 
 
 def _documents(pieces: Pieces) -> IntArray:
-    """A number for each piece's document, from 0: ids are of a source. Shape [n]."""
+    """Number the documents from 0, and return each piece's number, shape [num_pieces].
+
+    Document ids alone would not do, because they are only unique within a source.
+    """
     order = np.lexsort((pieces.document, pieces.source))
     keys = np.stack([pieces.source, pieces.document])[:, order]
     out = np.empty(len(pieces), np.int64)
@@ -276,7 +290,10 @@ def _documents(pieces: Pieces) -> IntArray:
 
 
 def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
-    """Lengths of all segments, shape [n], and offsets by micro-batch, [num_micro_batches + 1]."""
+    """Return the lengths of all attention segments, shape [n], and each micro-batch's offsets.
+
+    The offsets have shape [num_micro_batches + 1].
+    """
     if plan.layout == Layout.SEPARATE:
         return plan.pieces.length, plan.offsets
     segments = [micro_batch.lengths for micro_batch in plan.micro_batches]
@@ -284,6 +301,6 @@ def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
 
 
 def _of_micro_batches(work: IntArray, offsets: IntArray) -> IntArray:
-    """Work of each micro-batch; work: of each segment in plan order."""
+    """Sum the work of segments (in plan order) over each micro-batch."""
     running = offsets_of(work)
     return running[offsets[1:]] - running[offsets[:-1]]

@@ -1,9 +1,9 @@
-"""Which policy a comparison recommends over the usual loader, by one figure.
+"""Recommends the policy that saves most time over the usual loader.
 
-If every micro-batch of a step took as long as its slowest one, forward and backward, a policy's
-time for the same work would be its time-weighted imbalance of both passes
-(`PackingSummary.step_time_weighted`). Real steps wait less, since micro-batches of a pipeline
-follow each other, and a flush counts: `wlb.simulate.forecast.simulated_shares` simulates them.
+The figure is the time-weighted imbalance of both passes (`PackingSummary.step_time_weighted`). A
+policy's time for the same work would be proportional to it if every micro-batch took as long as the
+slowest one of its step. Real steps lose less, because the micro-batches of a pipeline overlap, and
+they include the flush. `wlb.simulate.forecast.simulated_shares` simulates them.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,27 @@ from wlb.plan.tally import BalanceGain
 from wlb.spec import RunSpec
 
 MEAN_DELAY = 1.0
-"""Most steps that a token may wait on average under the policy that is chosen."""
+"""Largest mean delay of a token, in steps, that the recommended policy may have."""
 ANYWHERE, SHORT = "original", "original, long whole"
-"""Labels of the loaders' rows: the one that cuts documents anywhere, as Megatron's and torchtitan's
-do, is the usual one; the paper's cuts short documents only, and its steps are less balanced."""
+"""Labels of two rows. The first is the usual loader, which cuts documents anywhere, as Megatron and
+torchtitan do. The second is the paper's loader, which cuts only short documents and is balanced
+worse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What a comparison recommends."""
+    """The policy that a comparison recommends, and what it saves."""
 
-    best: PackingSummary  # the row with the least time within the delay
-    usual: PackingSummary  # the usual loader's
+    best: PackingSummary  # the row with the least time among those whose delay is permitted
+    usual: PackingSummary  # the row of the usual loader
 
     @property
     def gain(self) -> BalanceGain:
-        """Of the best policy over the usual loader."""
+        """What the best policy gains over the usual loader."""
         return gain_over(self.usual, self.best)
 
     def to_json(self) -> dict[str, Any]:
-        """Labels and figures, for `json.dumps`."""
+        """Return labels and figures, for `json.dumps`."""
         return {
             "best": self.best.label,
             "usual": self.usual.label,
@@ -47,7 +48,15 @@ class Saving:
 
 
 def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY) -> Saving | None:
-    """The saving among `rows`; None without a row of a loader that made steps."""
+    """Return the recommendation among the rows of a comparison.
+
+    Args:
+        rows: The rows of a comparison.
+        mean_delay: Largest mean delay that the recommended policy may have, in steps.
+
+    Returns:
+        None if no row of a loader made steps.
+    """
     stepped = [row for row in rows if row.num_steps]
     anywhere, short = (
         next((row for row in stepped if loader_of(row) == label), None)
@@ -62,13 +71,14 @@ def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY)
 
 
 def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
-    """What a policy's row gains over the usual loader's."""
+    """Return what the row of a policy gains over the row of the usual loader."""
     return BalanceGain(usual.step_time_weighted, ours.step_time_weighted)
 
 
 def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
-    """What the run's own packing gains over the usual loader on these documents, without the flush
-    at their end.
+    """Return what the run's packing gains over the usual loader on these batches.
+
+    The flush at the end of the batches does not count.
     """
     rows = [
         measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
@@ -77,5 +87,5 @@ def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) 
 
 
 def loader_of(row: PackingSummary) -> str:
-    """The label of a row without the mark of the run's own policy."""
+    """Return a row's label without the mark of the run's configured policy."""
     return row.label.removesuffix(" (run)")

@@ -1,10 +1,12 @@
-"""Tuning of packing on a sample of documents: Section 4.2's procedure, automatic.
+"""Tunes packing on a sample of documents, which automates the procedure of Section 4.2.
 
-It tries the number and values of queue thresholds, S_max and T of Algorithm 1, and the delay price
-of `bounded`. The front holds points that no other dominates in time-weighted imbalance, mean, p99
-and maximum delay, and variation of tokens. It recommends the least imbalance within a budget of
-mean delay (0.5 iterations, the paper's figure), or the least delay if none is within it. Cost: one
-run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
+It tries the number and values of queue thresholds, S_max and T for Algorithm 1, and S_max, T and
+the delay price for `bounded`. It recommends the setting with the least imbalance within a budget of
+mean delay (0.5 steps, the paper's figure), or the one with the least delay if none is within it.
+
+The result also has the Pareto front: the settings that no other dominates in time-weighted
+imbalance, mean, 99th percentile and maximum of delay, and variation of the tokens of a step.
+Cost: each setting packs the sample once, in 0.1 s for 160 steps of 240 documents.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,23 +25,25 @@ from wlb.spec import PackingSection, Policy, RunSpec
 THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
 """Candidates for L_i, in context windows."""
 S_MAX = (1.1, 1.5, 2.0)
+"""Candidates for S_max, in context windows."""
 STEP_TOKENS = (0.0, 1.1, 1.5)
 """Candidates for T, in global batches; 0 = no cap."""
 PRICES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Candidates for `bounded`'s delay price, relative to its default."""
 OBJECTIVES = ("step_time_weighted", "mean_delay", "p99_delay", "max_delay", "tokens_cv")
+"""Fields of `PackingSummary` in which points of the front are compared; less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningGrid:
-    """Settings that are tried. max_queues: most outlier queues of Algorithm 1."""
+    """The values that are tried, in all combinations."""
 
     policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)
-    thresholds: tuple[float, ...] = THRESHOLDS
-    max_queues: int = 2
-    s_max: tuple[float, ...] = S_MAX
-    step_tokens: tuple[float, ...] = STEP_TOKENS
-    prices: tuple[float, ...] = PRICES
+    thresholds: tuple[float, ...] = THRESHOLDS  # L_i of Algorithm 1, in context windows
+    max_queues: int = 2  # most outlier queues of Algorithm 1
+    s_max: tuple[float, ...] = S_MAX  # in context windows
+    step_tokens: tuple[float, ...] = STEP_TOKENS  # T, in global batches; 0 = no cap
+    prices: tuple[float, ...] = PRICES  # delay prices of `bounded`, relative to its default
 
     def __post_init__(self) -> None:
         for name in ("policies", "s_max", "step_tokens"):
@@ -59,13 +63,13 @@ class TuningGrid:
         check_at_least("max_queues", self.max_queues, 0)
 
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
-        """Every setting, on the rest of the run's own; those that mean the same are left out."""
+        """Yield all candidate [packing] sections, based on the run's, without duplicates."""
         num_micro_batches = spec.num_micro_batches
         base = spec.packing.ungrouped
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:
-                    # With N micro-batches, S_max alone keeps a step below this T.
+                    # N micro-batches of S_max tokens stay below this T, so it would change nothing.
                     continue
                 capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
                 if Policy.VAR_LEN in self.policies:
@@ -82,25 +86,26 @@ class TuningGrid:
                 yield replace(section, queue_thresholds=thresholds)
 
     def size(self, spec: RunSpec) -> int:
-        """Number of settings, with those for which `tune_points` finds no room."""
+        """Return the number of candidates, including those that `tune_points` skips."""
         return sum(1 for _ in self.sections(spec))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePoint:
-    """A setting and its result on the sample. own: the configuration that `overrides` changes."""
+    """A setting that was tried, and its result on the sample."""
 
     section: PackingSection
     summary: PackingSummary
-    own: PackingSection = PackingSection()
+    own: PackingSection = PackingSection()  # the run's section, which `overrides` changes
 
     @property
     def objectives(self) -> tuple[float, ...]:
+        """The values in which points are compared; less is better."""
         return tuple(float(getattr(self.summary, name)) for name in OBJECTIVES)
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The setting as `--set` takes it."""
+        """The setting as arguments of `--set`."""
         s = self.section
         out = ["packing.method="] if self.own.method else []
         out += ["packing.packs="] if self.own.packs else []
@@ -116,20 +121,22 @@ class TunePoint:
         return tuple(out)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the setting and its result, for `json.dumps`."""
         return {"set": list(self.overrides), **self.summary.to_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Results: all points, those on the front (by imbalance), and the recommended one."""
+    """The results of tuning."""
 
-    points: tuple[TunePoint, ...]
-    front: tuple[TunePoint, ...]
+    points: tuple[TunePoint, ...]  # all settings that were tried
+    front: tuple[TunePoint, ...]  # those that no other dominates, by imbalance
     recommended: TunePoint
-    delay_budget: float
+    delay_budget: float  # largest mean delay in steps that a recommendation should have
 
     @property
     def is_within_budget(self) -> bool:
+        """Whether the recommended setting stays within the delay budget."""
         return self.recommended.summary.mean_delay <= self.delay_budget
 
 
@@ -141,7 +148,15 @@ def tune(
     grid: TuningGrid | None = None,
     delay_budget: float = 0.5,
 ) -> Tuning:
-    """Every setting of `grid` on the same `batches`."""
+    """Try every setting of `grid` on the same `batches`, and recommend one.
+
+    Args:
+        spec: The run whose [packing] section is tuned.
+        batches: The sample.
+        cost: Workload model.
+        grid: The values to try. Defaults to `TuningGrid()`.
+        delay_budget: Largest mean delay in steps that a recommendation should have.
+    """
     points = tune_points(spec, batches, cost, grid=grid or TuningGrid())
     return finish(points, delay_budget=delay_budget)
 
@@ -149,7 +164,10 @@ def tune(
 def tune_points(
     spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel, *, grid: TuningGrid
 ) -> Iterator[TunePoint]:
-    """The points one after the other, so that a caller can show progress."""
+    """Yield the result of each setting when it is ready, so that a caller can show progress.
+
+    Settings whose steps cannot take a global batch are skipped.
+    """
     for section in grid.sections(spec):
         if not has_room(spec, section):
             continue
@@ -160,11 +178,11 @@ def tune_points(
 
 
 SAME = 0.002
-"""Difference of imbalances below which the setting with less delay is recommended."""
+"""Among settings whose imbalances differ by less than this, the one with least delay is best."""
 
 
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
-    """Front and recommendation of `points`."""
+    """Compute the front and the recommendation of the points that were tried."""
     if not delay_budget >= 0:
         raise UserError(f"delay_budget = {delay_budget} iterations must be at least 0")
     tried = tuple(points)
@@ -181,7 +199,7 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
-        # Smaller differences are those of the sample, and more steps would turn them around.
+        # Differences below SAME are noise of the sample, so let the delay decide among them.
         least = min(p.summary.step_time_weighted for p in good) + SAME
         alike = [p for p in good if p.summary.step_time_weighted <= least]
         best = min(alike, key=lambda p: (p.summary.mean_delay, p.objectives))
@@ -192,7 +210,7 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
 
 
 def pareto_front(points: Sequence[TunePoint]) -> tuple[TunePoint, ...]:
-    """Points that no other dominates, by imbalance; of equal ones the first."""
+    """Return the points that no other dominates, sorted by imbalance, without duplicates."""
     front: list[TunePoint] = []
     for point in sorted(points, key=lambda p: p.objectives):
         mine = point.objectives
