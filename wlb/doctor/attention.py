@@ -3,9 +3,9 @@
 The cases: several documents, CP-like tails with fewer queries than keys, the run's heads, grouped
 heads, and sliding windows and caps if the kernel supports them. Output and gradients are compared.
 
-The tolerance is that of wlb's own tests, relative to the definition in the kernel's dtype: twice
-its root mean square error, and three times its largest error. **No kernel was examined on a GPU
-yet.**
+A kernel passes if its root mean square error is at most twice, and its largest error at most three
+times, the error of the definition computed in the kernel's dtype. wlb's own tests use the same
+tolerance. **No kernel was examined on a GPU yet.**
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,17 @@ from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
-MOST_HEADS = 4  # query heads of a case
-# Allowed error over that of the definition in the same dtype: root mean square, and largest.
+MOST_HEADS = 4  # most query heads that are tested
+# How many times the definition's error in the same dtype a kernel's error may be: root mean square
+# error, and largest error.
 MEAN_TIMES, MAX_TIMES = 2.0, 3.0
-FLOOR_EPS = 16  # error that is always allowed, in units of eps of the largest value
-# (queries, keys) of each document; LONG ones are left out if quick.
+FLOOR_EPS = 16  # error that is always allowed, as a multiple of eps (at most float32's)
+# Numbers of queries and keys of each document. The LONG ones are left out if quick.
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
 LONG = [(600, 600), (257, 900)]
 WINDOW, CAP = Scores(sliding=40), Scores(softcap=2.0)
 """A window that ends within documents, and a cap in the range of these scores."""
-# Remedy for a wrong kernel.
+# What a user can do about a wrong kernel.
 REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
 
 
@@ -52,11 +53,11 @@ class Heads(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Error of one tensor."""
+    """Error of one tensor of a kernel's result."""
 
-    what: str  # name of the tensor and the case
-    times: float  # error over the allowed error; right if at most 1
-    eps: float  # error over the tensor's root mean square, in units of the dtype's eps
+    what: str  # the tensor and the case
+    times: float  # its error over the allowed error; right if at most 1
+    eps: float  # its error over the tensor's root mean square, in multiples of the dtype's eps
 
 
 def kernels(patient: Patient) -> list[Finding]:
@@ -194,6 +195,8 @@ def deviations(
     )
     given = ", ".join(text for text in (heads.text, str(scores)) if text)
     tensors = _inputs(heads, sum(queries), sum(keys), dtype, device)
+    # The same case three times: in float64, by the definition in the kernel's dtype, and by the
+    # kernel.
     exact = _results([x.double() for x in tensors], segments, "reference")
     same = _results(tensors, segments, "reference")
     got = _results(tensors, segments, name)

@@ -21,7 +21,7 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """A rank's GPU."""
+    """Facts about a rank's GPU."""
 
     name: str
     memory_bytes: int
@@ -50,9 +50,9 @@ class Facts:
     cuda: str  # CUDA version of torch's build; "" without CUDA
     nccl: str  # NCCL version of torch's build; "" without NCCL
     one_gpu_each: bool = False  # whether the launcher gives each rank a single visible GPU
-    problem: str = ""  # why it cannot have the device that the run asks for; "" if it can
+    problem: str = ""  # why the rank cannot have the device that the run asks for; "" if it can
     kernels: str = ""  # kernels that would compute the run, or why none can
-    gpu: GpuFacts | None = None  # None on the CPU
+    gpu: GpuFacts | None = None  # facts about its GPU; None on the CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Patient:
     world: World  # this rank's place among the processes of the launcher
     device: torch.device
     is_quick: bool  # whether to make fewer and smaller measurements
-    mesh: Mesh | None = None  # None for one process, also if it stands for a larger layout
+    mesh: Mesh | None = None  # None if this process is alone, even if it stands for a larger layout
     everyone: tuple[Facts, ...] = ()  # facts of all ranks, by rank
 
     @property

@@ -106,8 +106,10 @@ def _merged(by_rank: dict[int, Finding], hosts: Sequence[str]) -> Finding:
     first = by_rank[next(iter(ranks_by_text.values()))[0]]
     ranks = tuple(sorted(rank for group in ranks_by_text.values() for rank in group))
     shown = () if len(ranks) == len(hosts) else ranks
+    # All ranks found the same.
     if len(ranks_by_text) == 1 and len(ranks) == len(by_rank):
         return replace(first, ranks=shown)
+    # Texts that differ do not matter if nothing is wrong: show one of them.
     if worst in (Verdict.PASS, Verdict.SKIP):
         whose = f"rank {ranks[0]}; others alike" if not shown else f"rank {ranges(ranks)}"
         return replace(first, found=f"{first.found} ({whose})", ranks=shown)

@@ -14,10 +14,10 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.profile.device import THROTTLE_REASONS, handle_of
 
-# Texts of findings.
+# Texts that several checks use.
 NO_GPU = "ranks are on the CPU"
 INSTALL_NVML = "pip install nvidia-ml-py"
-# Reasons of throttling that mean a defect, and reasons that mean heat.
+# Reasons of throttling: a defect, or heat.
 BROKEN = frozenset({"hardware_slowdown", "hardware_thermal", "power_brake"})
 HOT = frozenset({"software_thermal"})
 
@@ -66,7 +66,7 @@ def driver(patient: Patient) -> Finding:
 
 
 def nvlink(patient: Patient) -> Finding:
-    """Check NVLink from this GPU to those of its TP ranks on the node. Has not run on a GPU."""
+    """Check NVLink between this GPU and its TP ranks' GPUs on the node. Has not run on a GPU."""
     name, gpu = "NVLink", patient.facts.gpu
     if gpu is None:
         return skipped(name, NO_GPU)
@@ -138,7 +138,9 @@ def _links(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -> Finding:
-    """Check clocks and throttling while the GPU multiplies matrices. Has not run on a GPU.
+    """Check clocks and throttling while the GPU multiplies matrices.
+
+    This has not run on a GPU.
 
     Args:
         patient: Inputs of the check.

@@ -157,7 +157,7 @@ def memory(patient: Patient) -> Finding:
 
 
 def _free_bytes(patient: Patient) -> tuple[int | None, str]:
-    """Return a rank's free memory (None if not known), and its whole memory as text."""
+    """Return a rank's free memory (None if not known), and its total memory as text."""
     if patient.is_cuda:
         free, total = torch.cuda.mem_get_info(patient.device)
         return free, _size(total)

@@ -25,11 +25,11 @@ from wlb.parallel.mesh import used_groups
 from wlb.spec import ExchangeChoice
 
 WORLD = "world"
-# Collective that is measured on an axis; all-gather, their main collective, on axes not named here.
+# Collective that is measured on an axis. Axes that are not named here mainly use the all-gather.
 OPS = {WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
 OPS |= dict.fromkeys(LINKS, Collective.P2P)
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
-"""Bytes of the whole buffer in a quick and in a full examination."""
+"""Size of the buffer in bytes, in a quick and in a full examination."""
 REPEATS = (5, 20)  # measured calls in a quick and in a full examination
 ROWS = " rows"
 """Suffix of an axis' name for the all-to-all of key rows over that axis."""
@@ -46,13 +46,13 @@ class GroupTiming:
 
     axis: str  # name of the axis, with the suffix `ROWS` for an all-to-all of equal parts
     ranks: tuple[int, ...]  # ranks of the group
-    # Collective whose bytes on the wire it has; an all-to-all of equal parts has those of an
-    # all-gather.
+    # Collective that puts as many bytes on the wire; the all-gather for an all-to-all of equal
+    # parts.
     op: Collective
-    size_bytes: int  # whole buffer
-    first_s: float  # all first calls together, which connect the ranks
-    latency_s: float  # a call with 8 bytes
-    seconds: float  # a call with size_bytes
+    size_bytes: int  # size of the buffer
+    first_s: float  # seconds of all first calls together, which connect the ranks
+    latency_s: float  # seconds of a call with 8 bytes
+    seconds: float  # seconds of a call with size_bytes
     is_right: bool  # whether all results were right
 
     @property
@@ -120,7 +120,7 @@ def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> Grou
     size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
     began = time.perf_counter()
     calls = list(checked_collectives(axis, group, device))
-    # item() waits for the device, so first_s includes the calls themselves.
+    # item() waits for the device, so first_s includes the execution of the calls.
     is_right = all(found.item() == due.item() for _, found, due in calls)
     first_s = time.perf_counter() - began
     small, repeats = torch.zeros(2, device=device), REPEATS[is_full]

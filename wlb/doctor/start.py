@@ -30,12 +30,12 @@ from wlb.train.refuse import with_backend
 
 MOST_LOCAL_RANKS = 16
 """Most local ranks on the CPU. A node that only submits jobs can bear that many."""
-# Remedy for ranks that do not answer.
+# What a user can do about ranks that do not answer.
 LOOK = "see the logs of these ranks' nodes (srun's output, dmesg), or leave the nodes out"
 START = "start"
 FIRST_COLLECTIVE = "first collective"
 HOST = socket.gethostname()
-# Remedy for a check that raised an error.
+# What a user can do about a check that raised an error.
 CRASHED = "a check itself raised an error: report it with this line"
 Show = Callable[[Sequence[Finding]], None]
 
@@ -66,10 +66,10 @@ class RankReport:
     """Findings and measurements of one rank."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
-    # Of its communicators.
+    # Measurements of the rank's communicators.
     timings: list[network.GroupTiming] = field(default_factory=list[network.GroupTiming])
     tflops: float = 0.0  # speed of matrix products; 0 if not measured
-    wait_s: float = 0.0  # time that it waited at the first collective
+    wait_s: float = 0.0  # seconds that the rank waited for others at the first collective
 
 
 def examine(spec: RunSpec, options: Options) -> bool:
@@ -102,9 +102,9 @@ def examine(spec: RunSpec, options: Options) -> bool:
 
 
 def _filled(spec: RunSpec, world_size: int) -> RunSpec:
-    """Fill in the data-parallel size and a vocabulary size for estimates.
+    """Fill in the data-parallel size, and a vocabulary size for estimates.
 
-    The vocabulary is that of the run's token store if there is one.
+    The vocabulary size comes from the run's token store if there is one.
     """
     spec = resolve_dp(spec, world_size)
     size = spec.model.vocab_size
@@ -163,11 +163,11 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
             if world.rank == 0:
                 options.show([_failed_rendezvous(error, world)])
             return False
-        # Collectives time out later than the stage, because the stage's limit can name the late
-        # ranks.
+        # Collectives time out later than stages do. The limit of a stage names the late ranks, and
+        # the error of a collective does not.
         limit_collectives(options.limit_s + 2 * GRACE_S)
         limit.join()
-        # An empty stage, so that only ranks that never start are missing from it.
+        # A rank that is missing from this empty stage has never started.
         with limit.stage(START):
             pass
     try:
@@ -230,6 +230,7 @@ def _examined(
     patient = Patient(
         spec=spec, world=world, device=device, is_quick=options.is_quick, everyone=tuple(everyone)
     )
+    # Every rank compares the same facts, so all of them decide alike whether to build a mesh.
     unequal = [gpu.equal_software(everyone), gpu.equal_gpus(everyone)]
     if world.world_size > 1 and not is_failed(unequal[1:]):
         with limit.stage("making the communicators"):
@@ -258,6 +259,7 @@ def _examined(
             findings = _joined(reports, patient, unequal)
             options.show(findings)
             is_well = not is_failed(findings)
+        # Only rank 0 has all findings, so it shares the verdict.
         verdict = [is_well]
         if world.world_size > 1:
             dist.broadcast_object_list(verdict, src=0, group=host_group())
@@ -277,7 +279,7 @@ def _tried_facts(world: World, device: torch.device, problem: str) -> Facts:
     """Collect this rank's facts; if its GPU cannot be opened, facts that say so."""
     try:
         return facts_of(world, device, problem)
-    # torch raises it if it cannot open the GPU.
+    # torch raises RuntimeError if it cannot open the GPU.
     except RuntimeError as error:
         return facts_of(world, torch.device("cpu"), f"{device}: {error}")
 

@@ -15,8 +15,8 @@ from wlb.parallel.host import all_reduce_hosts, host_group
 # With a difference of 0.1 s, logs and traces of ranks cannot be compared. With a minute, file
 # servers and certificates fail.
 SKEW_WARN_S, SKEW_FAIL_S = 0.1, 60.0
-LATE_S = 10.0  # how much later than the median rank a late rank comes
-ROUNDS = 8  # exchanges with each node, of which the fastest counts
+LATE_S = 10.0  # a rank is late if it starts this much later than the median rank
+ROUNDS = 8  # times that each node's clock is read; the fastest reading counts
 NTP = "start chronyd or ntpd on the nodes"
 
 
@@ -55,7 +55,7 @@ def clock_skew(patient: Patient, now: Callable[[], float] = time.time) -> list[F
     """
     leaders = [facts for facts in patient.everyone if facts.local_rank == 0 and facts.rank]
     mine, group = torch.zeros(1, dtype=torch.float64), host_group()
-    # Other ranks answer with their time, if they are the first rank of their node.
+    # A rank other than 0 answers with its time if it is the first of its node.
     if patient.world.rank:
         for facts in leaders:
             if facts.rank == patient.world.rank:

@@ -43,7 +43,7 @@ class _Documents(NamedTuple):
     """The documents from which the run is predicted."""
 
     batches: list[GlobalBatch]  # their global batches
-    note: str  # where their lengths come from, for the table
+    note: str  # describes where their lengths come from
 
 
 def show(spec: RunSpec, console: Console) -> bool:
@@ -64,8 +64,8 @@ def show(spec: RunSpec, console: Console) -> bool:
     refuse_snapshots(spec, device)
     stores = named_stores(spec)
     spec = _filled(spec, stores)
-    # Without cluster.memory_gib, the memory of the profile's GPU is assumed. For a CPU there is no
-    # such assumption.
+    # Without cluster.memory_gib, GPUs are assumed to have the memory of the profile's GPU. For CPUs
+    # nothing is assumed.
     given = _cluster_budget(spec, device)
     budget = given or gpu_budget(spec)
     known = None if device == "cpu" and given is None else budget
@@ -75,6 +75,7 @@ def show(spec: RunSpec, console: Console) -> bool:
     fits = known is None or estimate.total_bytes <= budget.planned_bytes * ROUNDING
     if not fits:
         lines.append(f"memory: {too_much(estimate, budget)}")
+    # Refuse what training would refuse. Memory that does not fit is only reported.
     begin = begins_with(spec)
     if stores is not None:
         check_stores(spec, train=stores.train, heldout=stores.heldout)
@@ -165,8 +166,8 @@ def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Foreca
         error = made.simulation.standard_error
         if error <= ENOUGH or count >= most or len(documents.batches) < count:
             return made, documents
-        # The error of a few steps is itself uncertain, so one round takes at most eight times as
-        # many steps as the last.
+        # The error is estimated from few steps and uncertain, so each round simulates at most eight
+        # times as many steps as the last.
         needed = 1.1 * count * (error / ENOUGH) ** 2
         count = min(most, max(2 * count, math.ceil(min(needed, 8 * count))))
 

@@ -49,8 +49,8 @@ class PlanFeed:
         if world.rank == 0:
             token = [Address.new().key.decode()]
         dist.broadcast_object_list(token, src=0, group=host_group())
-        # Local ranks place the socket beside their rendezvous file, in a folder that their launcher
-        # removes.
+        # The planner's socket of local ranks is in the folder of their rendezvous file, which their
+        # launcher removes.
         shared = world.rendezvous_file
         folder = str(Path(shared).parent) if shared else ""
         address = Address.new(token[0] or "", world.node_rank, folder)
@@ -65,7 +65,7 @@ class PlanFeed:
                 address=address,
                 silence_s=SILENCE_S,
             )
-        # The planner of every node listens before a client connects.
+        # Wait until the planner process of every node has been started.
         dist.barrier(host_group())
         # Rank 0 alone writes the planner's state to checkpoints.
         self._client = PlanClient(

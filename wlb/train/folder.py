@@ -39,7 +39,7 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
         lock.take()
         remove_left_tokens(job.directory)
         if _move_older_aside(job, console):
-            # The lock moved away with the older folder, so the new folder is locked as well.
+            # The locked folder was moved aside, so the new folder needs a lock too.
             lock.take_next()
         _forget_stop(job.spec.run, console)
         with tempfile.TemporaryFile(dir=job.directory) as file:

@@ -41,17 +41,17 @@ class RunContext:
 
     job: Job
     mesh: Mesh
-    position: Position  # where the rank notes what it is doing, for reports of failures
-    report: RunReport  # the screen and the files of records; silent except on rank 0
-    feed: PlanFeed  # plans of the coming steps
-    inputs: InputPrefetcher  # tensors of the coming steps
+    position: Position  # notes what the rank is doing, for reports of failures
+    report: RunReport  # writes records and messages; silent except on rank 0
+    feed: PlanFeed  # gives the plans of the coming steps
+    inputs: InputPrefetcher  # loads the tensors of the coming steps
     # Planner's state after the last executed step; None before the first.
     progress: PlanProgress | None = None
     steps_done: int = 0  # updates of the weights so far
-    saved: PlanProgress | None = None  # progress that the newest checkpoint has; None without one
+    saved: PlanProgress | None = None  # planner's state in the newest checkpoint; None without one
     tally: Tally = field(default_factory=Tally)  # sums over steps, for the summary
     stop: Stop = Stop.NO  # source of a request to end early, the same on all ranks
-    records_ns: int = 0  # CPU time of hooks' `record` that telemetry has not counted yet
+    records_ns: int = 0  # CPU time of `record` calls that telemetry has not counted yet
     wall: WallTimes = field(init=False)  # wall time of this rank by phase
 
     def __post_init__(self) -> None:
@@ -89,13 +89,14 @@ class ExecutedStep:
     """A step that was executed and was not rolled back."""
 
     plan: StepPlan  # what all pipelines trained
-    pipeline: PipelinePlan  # the part of the plan that this rank's pipeline trained
+    pipeline: PipelinePlan  # this rank's pipeline's part of the plan
     sums: StepSums  # the step's sums over all ranks
     loss: float  # mean over targets, in nats
     updated: bool  # False if the step had no target or was skipped as not finite
     began_s: float  # time.perf_counter when it began
     waited_ns: int  # time that this rank waited for plans before the step began
-    telemetry: Telemetry | None = None  # set by `MeasureSteps` if the step computed something
+    # Times of all ranks, set by `MeasureSteps` if the step computed something.
+    telemetry: Telemetry | None = None
     # This rank's times (`TelemetryMeter.own_ns`); None in the warm-up.
     own_ns: np.ndarray | None = None
 
@@ -116,7 +117,7 @@ class Hook:
     `RunReport`, which is silent except on rank 0.
     """
 
-    # Phase that the time of its events is counted under. `record` is always part of its step.
+    # Phase of the wall time that the hook's events count in. `record` always counts in its step.
     phase: ClassVar[Phase | None] = None
 
     def begin(self, run: RunContext) -> None:
@@ -129,7 +130,7 @@ class Hook:
         """
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Called once weights, optimiser and `run.progress` are those of `saved_in`."""
+        """Called once weights, optimiser and `run.progress` were restored from `saved_in`."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         """Called after each executed step. Its time is reported as telemetry's overhead."""

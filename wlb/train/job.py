@@ -11,7 +11,7 @@ from wlb.spec import RunSpec
 class Job:
     """What every rank of a run is started with."""
 
-    spec: RunSpec  # with the data-parallel size and the vocabulary size filled in
+    spec: RunSpec  # the run, with the data-parallel size and the vocabulary size filled in
     train_store: StoreName  # name of the token store, or of a blend of stores
     heldout_store: str  # prefix of the held-out token store; "" without one
     resume: Path | None  # checkpoint to resume from; None for a new run

@@ -48,10 +48,10 @@ class Trainer:
         job: The arguments that every rank of the run gets.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the 4-D layout, with its process groups.
-        position: Where the rank notes what it is doing, for reports of failures. Defaults to a
-            record that nobody else sees.
-        stop_request: Requests to stop, including those from before training. Defaults to one
-            without signals.
+        position: Where the rank notes what it is doing, for reports of failures. None notes it in
+            memory only.
+        stop_request: Requests to stop, including those from before training. None looks for stop
+            files only.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Trainer:
         self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
         clock = StepClock.of(mesh.device)
-        # Weights are drawn at random only for a run that starts without a checkpoint: a checkpoint
-        # that lacks a weight is refused.
+        # Random weights are drawn only if the run starts without a checkpoint, because a checkpoint
+        # has all weights.
         draws = job.resume is None and job.init_from is None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
@@ -142,10 +142,10 @@ class Trainer:
         sums = self._compute(plan, pipeline)
         run.stop = sums.stop
         action = self._reaction(plan, sums)
-        # The run now stands at the checkpoint, so this step is trained again from there.
+        # The run is back at the checkpoint, and will train this step a second time.
         if action == OnNonfinite.ROLLBACK:
             return
-        # A step without a label moves neither the optimiser nor the learning rate.
+        # A step without targets changes neither the weights nor the learning rate.
         updated = action is None and bool(plan.num_targets)
         if updated:
             self.position.enter("updating weights")
@@ -210,7 +210,8 @@ class Trainer:
         self.optimizers.clear()
         for hook in self.hooks:
             hook.refused(run, RefusedStep(plan, sums, action, newest))
-        # Drop plans and inputs of later steps, load the checkpoint, and plan from its state.
+        # Drop the plans and inputs that were made ahead, load the checkpoint, and plan from its
+        # state.
         if newest is not None and action == OnNonfinite.ROLLBACK:
             run.inputs.close()
             run.feed.close()
@@ -271,7 +272,8 @@ class Trainer:
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        # `reopened` continues after the end of the data, because the run may have more epochs now.
+        # If the data had ended, `reopened` lets it continue, because the run may have more epochs
+        # now.
         return LoadedRun(saved_in, steps_done, planner_state(saved_in).reopened())
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:

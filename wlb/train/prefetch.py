@@ -61,7 +61,7 @@ class InputPrefetcher:
         """Begin to load the next `STEPS_LOADED` steps."""
         for ahead in range(1, STEPS_LOADED + 1):
             for plan, pipeline in feed.peek(ahead):
-                # A step without a label computes nothing.
+                # A step without targets computes nothing, so it needs no inputs.
                 if plan.num_targets:
                     scale = self.executor.spec.loss_scale(plan.num_targets)
                     self.start(pipeline, loss_scale=scale)

@@ -153,7 +153,7 @@ def agree_on_kernel(
             linear = str(linear_of(spec, mesh.device)[0])
         # Devices may differ between nodes, so every rank checks its own.
         check_budget(spec, budget_of(spec, mesh.device.type))
-    # Keep the error until `agree`: the other ranks wait for this one there.
+    # Do not raise yet: the other ranks wait for this one in `agree`, which raises on all of them.
     except ValueError as error:
         problem = error
     group = host_group() if world.world_size > 1 else None
@@ -223,7 +223,7 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 def _meaning(model: ModelSpec) -> dict[str, object]:
     """Return the keys, with values, that change a model's output but no weight's shape."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
-    # Bounds that the spec leaves out have the default of the kind of scaling.
+    # `bounds` fills in the defaults, so that a default and the same explicit values compare equal.
     scaling["rope_scaling.turns"] = model.rope_scaling.bounds
     named = {name: attrgetter(name)(model) for name in MEANING}
     # Without experts, the keys of experts have no effect.

@@ -67,7 +67,7 @@ class _Request(NamedTuple):
     calibrate: str | None  # value of --calibrate; None without it
     console: Console
     started_s: float  # Unix time at which the command began
-    signals: Signals  # catches signals from before training
+    signals: Signals  # catches signals, also before training
     verbose: bool = False  # whether all columns and rows are shown
 
 
@@ -125,7 +125,7 @@ def _start_ranks(spec: RunSpec, request: _Request) -> bool:
     request.console.print(_describe_ranks(checked, choice, None))
     directory = directory_of(checked)
     with request.signals.early(), closing(RunLock(directory, request.console)) as lock:
-        # A launcher that used a GPU itself would keep a CUDA context there until the run ends.
+        # A launcher must not create a CUDA context, which would take GPU memory until the run ends.
         starts_gpu_ranks = world_size > 1 and choice.kind == "cuda"
         probe = _in_new_process if starts_gpu_ranks else probe_here
         job = _claimed_job(checked, world_size, choice, request, lock, probe)
@@ -238,8 +238,8 @@ def _keep_flight_records(directory: Path, device_kind: str) -> None:
 def _in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the result of `fn` from a new process that then ends.
 
-    Its CUDA context (0.5 GiB) ends with it. A launcher that used the GPU itself would keep a
-    context beside those of its ranks until the run ends.
+    Its CUDA context (0.5 GiB) ends with it. A launcher that used a GPU itself would keep such a
+    context until the run ends, in addition to the contexts of its ranks.
     """
     (result,) = run_local(_result_or_error, 1, fn, args, device="cuda", preload=[__name__])
     if isinstance(result, UserError):
@@ -312,6 +312,7 @@ def _job(
     what cannot work; compare disk space; print one line for each finding.
     """
     console = request.console
+    # Fill in the sizes and limits that depend on stores and memory.
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     measured = measured_budget(filled) if choice.kind == "cuda" else None
@@ -321,12 +322,14 @@ def _job(
     filled, lowered = within(filled, least)
     memory = given_beyond(filled, measured) + lowered + check_budget(filled, budget)
     directory = directory_of(spec)
+    # Find the checkpoint to begin with.
     saved, passed_over, falls_back = _resumed(spec, request)
     init_from = None
     if saved is None:
         # A resumed run continues its own weights, so checkpoint.init_from is for new runs only.
         init_from = begins_with(spec)
         refuse_inputs_in(directory, spec)
+    # Refuse what cannot work before any rank starts.
     planner = refuse_early(
         filled,
         train=stores.train,
@@ -338,6 +341,7 @@ def _job(
     )
     begun = saved or init_from
     disk_space = check_disk_space(directory / "checkpoints", filled, saved)
+    # Print what was found, in the order in which a reader needs it.
     for line in (
         *(f"WARNING: {why}" for why in passed_over),
         *disk_space,
@@ -452,8 +456,8 @@ def run_rank(world: World, job: Job, device: torch.device, stop_request: StopReq
         Sums over the trained steps.
     """
     if job.calibrate is not None and device.type == "cpu":
-        # A profile's CPU times are those of one thread, so the run that is compared with them uses
-        # one.
+        # Profiles are measured with one CPU thread, so a run that calibrates one uses one thread
+        # too.
         torch.set_num_threads(1)
     spec = job.spec
     if world.world_size > 1:
@@ -466,6 +470,6 @@ def run_rank(world: World, job: Job, device: torch.device, stop_request: StopReq
     limit_collectives(spec.training.timeout_s)
     limit_collectives(spec.training.timeout_s, mesh)
     records = records_of(job.directory, job.started_s)
-    # From here on a failure is recorded, with what the rank was doing.
+    # From here on, a failure of this rank is recorded with what the rank was doing.
     with recorded(job.directory, records, world=world, mesh=mesh) as position:
         return Trainer(job, world, mesh, position, stop_request).run()

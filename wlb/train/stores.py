@@ -25,7 +25,7 @@ class Stores:
 
     train: StoreName  # name of the store, or of a blend of stores
     heldout: str  # prefix of the held-out store; "" without one
-    vocab_size: int  # of the model that trains on them
+    vocab_size: int  # vocabulary size of the model
     note: str  # description for the log
 
 

@@ -59,7 +59,7 @@ def hooks_of(
         # Before checkpoints, so that no checkpoint is saved after a store was found damaged.
         VerifyStores(job.train_store, job.heldout_store) if mesh.rank == 0 else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
-        # Before slow hooks and saves, which would write to a folder that is gone.
+        # Before slow hooks and saves: they would work for, or write to, a folder that is gone.
         KeepFolder(job.directory) if mesh.rank == 0 else None,
         EvaluateHeldOut(evaluator) if evaluator is not None else None,
         saves,

@@ -20,7 +20,7 @@ from wlb.plan.read_file import malformed, read_json, read_object
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
-AUTO = "auto"  # value of --resume for "the newest sound checkpoint, if there is any"
+AUTO = "auto"  # value of --resume that means the newest checkpoint that is not damaged
 _TENSORS = ".safetensors"
 _STEP = re.compile("[0-9]{1,18}")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -28,7 +28,7 @@ SEEN_WITHIN_S = 60.0
 """Seconds for which an NFS client may cache the entries of a folder (acdirmax)."""
 
 
-# Schemas of run.json.
+# Which entries run.json must and may have, with their types.
 _MODEL: Schema = {"experts?": dict, "linear?": dict, "rope_scaling?": dict, OTHERS: ANYTHING}
 _IMPORTED: Schema = {
     "from?": str,
@@ -40,11 +40,11 @@ _IMPORTED: Schema = {
 }
 _RUN: Schema = {
     "step": COUNT,
-    # An imported model has only the section of the model.
+    # The run.json of an imported model has only the section of the model.
     "spec": ({"model": _MODEL, "training": dict, "data": dict, OTHERS: dict}, {"model": _MODEL}),
     "profile?": str,
     "written_by?": {OTHERS: (str, None)},
-    # Checkpoints of older versions have gradient norms here.
+    # Checkpoints of older versions have gradient norms.
     "norms?": [float],
     "planner?": {"next_step": COUNT, "policy": str},
     "imported?": _IMPORTED,
@@ -58,7 +58,7 @@ class DamagedCheckpoint(UserError):
 class ToResume(NamedTuple):
     """The checkpoint to resume from."""
 
-    checkpoint: Path | None  # None for a new run
+    checkpoint: Path | None  # the folder to resume from; None for a new run
     passed_over: tuple[str, ...] = ()  # why newer checkpoints were not taken
     falls_back: bool = False  # whether an older one may be loaded if this one is damaged
 
@@ -384,7 +384,7 @@ def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: fl
         within_s: Seconds to wait.
 
     Returns:
-        A description of the first file that is still missing or incomplete; "" if all are there.
+        A description of the first file that is still missing or incomplete, or "" for none.
     """
     end = time.monotonic() + within_s
     for name, about in files.items():

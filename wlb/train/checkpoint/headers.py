@@ -17,7 +17,8 @@ from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
-# Entry of a header for data that are no tensor, and torch's key in it for offsets of shards.
+# Keys of a header: the entry that describes no tensor, and in it the offsets of shards, which torch
+# writes.
 _ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
 _MOST_BYTES = 100_000_000
 """Longest header, in bytes, that the library reads."""
@@ -56,7 +57,7 @@ class HeaderEntry(NamedTuple):
     """A tensor as a header describes it."""
 
     dtype: str  # in the notation of safetensors, such as "BF16"
-    shape: tuple[int, ...]  # of the part in this file
+    shape: tuple[int, ...]  # shape of the part that this file has
     # First index of the part in the whole tensor, by dimension; empty for files not made by wlb,
     # which have whole tensors.
     start: tuple[int, ...] = ()
@@ -89,9 +90,10 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
     check_schema(data, _HEADER, where, remedy=remedy)
     about = data.pop(_ABOUT, {})
     at = 0
+    # The tensors must lie one behind the other, without gaps or overlaps.
     for name, entry in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
         bits, (begin_at, end_at) = _BITS.get(entry["dtype"]), _pair(entry, where, name, remedy)
-        # A dtype that is not known here is refused where it is read.
+        # The size of an unknown dtype cannot be checked. Whoever reads the tensor refuses it.
         need = (end_at - begin_at) * 8 if bits is None else prod(entry["shape"]) * bits
         if begin_at != at or need != (end_at - begin_at) * 8:
             raise UserError(
@@ -112,7 +114,7 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
 
 
 def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[int, int]:
-    """Return the first byte of a tensor and the byte behind its last one."""
+    """Return where a tensor's bytes begin, and where they end (exclusive)."""
     offsets: list[int] = entry["data_offsets"]
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(f"{where}: {name} has data_offsets = {offsets}; {remedy}")

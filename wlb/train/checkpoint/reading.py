@@ -30,7 +30,7 @@ _MODEL = "model."
 
 
 def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of `model`.
+    """Refuse a checkpoint that does not have exactly the tensors of `model`.
 
     A tensor that is left unread, such as the weight of a norm, would silently make another model.
     The state of experts' balance may be missing or left over, since it can start anew.

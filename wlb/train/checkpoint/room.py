@@ -34,11 +34,12 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
     Args:
         directory: Folder of the checkpoints, which may not exist yet.
         spec: The run.
-        resumed: The checkpoint that the run resumes from; None for a new run. It and older ones
-            stay, and what a crash left half-written is removed.
+        resumed: The checkpoint that the run resumes from; None for a new run. This one and older
+            ones stay, and what a crash left half-written is removed.
 
     Returns:
-        A warning if fewer checkpoints fit than there will be at once, else an empty list.
+        A warning if the disk has space for fewer checkpoints than the run keeps at once, else an
+            empty list.
 
     Raises:
         UserError: If not even one fits.
@@ -59,7 +60,7 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
         f"{folder} has {size_text(usage.free + left)} free, and a checkpoint takes about "
         f"{size_text(one)}"
     )
-    # With several checkpoints, a save that finds the disk full removes the oldest.
+    # If there are several checkpoints, a save that finds the disk full removes the oldest one.
     if not fit and len(there) < 2:
         raise UserError(
             f"run.output_dir = {spec.run.output_dir}: {found}, so that not one could be saved; "
@@ -80,7 +81,7 @@ def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
     """Return how many checkpoints the rest of the run will write."""
     interval, steps = spec.checkpoint.interval, spec.training.steps
     done = checkpoint.step_of(resumed) if resumed is not None else 0
-    # One save follows the last step.
+    # The run saves at the end, and every `interval` updates before that.
     return 1 + (max(0, steps - 1) // interval - done // interval if interval else 0)
 
 

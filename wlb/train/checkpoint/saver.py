@@ -2,7 +2,7 @@
 
 A thread then writes the copy with torch.distributed.checkpoint and hashes the files. Rank 0 writes
 the manifest and gives the folder its final name. The ranks use a separate Gloo group, so that
-messages of a save do not mix with those of training. One save runs at a time.
+messages of a save do not mix with messages of training. One save runs at a time.
 
 A save that fails leaves older checkpoints untouched, and every rank learns of it. A save that finds
 the disk full removes the oldest checkpoint, if there are several, and is tried once more.
@@ -74,27 +74,27 @@ class Saved:
     """A save that ended, successfully or not."""
 
     step: int  # updates of the weights
-    # Time that the host waited, also for the save before it; a GPU also spends the time of the
-    # copy.
+    # Seconds that the host kept training waiting, also for the previous save. A GPU is also busy
+    # with the copy.
     stall_s: float
-    write_s: float  # time from the beginning of that wait to the end of the save
-    num_bytes: int = 0  # of all ranks' files; on rank 0 only
+    write_s: float  # seconds from the beginning of that wait to the end of the save
+    num_bytes: int = 0  # size of all ranks' files; known on rank 0 only
     error: str = ""  # why it failed; "" for a complete checkpoint
-    dropped: str = ""  # checkpoint that was removed because the disk was full; "" for none
+    dropped: str = ""  # name of a checkpoint removed because the disk was full; "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
     """What the writing thread gets."""
 
-    step: int
-    tensors: dict[str, Any]  # the copy in host memory, by names in files
+    step: int  # updates of the weights
+    tensors: dict[str, Any]  # copies in host memory, by their names in files
     # Event after which the copy is complete; None if it is complete already.
     copied: torch.cuda.Event | None
     # The planner's state as JSON; None on ranks that do not write it.
     planner: dict[str, Any] | None
     began_s: float  # time.perf_counter when training began to wait
-    stall_s: float  # time that training waited
+    stall_s: float  # seconds that training waited
 
 
 class CheckpointSaver:
@@ -136,7 +136,7 @@ class CheckpointSaver:
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
-        # The group has all ranks, so new_group returns no placeholder.
+        # new_group returns a placeholder to ranks outside of the group; this group has all ranks.
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._pool = device_thread("checkpoint", mesh.device)
@@ -145,7 +145,7 @@ class CheckpointSaver:
     def save(
         self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Copy the state, and save it while training goes on.
+        """Copy the state, and save it while training continues.
 
         Args:
             step: Updates so far.
@@ -256,12 +256,14 @@ class CheckpointSaver:
     def _write_all(self, task: _Task) -> int:
         """Write all files of a save, complete it, and return its size in bytes."""
         partial = self._partial(task.step)
+        # All ranks wait until rank 0 has made the folder.
         self._on_rank_0(lambda: self._make_folder(partial))
         state_dict_saver.save(
             task.tensors,
             storage_writer=hf_storage.HuggingFaceStorageWriter(str(partial), save_distributed=True),
             process_group=self._group,
         )
+        # All files are written and hashed before rank 0 lists them in the manifest.
         files = self._all_files(partial)
         self._on_rank_0(lambda: self._complete(task, partial, files))
         return sum(about["bytes"] for about in files.values())
@@ -324,6 +326,7 @@ class CheckpointSaver:
             )
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
+        # The folder gets its final name only when everything in it is on disk.
         self._publish(partial, task.step)
         for old in to_prune(self.directory, self.spec):
             _remove(old)
@@ -455,7 +458,7 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
     """
     problem = None
     try:
-        # Rank 0 may have renamed the folder just now, and another node may see that a little later.
+        # Rank 0 may have just renamed the folder, and other nodes may notice that a little later.
         if mesh.world_size > 1:
             checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)

@@ -52,7 +52,8 @@ class SaveCheckpoints(Hook):
         self.saver = saver
         self._reported: Saved | None = None
         self._failed_in_a_row = 0
-        # The summary's sums at each checkpoint that a rollback may return to, by updates.
+        # Sums for the summary at each checkpoint that a rollback may return to. The key is the
+        # number of updates.
         self._tallies: dict[int, Tally] = {}
 
     def begin(self, run: RunContext) -> None:

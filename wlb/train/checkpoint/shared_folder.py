@@ -53,7 +53,7 @@ def _make_locked_token(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Before it was locked, another process may have removed it as left over.
+        # Another process may have removed the token as left over before it was locked here.
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)

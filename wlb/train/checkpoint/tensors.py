@@ -1,4 +1,4 @@
-"""The tensors of a rank's checkpoint files: collected, copied to the host, and set again on load.
+"""The tensors of a rank's checkpoint files: collected, copied to the host, and restored on load.
 
 Names in files: `model.<name>` for weights, `optimizer.state.<name>.<moment>` for the optimiser, and
 `rng.<rank>.<device>` for the states of random generators.
@@ -24,7 +24,7 @@ Stages = dict[int, Llama]  # this rank's stages, by number
 
 
 def weights(stages: Stages) -> dict[str, Any]:
-    """Return this rank's weights by their names in files; sharded ones are DTensors."""
+    """Return this rank's weights by their names in files. Sharded weights are DTensors."""
     return {
         f"model.{name}": tensor
         for stage in stages.values()
@@ -67,7 +67,7 @@ def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors_to_read(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors to read from a checkpoint, by their names there.
+    """Return the tensors to read from a checkpoint, by their names in its files.
 
     If the checkpoint has another `model.experts.balance`, the state of that balance is left out and
     starts anew.
@@ -126,7 +126,7 @@ def rng_states(rank: int) -> dict[str, torch.Tensor]:
 
 
 def set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
-    """Set this rank's random generators to saved states; without one they stay as they are."""
+    """Restore this rank's random generators. A device without a saved state keeps its state."""
     for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
         if f"rng.{rank}.{device}" in states:
             set_state(states[f"rng.{rank}.{device}"])

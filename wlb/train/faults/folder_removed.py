@@ -10,7 +10,7 @@ from pathlib import Path
 from wlb.plan import RunError
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
-# Errors of a path that does not lead to a folder any more.
+# Errors that mean that a path leads to no folder any more.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 

@@ -35,8 +35,8 @@ NFSv4 servers keep the locks of a lost client for 90 s by default."""
 class _Held(NamedTuple):
     """Open descriptors, which have the locks."""
 
-    folder: int  # the run's folder
-    file: int  # the lock file in it
+    folder: int  # descriptor of the run's folder
+    file: int  # descriptor of the lock file in it
 
     def release(self) -> None:
         """Remove the lock file and release both locks."""
@@ -69,6 +69,8 @@ class RunLock:
             if self._attempt():
                 return
             owner = self._owner()
+            # An owner on this machine ends soon or not at all. One on another machine may be dead,
+            # while the file server still keeps its lock.
             is_here = owner.get("host") == socket.gethostname()
             words = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
             if time.monotonic() - begin > (SAME_MACHINE_S if is_here else OTHER_MACHINE_S):
@@ -108,7 +110,7 @@ class RunLock:
                 file = open_lock_file(self.path, folder)
                 opened.callback(os.close, file)
             except FileNotFoundError:
-                # The folder was moved aside or removed meanwhile.
+                # The folder was moved aside or removed since it was opened.
                 return False
             if not self._is_locked(folder, file):
                 return False
@@ -124,7 +126,7 @@ class RunLock:
         return True
 
     def _is_locked(self, folder: int, file: int) -> bool:
-        """Lock the folder and the file, as far as the file system supports it.
+        """Lock the folder and the file, where the file system supports it.
 
         Prints a message where locks are not supported.
 

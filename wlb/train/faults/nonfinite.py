@@ -21,9 +21,10 @@ class NonfiniteSteps:
     transient hardware fault.
     """
 
-    action: OnNonfinite  # the configured reaction
-    _in_a_row: int = 0  # steps skipped since the last finite one
-    _failed: set[int] = field(default_factory=set[int])  # steps that were not finite before
+    action: OnNonfinite  # the configured reaction (`training.on_nonfinite`)
+    _in_a_row: int = 0  # skipped steps since the last finite step
+    # Numbers of steps that were not finite before.
+    _failed: set[int] = field(default_factory=set[int])
 
     def decide(self, step: int, *, loss: float, norm: float, has_checkpoint: bool) -> OnNonfinite:
         """Return SKIP or ROLLBACK for a step that is not finite.
@@ -46,6 +47,7 @@ class NonfiniteSteps:
             )
         is_new = step not in self._failed
         self._failed.add(step)
+        # Roll back only once for each step. If the step fails once more, skip it.
         if self.action == OnNonfinite.ROLLBACK and is_new and has_checkpoint:
             self._in_a_row = 0
             return OnNonfinite.ROLLBACK

@@ -59,6 +59,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         try:
             yield position
         except Exception as raised:
+            # A full disk has many faces; explain it in one line.
             error = full_disk(raised) or raised
             where = position.now().describe()
             failure = FailedRank.of(error, world.rank, world.world_size, position=where)

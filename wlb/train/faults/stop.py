@@ -77,6 +77,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            # A job under nohup, or of a launcher, ignores Ctrl-C on purpose.
             caught = [s for s in SIGNALS if not (is_ignored and s == signal.SIGINT)]
             self._before = {kind: signal.signal(kind, self._note) for kind in caught}
         return self
@@ -94,6 +95,7 @@ class Signals:
         if self._ends_at_once:
             raise StoppedEarly
         if self._signal_file is not None and number == signal.SIGTERM and self._is_terminated:
+            # The second SIGTERM: end the launcher, and with it its ranks.
             raise SystemExit(128 + number)
         self._is_terminated |= number == signal.SIGTERM
         if self._signal_file is not None:
@@ -107,7 +109,8 @@ class Signals:
         if self._interrupted_s is None:
             self._interrupted_s = now_s
             if self._answers and not self._ends_at_once:
-                # Not print: the signal may have interrupted a print, which cannot be entered twice.
+                # os.write instead of print, because the signal may have interrupted a print, which
+                # is not reentrant.
                 with contextlib.suppress(OSError, ValueError):
                     os.write(sys.stderr.fileno(), _CTRL_C_MESSAGE)
         elif now_s - self._interrupted_s > SAME_PRESS_S:

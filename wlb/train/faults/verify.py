@@ -23,7 +23,7 @@ from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 RECORD = "stores.json"
-# Of one store: its checksums, and size and time of change of each file.
+# An entry of stores.json: checksums of a store, and size and time of change of each file.
 _SUMS: Schema = {"tokens": str, "targets": (str, None), "stamps": {OTHERS: [int]}}
 _AWAITED_BYTES = 1 << 30
 """If fewer bytes are unread when a run ends, it waits for them, for about a second."""

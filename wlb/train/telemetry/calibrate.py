@@ -22,10 +22,10 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
 
 DRIFT_THRESHOLD = 0.15
-"""Deviation from which a term is reported as drifted.
+"""A term has drifted if its ratio differs from 1 by more than this.
 
-The deviation is that of measured over predicted time, relative to the median of the other terms.
-Smaller ones are usual between runs."""
+The ratio is measured over predicted time, divided by the median ratio of the other terms. Smaller
+differences are usual between runs."""
 
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
@@ -120,7 +120,7 @@ class Calibration:
         )
         make_folder(path.parent)
         taken = path
-        # Another run may have written this name in the meantime.
+        # Another run may have written a profile of this name since the start.
         while path.exists():
             path = path.with_name(f"{calibrated_name(path.stem)}.json")
         save_profile(path, replace(made, name=path.stem))

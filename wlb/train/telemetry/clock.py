@@ -60,7 +60,7 @@ class StepSpans(NamedTuple):
 
     began_ns: int  # Unix time at which the step began
     wall_ns: int  # duration of the step
-    # Cell, begin since the step's begin, and duration (ns) of each pass.
+    # Each pass: its cell, its begin since the step's begin (ns), its duration (ns).
     spans: tuple[tuple[Cell, int, int], ...]
 
 

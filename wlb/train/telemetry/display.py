@@ -28,8 +28,8 @@ from wlb.plan import (
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 from wlb.report.tables import facts_table
 
-_ROWS = 14  # of the live table
-_MOST_STRAGGLERS = 5  # in the summary
+_ROWS = 14  # most rows of the live table
+_MOST_STRAGGLERS = 5  # most stragglers that the summary names
 # Short names of sharding strategies.
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
 
@@ -38,8 +38,8 @@ class Heading(NamedTuple):
     """Heading of a column of the table of steps."""
 
     above: str  # first line of the heading
-    name: str  # second line
-    width: int  # characters
+    name: str  # second line of the heading
+    width: int  # width of the column in characters
     rank: int  # columns with a high rank are left out first if the terminal is narrow
 
     @property
@@ -88,7 +88,7 @@ class Display:
         title: Its title.
         total_steps: Steps of the run.
         experts: Whether the model has experts.
-        verbose: Whether all columns are shown; otherwise those of `FEW`.
+        verbose: Whether all columns are shown; otherwise only the columns of `FEW`.
     """
 
     def __init__(
@@ -250,7 +250,8 @@ class TimeLeft:
         """Return the time left, as "1:02:03" or "3 d 04 h"; "-" before the second step."""
         now_s = time.perf_counter()
         if self._first is None or steps_done <= self._first[0]:
-            # This is the first step, or the first one after a rollback.
+            # The time per step is measured from the first step, or from the first one after a
+            # rollback.
             self._first = (steps_done, now_s)
             return "-"
         done, begun_s = self._first
@@ -333,7 +334,7 @@ def summary(
         _details(table, tally)
     console.print(table)
     for name, path in files.items():
-        # Outside of the table, which would shorten a long path.
+        # Paths are printed below the table, which would cut long ones.
         console.print(f"{name}: {path}", soft_wrap=True)
     if not verbose:
         console.print("--verbose and `wlb report` have delays, sharding, ranks and measured times")

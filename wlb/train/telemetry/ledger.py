@@ -23,8 +23,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
-_IN_STEPS = "step"  # key in the position of a source that counts steps
-# Columns of `Pieces` that a line has.
+_IN_STEPS = "step"  # key in the read position of a source that counts in steps
+# Columns of `Pieces` that a line of the ledger has.
 _COLUMNS = ("document", "start", "stop", "source")
 
 
@@ -177,11 +177,13 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
         state: The planner's state in the last checkpoint.
     """
     steps, num_begun, num_undone = lineage(folder)
+    # Later steps are not in the checkpoint, so they do not count.
     done = {step: line for step, line in steps.items() if step < state.next_step}
     lengths = _lengths_read(planner, state)
     waiting_pieces = Pieces.concat(
         state.carry.pieces, *(b.pieces for plan in state.ready for b in plan.micro_batches)
     )
+    # Count for each token of each document how many times it was trained or waits.
     covered = {key: np.zeros(length, np.int64) for key, length in lengths.items()}
     skipped = 0
     for line in done.values():

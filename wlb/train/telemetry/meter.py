@@ -41,13 +41,14 @@ _COLUMNS = tuple(f.name for f in fields(Moments))
 class Exposed(NamedTuple):
     """Times of a step on one rank besides its passes."""
 
-    loading_ns: int = 0  # waits for inputs
-    planning_ns: int = 0  # waits for plans
-    records_ns: int = 0  # making records of telemetry
-    step_ns: int = 0  # the whole step
+    loading_ns: int = 0  # wait for inputs
+    planning_ns: int = 0  # wait for plans
+    records_ns: int = 0  # time spent on records of telemetry
+    step_ns: int = 0  # duration of the step
 
 
-# Times whose mean over ranks is recorded, and times whose largest rank is recorded too.
+# Times that are recorded as the mean over ranks, and times of which the largest rank is recorded
+# too.
 _MEANS = ("embedding_ns", "head_ns", "predicted_embedding_ns", "predicted_head_ns")
 _SPREADS = ("compute_ns", "bubble_ns")
 _SUMMED = (*_MEANS, *Exposed._fields, *_SPREADS)
@@ -192,7 +193,7 @@ class TelemetryMeter:
         """Return the record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
-        # Each code combines a time with a rank, so that one maximum gives the largest time and its
+        # Each code combines a time with a rank, so that one maximum finds the largest time and its
         # rank. Of ranks with equal times, the lowest wins.
         world, rank = self.mesh.world_size, self.mesh.rank
         codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])

@@ -46,8 +46,8 @@ class StragglerWatch:
     `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables in a row. It stops being one at the first
     table in which it does not.
 
-    On a CPU the times are those of decoder layers. On CUDA they are those of attention kernels
-    alone, because the rest of a layer includes waits for slower TP and CP ranks. A rank that is
+    On a CPU, times of decoder layers are compared. On CUDA only times of attention kernels are
+    compared, because the rest of a layer includes waits for slower TP and CP ranks. A rank that is
     late for another reason, such as its host or a network link, is not named; the bubbles of its
     neighbours show it.
 

@@ -27,7 +27,7 @@ MOST_TABLE_BYTES = 64 * 2**20
 
 Later ones are left out."""
 _TABLES = ("ranks", "timeline")
-# Numbers that make no curve: sums behind other numbers, and the axis.
+# Numbers without a curve: sums from which other numbers are computed, and the horizontal axis.
 _SUMS = frozenset(f.name for f in fields(Moments))
 _COUNTS = frozenset(("step", "steps_done"))
 
@@ -169,7 +169,8 @@ class WeightsAndBiases:
             dir=str(folder),
             config=spec.to_dict(),
         )
-        # wandb's default axis cannot go back, but after a resume steps may be trained anew.
+        # wandb's default axis only increases, but after a resume steps may be trained a second
+        # time.
         self._run.define_metric("steps_done")
         self._run.define_metric("*", step_metric="steps_done")
 

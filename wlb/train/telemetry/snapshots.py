@@ -43,7 +43,7 @@ class SnapshotMemory(Hook):
                 run.report.say(self._write(f"step-{run.steps_done:08d}"))
 
     def close(self) -> None:
-        """Stop to record allocations."""
+        """Stop recording allocations."""
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _out_of_memory(self, device: int, asked: int, allocated: int, free: int) -> None:

@@ -13,9 +13,9 @@ from enum import StrEnum
 class Phase(StrEnum):
     """A part of a run's wall time."""
 
-    START = "start-up"  # until the first plan is awaited
+    START = "start-up"  # until the first plans are needed
     PLANNING = "planning"  # waits for plans, and their first comparison
-    STEPS = "steps"  # with loading inputs and making records
+    STEPS = "steps"  # including loading inputs and writing records
     EVALUATION = "evaluation"
     CHECKPOINTS = "checkpoints"
     REST = "rest"  # between steps and at the end
