@@ -38,6 +38,7 @@ def show(options: argparse.Namespace) -> int:
     """Simulate the run's steps, print them beside the measured ones, and return the exit status."""
     with output.needs_train_extra("--run needs"):
         from wlb.validation.recorded import simulate_recorded
+    # The steps are simulated as they were trained, so only the profile may change.
     other = [o for o in options.overrides if not o.startswith(_PROFILE)]
     if other:
         raise UserError(

@@ -60,6 +60,7 @@ def _table(packs: Packs, store: TokenStore) -> Table:
     lengths = store.lengths[packs.rows]
     ends = offsets_of(lengths)[packs.offsets]
     tokens = np.diff(ends)
+    # Rows include the padding of the layout.
     rows = tokens.copy()
     for i, (start, stop) in enumerate(zip(packs.offsets[:-1], packs.offsets[1:], strict=True)):
         rows[i] = segment_lengths(lengths[start:stop], packs.layout).sum()

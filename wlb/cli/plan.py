@@ -70,10 +70,13 @@ def add_parser(commands: Any) -> None:
     )
     sources.add_arguments(parser)
     add_flag(parser, "--all", "every column, how documents are sharded, and remarks on rows")
-    text = f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches"
+    text = f"also pack the first {MOST_SOLVED} global batches with a solver (Eq. 1, W = 1 and 2)"
     add_flag(parser, "--ilp", text)
     parser.add_argument(
-        "--ilp-seconds", type=number(float), default=5.0, help="time limit a window"
+        "--ilp-seconds",
+        type=number(float),
+        default=5.0,
+        help="time limit of the solver for a window",
     )
     add_json(parser, "rows")
     add_text(parser, "--html", "FILE", "a page with tables and plots")

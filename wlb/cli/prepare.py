@@ -230,6 +230,7 @@ def run(options: argparse.Namespace) -> int:
 def _texts(options: argparse.Namespace, screen: Console) -> int:
     """Make a store of the INPUTs, print a description of it, and return the exit status."""
     chat = _chat(options)
+    # A model's folder given to --chat also has the tokenizer.
     if options.tokenizer is None:
         is_folder = chat is not None and Path(chat.template).is_dir()
         options.tokenizer = chat.template if chat and is_folder else DEFAULTS.tokenizer
@@ -330,6 +331,7 @@ def _table(made: StoreReport) -> Table:
     trained = unknown = text = ""
     if made.num_text_files:
         text = f" ({made.num_text_files:,} read as text)"
+    # In plain text every token except each document's last one is trained; no row is needed then.
     if made.num_targets != made.num_tokens - made.num_documents:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:

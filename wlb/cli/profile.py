@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     if options.ranks_per_node is not None:
         check_at_least("--ranks-per-node", options.ranks_per_node, 1)
+    # 1. Find the ranks and the device.
     world = worlds.discover()
     kind = worlds.choose_device(
         Device(options.device),
@@ -80,10 +81,12 @@ def run(options: argparse.Namespace) -> int:
         one_gpu_each=world is not None and world.one_gpu_each,
     ).kind
     device = worlds.rank_device(world or worlds.World(), kind)
+    # 2. Decide what to measure.
     spec = load(options.preset or PRESETS[kind], options.overrides)
     settings = settings_of(
         spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
     )
+    # 3. Check that results can be written before measuring for hours.
     out, name = _names(options, settings.header()["name"])
     if not options.no_plots:
         from wlb.report.plots import require_matplotlib
@@ -101,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
         command += f" ({world.world_size} ranks by {world.origin}, {here} here)"
         worlds.init(world, device, timeout_s=1800.0)
     try:
+        # 4. Measure. All ranks take part in collectives.
         start = {
             "date": datetime.date.today().isoformat(),
             "commit": program_version(),
@@ -110,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
         records, environment = run_sweep(settings, path, world, screen, start)
     finally:
         worlds.shutdown()
+    # 5. Rank 0 alone fits and writes the profile.
     if world is not None and world.rank:
         return 0
     _finish(options, settings, records, environment, out, name, screen, begin)

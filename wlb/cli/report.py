@@ -35,13 +35,13 @@ def add_parser(commands: Any) -> None:
     text = "file of the page of one run (default: RUN/report.html)"
     add_text(parser, "--out", "FILE", text)
     text = (
-        "step whose passes are drawn, as the table of the run counts: measured if recorded (every "
+        "step whose passes are drawn, counted as in training's table: measured if recorded (every "
         "100th step and the last), otherwise simulated from its plan, which needs the run's store "
         "(default: the last recorded step)"
     )
     add_text(parser, "--step", "N", text, type=number(int))
     text = (
-        "only say what ended the last start of a run, which nothing trains any more: the rank that "
+        "only say what ended the last start of a run that is not training any more: the rank that "
         "failed first, and where each rank was"
     )
     add_flag(parser, "--failure", text)
@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"{name} is for the page of one run; leave it out, or give one RUN")
     sources.check_outputs(options.out, needs_plots=is_one)
     runs = [read_run(Path(folder)) for folder in options.folders]
+    # If a run has failed, print why before anything else.
     for each in runs:
         if (report := compose_report(each.folder, is_over=False)) is not None:
             print(f"{each.folder}: {report.text}")

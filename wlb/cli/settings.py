@@ -26,6 +26,7 @@ def packed_as(
         data = replace(data, store=options.corpus, blend=())
     if is_constant:
         training = replace(training, loss_normalizer=LossNormalizer.CONSTANT)
+    # A method of another policy, or a file of packs, would contradict the section.
     packing = replace(section, method=kept_method(section.method, section.policy), packs="")
     return check(replace(given, packing=packing, data=data, training=training))
 

@@ -95,10 +95,12 @@ def run(options: argparse.Namespace) -> int:
     output.check_figure(options.timeline)
     if options.recorded:
         return finished_run.show(options)
+    # 1. Load the run and the documents.
     spec = priced_spec(load(options.name, options.overrides), options)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     systems = {name: _alternatives(options, spec, name) for name in options.systems}
+    # 2. Simulate all systems; the run itself is the last one.
     runs: list[RunSimulation] = []
     quiet = console(stderr=True)
     for label, alternatives in {**systems, "run": [spec]}.items():
@@ -106,9 +108,11 @@ def run(options: argparse.Namespace) -> int:
             quiet.print(f"simulating {label}")
         runs.append(_fastest(options, alternatives, batches, label))
     own = runs[-1]
+    # 3. Choose a step of the run to draw and to explain.
     step = _chosen(options, own)
     simulation = own.simulation_of(step)
     _write(options, simulation, step)
+    # 4. Print the results.
     spec = own.simulator.spec
     gain = gain_of(spec, batches, own.simulator.cost)
     _show(options, runs, simulation, step, source.name, gain)
@@ -141,6 +145,7 @@ def _fastest(
     label: str,
 ) -> RunSimulation:
     """Return the fastest alternative that fits in memory; UserError if none does."""
+    # If all alternatives are refused, the first one's error is reported.
     fits: list[RunSimulation] = []
     refused: list[UserError] = []
     for spec in alternatives:

@@ -26,6 +26,7 @@ def with_system(name: str, overrides: list[str], system: str) -> list[str]:
     if len(alternatives) == 1:
         return alternatives[0]
     index = first_with_room([_with_vocabulary(load(name, a)) for a in alternatives])
+    # Say so, because a user expects the first alternative.
     if index:
         differs = ", ".join(a for a in choices[index] if a not in choices[0])
         print(

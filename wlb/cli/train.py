@@ -182,6 +182,7 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     except OSError as error:
+        # A full disk is a failed run. `main` handles all other errors of files.
         if (failure := full_disk(error)) is None:
             raise
         print(f"wlb train: {failure}", file=sys.stderr)

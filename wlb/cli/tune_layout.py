@@ -168,6 +168,7 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
     would.
     """
     window = given.data.context_window
+    # Without --global-batch-tokens, a step keeps as many tokens as the run has.
     dp_of_own = given.parallel.dp or max(1, options.gpus // given.parallel.model_ranks)
     own_tokens = replace(given, parallel=replace(given.parallel, dp=dp_of_own)).tokens_per_step
     tokens = own_tokens if options.global_batch_tokens is None else options.global_batch_tokens

@@ -147,6 +147,7 @@ def digest(*parts: str | int | IntArray) -> int:
     h = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):
+            # Hash sizes too, so that [1], [2, 3] differs from [1, 2], [3].
             h.update(f"a{part.size}:".encode())
             h.update(np.ascontiguousarray(part, np.dtype("<i8")).tobytes())
         else:

@@ -79,6 +79,7 @@ class MicroBatch:
             stop = min(stop, piece.stop - piece.start)
             return [(segment, start, stop)] if start < stop else []
         length = self.pieces.length
+        # A joined segment has all pieces; find those that overlap [start, stop).
         begin = offsets_of(length)
         first = int(np.searchsorted(begin, start, "right")) - 1
         last = int(np.searchsorted(begin, stop, "left"))

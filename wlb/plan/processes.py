@@ -47,4 +47,5 @@ def process_status(pid: int | str) -> list[str]:
 
     Field 0 is the state (one letter), 11 and 12 are user and system time, 19 is the start time.
     """
+    # The name stands in brackets and may itself have brackets and blanks.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

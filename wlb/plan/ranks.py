@@ -96,6 +96,7 @@ class RankTable(PlainRecord):
         A rank without a prediction, such as one without a token, has 1.
         """
         ratio = np.full(self.measured_us.size, np.nan)
+        # A rank without tokens has nothing to compare.
         known = (self.predicted_us > 0) & (self.measured_us > 0)
         np.divide(self.measured_us, self.predicted_us, out=ratio, where=known)
         if not known.any():

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from wlb.plan.errors import UserError, shortened
 
 MOST_DEPTH = 64
-"""Deepest nesting of lists and objects. Files of tools have less than 20."""
+"""Deepest nesting of lists and objects that is accepted. Files of common tools nest less than 20
+deep."""
 MOST_BYTES = 1 << 30
 """Largest file that is read as a whole, as text or JSON."""
 MOST_TOML_BYTES = 1 << 20
@@ -213,7 +214,7 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
         raise
     except RecursionError:
         raise UserError(f"{where}: not valid TOML: it is nested too deeply") from None
-    # An integer of thousands of digits is a plain ValueError.
+    # For an integer of thousands of digits, tomllib raises a plain ValueError.
     except ValueError as error:
         raise UserError(f"{where}: not valid TOML: {error}") from None
     check_depth(values, where, remedy="write section.key", bits=_MOST_BITS)

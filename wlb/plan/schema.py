@@ -27,7 +27,7 @@ Schema = Any
 ANYTHING = object()
 OTHERS = "*"
 COUNT = range(2**62 + 1)
-"""Schema of a number of things. Its limit keeps sums of a few counts below 64 bits."""
+"""Schema of a count. Its limit keeps sums of a few counts below 64 bits."""
 _PLAIN: dict[Any, tuple[set[type], str]] = {
     int: ({int}, "a whole number"),
     float: ({int, float}, "a number"),

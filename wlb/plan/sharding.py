@@ -342,5 +342,6 @@ def ranges(start: IntArray, stop: IntArray) -> IntArray:
     sizes = stop - start
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if ends.size else 0
+    # One arange over all ranges, shifted to the start of each.
     out = np.arange(total, dtype=np.int64)
     return out + np.repeat(start - (ends - sizes), sizes)

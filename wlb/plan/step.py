@@ -30,7 +30,10 @@ class PlannerState(PlainRecord):
     num_tokens: int = 0  # document tokens of all steps so far
 
     def __eq__(self, other: object) -> bool:
-        """Whether a planner continues alike from both states, which includes their JSON copies."""
+        """Return whether a planner would continue identically from both states.
+
+        Their JSON forms are compared, so a state equals its copy that was read back from a file.
+        """
         if not isinstance(other, PlannerState):
             return NotImplemented
         return self.to_json() == other.to_json()
@@ -86,8 +89,8 @@ _STATE: Schema = {
 def _refuse_learned(data: dict[str, Any]) -> None:
     """Refuse the state of an earlier version whose run had learned prices (`cost.online`).
 
-    Its coming steps were to be planned with those prices, and would silently be planned
-    differently.
+    The next steps were to be planned with those prices. This version does not know them and would
+    plan differently without notice.
     """
     prices = data.get("prices")
     if prices is None or not prices["changes"]:

@@ -25,7 +25,7 @@ class BalanceGain(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Share by which the slowest micro-batches take less time; negative if they take more."""
+        """Share of the slowest micro-batches' time that is saved; negative if it grows."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
@@ -115,9 +115,9 @@ class MeasuredShare:
             self.slowest_ranks.setdefault(name, Counter())[spread.max_rank] += num
 
     def spread(self, name: str) -> tuple[float, float, int]:
-        """Return seconds a step of the mean and of the slowest rank, and which rank that is.
+        """Return the mean and the slowest rank's seconds a step, and the slowest rank's number.
 
-        The rank is the one that was slowest in most steps.
+        The slowest rank may change between steps; the one that was slowest in most steps is named.
         """
         mean, largest = self.spreads[name]
         rank = self.slowest_ranks[name].most_common(1)[0][0]

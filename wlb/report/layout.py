@@ -87,6 +87,7 @@ def lines_of(trial: Trial) -> tuple[str, str, str]:
 
 def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
     """Return the cells of a row, in the order of COLUMNS."""
+    # A run that does not fit in memory is no baseline.
     has_gain = own is not None and fits_own_devices(own)
     return (
         f"{trial.time_s:.3f}",
@@ -132,10 +133,10 @@ def layout_table(report: LayoutReport, *, title: str) -> Table:
 
 
 CAPTION = (
-    "simulated, nothing measured. s/step: a global batch, the flush counted, same documents in all "
+    "simulated, nothing measured. s/step: a global batch, flush included, same documents in all "
     "rows; gain: speed-up over the run's own settings; GiB: fullest rank; delay: steps a token "
-    "waits, mean/most; bubble: share that pipeline ranks wait; bound: time with every micro-batch "
-    "and CP rank at its step's mean / this; MFU: FLOPs of the documents, not of windows"
+    "waits, mean/most; bubble: share that pipeline ranks wait; bound: time of perfectly balanced "
+    "steps over the simulated time; MFU: FLOPs of the documents, not of windows"
 )
 
 

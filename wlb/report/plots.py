@@ -77,8 +77,10 @@ def svg(figure: Any, name: str) -> str:
         {"svg.fonttype": "none", "svg.hashsalt": name}
     ):
         figure.savefig(out, format="svg", metadata=no_metadata, transparent=True)
+    # Black follows the page's text colour, and prefixed ids keep figures on one page apart.
     text = out.getvalue().replace("#000000", "currentColor")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    # The XML declaration before the element does not belong into HTML.
     return text[text.index("<svg") :].replace("<svg ", '<svg fill="currentColor" ', 1)
 
 
@@ -95,6 +97,8 @@ def keep_far_points_at_the_edge(
         points: Steps, values and colour of each line.
     """
     together = np.concatenate([values for _, values, _ in points])
+    # End the axis a little above the 98th percentile, but only if far points would flatten the
+    # rest.
     usual = float(np.percentile(together, 98))
     low = float(together.min())
     top = usual + 0.15 * (usual - low)
@@ -121,6 +125,7 @@ def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
     after = np.minimum(np.arange(values.size) + half + 1, values.size)
 
     def sums(x: FloatArray) -> FloatArray:
+        # Differences of running sums are the sums of all windows at once.
         total = np.concatenate([[0.0], np.cumsum(x)])
         return total[after] - total[first]
 
@@ -153,6 +158,7 @@ def draw_means(
     colour = style["color"]
     axes.plot(steps[::every], values[::every], "o", color=colour, ms=2.5, alpha=faint, mew=0)
     line = running_mean(values, weights)
+    # The mean is 0 where all weights are 0; nothing is drawn there.
     known = line > 0
     every = stride(int(known.sum()), most)
     axes.plot(steps[known][::every], line[known][::every], lw=1.8, **style)
@@ -193,12 +199,14 @@ def heat_map_figure(
     rows = dp * cp
     figure, (axes,) = new_figure(height=1.6 + min(6.0, max(1.2, 0.3 * rows)))
     low, high = float(relative.min()), float(relative.max())
+    # Equal values would leave the colours no range.
     if high - low < 1e-3:
         low, high = low - 0.01, high + 0.01
     mesh = axes.pcolormesh(relative, cmap="cividis", vmin=low, vmax=high)
     axes.grid(visible=False)
     axes.invert_yaxis()
     axes.set(xlabel="pipeline rank", xticks=np.arange(pp) + 0.5, xticklabels=range(pp))
+    # Name every row if there is space, otherwise only the DP ranks.
     if cp > 1 and rows <= 32:
         names = inner or [f"cp {c}" for c in range(cp)]
         labels = [f"dp {d}, {name}" for d in range(dp) for name in names]
@@ -208,10 +216,12 @@ def heat_map_figure(
         if cp > 1:
             axes.set_ylabel(f"{cp} rows each: {'CP x TP' if inner else 'CP'} ranks")
     axes.tick_params(length=0)
+    # White lines separate the DP ranks.
     for d in range(1, dp if cp > 1 else 1):
         axes.axhline(d * cp, color="white", linewidth=2 if rows <= 32 else 1)
     if relative.size <= ANNOTATED_CELLS:
         for (row, column), value in np.ndenumerate(relative):
+            # Numbers on dark cells are white.
             is_dark = value < (low + high) / 2
             axes.text(
                 column + 0.5,

@@ -54,8 +54,8 @@ FEW_CAPTION = (
     "most that a rank needs"
 )
 CAPTION = (
-    "simulated, nothing measured. speed-up: over the first row, same documents, flush counted; "
-    "bound: time with every micro-batch and CP rank at its step's mean / this; imb.: slowest "
+    "simulated, nothing measured. speed-up: over the first row, same documents, flush included; "
+    "bound: time of perfectly balanced steps over the simulated time; imb.: slowest "
     "micro-batch over mean, forward and backward, time-weighted; bubble: time-weighted share that "
     "pipeline ranks wait; delay: steps a token waits; GiB: most that a rank needs; MFU: FLOPs of "
     "the documents, not of windows"

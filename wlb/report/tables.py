@@ -55,6 +55,7 @@ class BlockTable(Table):
         # Labels that would fill half the terminal are folded.
         if taken > width // 2:
             taken = sum(map(_width, labels))
+        # One character is the left border.
         free = width - 1 - taken
         block: list[Column] = []
         left = free

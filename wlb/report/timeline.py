@@ -241,6 +241,7 @@ class _Bars(NamedTuple):
         for i, node in enumerate(graph.nodes):
             if node.action is not None or self.stop[i] <= self.start[i]:
                 continue
+            # A node without a rank belongs to all ranks, such as a collective.
             ranks = range(graph.num_ranks) if node.rank < 0 else [node.rank]
             is_aside = node.kind in ASIDE
             for rank in ranks:
@@ -258,6 +259,7 @@ class _Bars(NamedTuple):
         line: list[tuple[float, float]] = []
         for i, of_pipeline in path:
             node = graph.nodes[i]
+            # The path may pass through other pipelines; the line is interrupted there.
             if of_pipeline != pipeline:
                 line += [(np.nan, np.nan)]
             elif node.kind == NodeKind.PASS:
@@ -282,6 +284,7 @@ def number_bars(
     """
     across = axes.get_xlim()[1]
     for left, right, top, bottom in boxes:
+        # The number must fit into the bar in both directions.
         font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
         wide = (right - left) / across * 0.86 * WIDTH * 72
         if font < MIN_FONT or wide < 0.75 * font * len(str(micro_batch)):
@@ -312,4 +315,5 @@ def mixed(colour: str, white: float) -> str:
 
 def _is_light(colour: str) -> bool:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    # Perceived brightness (ITU-R BT.601).
     return 0.299 * red + 0.587 * green + 0.114 * blue > 140

@@ -88,6 +88,7 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
     few = _few(runs, own)
     for run in few:
         tokens = run.delay_tokens
+        # later[d] is the share of tokens that wait more than d steps.
         later = (tokens[::-1].cumsum()[::-1] - tokens) / max(1, int(tokens.sum()))
         waits = np.append(later[later > 0], 0)
         axes.step(np.arange(len(waits)), waits, where="post", **_line(run.summary, own))
@@ -210,6 +211,7 @@ def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
     because they have no balance to show.
     """
     kept: dict[str, PackingRun] = {}
+    # The present run comes first, so that it represents its policy.
     ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
     for run in ranked:
         if run.summary.num_steps:

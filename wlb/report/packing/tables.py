@@ -134,6 +134,7 @@ def verdict(
             f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
         )
     trust, saved = "" if error is None else f"; {error}", simulated[0].saved
+    # Less than 0.05% would be printed as 0.0%.
     if saved < 0.0005:
         longer = f": whole steps take {-saved:.1%} longer" if saved < -0.0005 else ""
         return (

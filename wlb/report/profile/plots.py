@@ -178,6 +178,7 @@ def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, wh
         measured, fitted = (np.array(of_rows) * scale for of_rows in found)
         _draw(right, marker, colour, (rows, measured), (rows, fitted), label=label)
 
+    # One colour for each number of keys.
     for i, kv in enumerate(shown_keys(samples)):
         mine = [s for s in samples if s.at["kv"] == kv and s.at["q"] < kv]
         style, label = (MARKERS[i], COLOURS[i]), f"{tokens_text(kv)} keys"

@@ -115,6 +115,7 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Plott
             at = record["point"]
             q, kv, count = (np.array([at[name]], np.int64) for name in ("q", "kv", "count"))
             fitted = segment_ns(table, q, kv, count)
+            # The call has `count` equal segments.
             took = tuple(ns / at["count"] for ns in _passes(record))
             found.append(
                 PlottedSample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))
@@ -132,6 +133,7 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
         where = np.array([float(at["tokens"])]), np.array([weights])
         surfaces = (profile.gemm.forward, profile.gemm.backward)
         fitted = (
+            # Backward is two products of the same size.
             times * flops * 1e-3 / float(surface.at(*where)[0])
             for times, surface in zip((1, 2), surfaces, strict=True)
         )
@@ -281,6 +283,7 @@ def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:
         "element-wise": total("elementwise"),
     }
     layout = (work.heads_per_rank, work.model.head_size)
+    # Measured points are comparable only if the table has the model's heads.
     is_own = (work.table.num_heads, work.table.head_dim) == layout
     return TermCurves(
         lengths=lengths,

@@ -99,6 +99,7 @@ def _timeline(records: RunRecords, step: int | None) -> dict[str, Any]:
     The entry `kind` says which one it is, or why there is none.
     """
     chosen = None if step is None else records.at(step)
+    # 1. Prefer a measured timeline.
     found = [t for t in records.timelines if chosen is None or t.step == chosen.step]
     if found:
         timeline, parallel = found[-1], records.spec.parallel
@@ -109,6 +110,7 @@ def _timeline(records: RunRecords, step: int | None) -> dict[str, Any]:
             "pipeline": pipeline,
             "figure": svg(measured_timeline_figure(timeline, parallel, pipeline), "timeline"),
         }
+    # 2. Otherwise simulate the step from its plan.
     trained = [s for s in records.steps if s.measured.num_targets]
     if not trained:
         return {"kind": "none"}

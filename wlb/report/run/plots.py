@@ -115,6 +115,7 @@ def balance_figure(records: RunRecords) -> Any:
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
         ),
     ]
+    # Leave out what was not recorded.
     series = [s for s in series if not np.isnan(s.values).all()]
     _draw(axes, records, series)
     axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
@@ -209,6 +210,7 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
     values = values[kept][:, ::every]
     rows = len(kept)
     figure, (axes,) = new_figure(height=1.4 + min(5.0, max(1.2, 0.22 * rows)))
+    # Colours are symmetric around 1, and their range includes the threshold of stragglers.
     spread = max(threshold, float(np.abs(values - 1).max()))
     mesh = axes.pcolormesh(values, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread)
     axes.invert_yaxis()

@@ -264,6 +264,7 @@ class _Reading:
             self.starts.append(line)
             self.since_start.clear()
             self.wall = {}
+            # The run trains the steps after the checkpoint once more.
             self._roll_back(resumed_at(line))
         elif kind in self.by_step:
             number = line["steps_done" if kind == "evaluation" else "step"]

@@ -84,7 +84,8 @@ def _planned_again(
     planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str
 ) -> Iterator[ShardedStep]:
     """Plan the steps of `trained`, and check that their counts equal the recorded ones."""
-    until = islice(planner.steps(), max(trained) + 1)  # steps count from 0
+    # A plan depends on the documents that earlier steps left waiting, so plan from the first step.
+    until = islice(planner.steps(), max(trained) + 1)
     plans = (plan for plan in until if plan.step in trained)
     for step in sharded_steps(planner, dp=dp, plans=plans):
         planned = step.plan.predicted

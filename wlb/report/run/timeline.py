@@ -78,6 +78,7 @@ def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -
     for rank, wall_us, passes in zip(
         timeline.ranks, timeline.wall_us, timeline.passes, strict=True
     ):
+        # rank = ((dp * PP + pp) * CP + cp) * TP + tp
         of_pipeline, rest = divmod(rank, parallel.model_ranks)
         pp, cp = divmod(rest // parallel.tp, parallel.cp)
         if of_pipeline == pipeline and cp < max(1, MOST_ROWS // parallel.pp):
