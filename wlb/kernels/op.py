@@ -197,7 +197,7 @@ def contiguous_like(*tensors: Tensor) -> list[Tensor]:
 
 
 def attention_like(q_THD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocate an output and a log-sum-exp."""
+    """Allocate an output and a log-sum-exp for these queries."""
     return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
 
 

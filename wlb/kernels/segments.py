@@ -28,7 +28,7 @@ class HostPart:
     versions: tuple[int, int]  # in-place version counters of both tensors at creation
     # Offsets of queries and keys; None until a backend has to read them from the device.
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
-    key_rows: np.ndarray | None = None  # as in `Segments.from_offsets`
+    key_rows: np.ndarray | None = None  # row of each key in a larger buffer; None: rows in order
     derived: dict[str, Any] = field(default_factory=dict)  # results of `Segments.derive` by name
 
 

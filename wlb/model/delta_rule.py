@@ -155,7 +155,10 @@ class DeltaRule(Protocol):
     """The rule applied to the rows of packed spans; only states before spans are missing."""
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans. A span without tokens leaves the state unchanged."""
+        """Return the summaries of some spans: their effect on a state.
+
+        A span without tokens leaves the state unchanged.
+        """
         ...
 
     def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
@@ -247,7 +250,7 @@ class ChunkedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans."""
+        """Return the summaries of some spans: their effect on a state."""
         chunks = self.chunks
         shape = (members.count, *chunks.keys_NHCK.shape[1::2])
         eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
@@ -295,7 +298,7 @@ class PackagedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans."""
+        """Return the summaries of some spans: their effect on a state."""
         keys = self.k_TGK.shape[-1]
         heads, values = self.v_THV.shape[1:]
         k, v, g, beta = (

@@ -27,7 +27,10 @@ class StageRows(NamedTuple):
 
 
 class Trip(Protocol):
-    """Sends rows of all stages to their experts and the results back; or the gradients of both."""
+    """One round trip of rows: to their experts, and the results back.
+
+    In backward the gradients of the results travel to the experts, and those of the rows back.
+    """
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
         """Take the rows of x that will travel, in the order of `Way.order_N`; `start` sends."""
@@ -111,7 +114,7 @@ class ExpertExchange(Protocol):
 
 
 class LocalTrip:
-    """A `Trip` within one process: one stage, and no transfer."""
+    """The round trip of rows whose experts are in this process: one stage, no transfer."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
@@ -141,7 +144,7 @@ class LocalTrip:
 
 
 class LocalWay:
-    """A `Way` for rows whose experts are all in this process."""
+    """The routing of rows whose experts are all in this process."""
 
     def __init__(self, order_N: Tensor, ends_E: Tensor) -> None:
         self.order_N, self.ends_E, self.starts_late = order_N, ends_E, False
@@ -194,9 +197,9 @@ class FirstPass:
     products may round differently, and rows would then go to other experts than those of the first
     pass.
 
-    If a whole layer is recomputed, `Way.back` starts on its own. If only its second half is, the
-    recomputation starts `Way.back` right behind its own rows (`Way.again`), because little else
-    would run while the gradients travel.
+    If a whole layer is recomputed, the trip of backward (`Way.back`) starts by itself. If only its
+    second half is, the recomputation starts that trip right behind its rows (`Way.again`), because
+    little else would run while the gradients travel.
 
     Args:
         whole_layer: Whether the whole layer is recomputed, not just its second half.

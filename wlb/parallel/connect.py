@@ -26,7 +26,7 @@ NCCL chooses its algorithm by size, and connects for it, so a small call (8 byte
 
 
 class Warmed(NamedTuple):
-    """What `warm` has connected."""
+    """Numbers of what `warm` has connected, and the time it took."""
 
     communicators: int  # communicators that this rank used
     links: int  # number of them that are links to neighbours in the pipeline
@@ -54,7 +54,7 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
     checks: list[tuple[str, Tensor, Tensor]] = []
     used = used_groups(mesh)
     for name, group in used:
-        # Links carry transfers only, which `_exchange` covers.
+        # Skip links, which carry only transfers; `_exchange` checks them.
         if name not in mesh.links:
             checks += checked_collectives(name, group, mesh.device)
     if all_to_all and mesh.parallel.cp > 1:

@@ -87,7 +87,7 @@ def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tens
 
 
 class StagedTrip:
-    """A `Trip` in stages, by all-to-alls.
+    """One round trip of rows to experts on other ranks, in stages, by all-to-alls.
 
     The result of an all-to-all keeps the buffer that it reads alive until it is waited for.
 
@@ -202,7 +202,7 @@ class _Choice:
 
 
 class StagedWay:
-    """A `Way` in stages.
+    """The routing of rows to experts on other ranks, in stages.
 
     Args:
         group: Ranks of the EP group.

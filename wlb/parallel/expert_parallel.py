@@ -42,7 +42,7 @@ def mixtures_of(stage: nn.Module) -> list[MixtureMlp]:
 
 
 def experts_of(stage: Llama) -> dict[str, GroupedMlp]:
-    """Return the modules of a stage that FSDP shards over `EXPERT_SHARD`, by layer."""
+    """Return the experts of a stage by layer; FSDP shards these modules over other ranks."""
     layers = stage.model.layers.items()
     return {i: layer.mlp.experts for i, layer in layers if isinstance(layer.mlp, MixtureMlp)}
 

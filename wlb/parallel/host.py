@@ -133,7 +133,7 @@ def host_cost(world_size: int) -> HostCost:
         sockets=each,
         root_sockets=root,
         messages=2 * (n - 1).bit_length(),
-        # A rank sets keys, and waits for and gets the keys of others.
+        # Each rank sets its keys in the store, and waits for and reads the keys of others.
         store_requests=2 * (2 * n + 2 * lookups),
         store_bytes=(2 * n + lookups) * _ADDRESS_BYTES,
         full_mesh_sockets=n - 1 + listener,

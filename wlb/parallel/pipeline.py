@@ -157,7 +157,7 @@ class VarLenStage(PipelineStage):
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
         if self._watchers.timer is not None:
-            # On the first stage backward ended in the embedding; count the weight pass as layers.
+            # On the first stage the timer still counts the embedding, where backward ended.
             self._watchers.timer.switch(Part.LAYERS)
         return self._queue.take()
 

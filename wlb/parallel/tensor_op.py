@@ -33,7 +33,10 @@ def _begins_early(weights_FC: list[Tensor]) -> bool:
 
 
 def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
-    """Make a slot for each layer's gradient, and two for `begin_backward`'s results if it runs."""
+    """Make slots: tensors without memory, through which backward passes gradients.
+
+    There is one for each layer's output, and two for the results of `begin_backward` if it runs.
+    """
     num_rows, width = num_ranks * x_SC.shape[0], x_SC.shape[1]
     widths = [w.shape[0] for w in weights_FC] + [width] * 2 * _begins_early(weights_FC)
     return [x_SC.new_zeros(()).expand(num_rows, size) for size in widths]
@@ -46,14 +49,17 @@ def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return all ranks' rows, not differentiable, and a slot for the product with each weight."""
+    """Return all ranks' rows, and a slot (see the module) for the product with each weight.
+
+    The rows are not differentiable; gradients arrive through the slots.
+    """
     x_TC = all_gather(x_SC, Products(num_ranks, group_name))
     return x_TC, _slots_like(x_SC, weights_FC, num_ranks)
 
 
 @custom_op("slotted_product", fake=lambda x, weight, _: _rows_like(x, 1, weight.shape[0]))
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
-    """Return the product, [T, F]; its gradient becomes the gradient of the slot."""
+    """Return the product, [T, F]; in backward its gradient becomes the gradient of the slot."""
     return x_TC @ weight_FC.t()
 
 

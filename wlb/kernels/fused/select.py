@@ -59,8 +59,8 @@ def choose_fused(
             f"kernels.fused = triton can't compute this run: {why}, but the run is {run}; set "
             f"kernels.fused = auto or off"
         )
-    asked = "asked for" if requested == FusedKernels.TRITON else "auto"
-    reason = f"{asked}; {run}" + (f"; not fused: {why}" if why else "")
+    source = "asked for" if requested == FusedKernels.TRITON else "auto"
+    reason = f"{source}; {run}" + (f"; not fused: {why}" if why else "")
     return FusedChoice(fused=why is None, reason=reason)
 
 

@@ -58,10 +58,10 @@ class HeadShape:
 
 
 class KvGather(NamedTuple):
-    """Results of `gather_kv`: transfers that have started."""
+    """Started transfers of K and V: the results of `gather_kv`."""
 
     rows_R2GD: list[Tensor]  # K and V of each stage; still in transfer
-    slots: list[Tensor]  # tensors without memory, through which backward sends their gradients
+    slots: list[Tensor]  # tensors without memory; their gradients carry dK and dV in backward
 
 
 class GatherAgain(NamedTuple):
@@ -147,10 +147,10 @@ class ContextAttention:
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
-        """Return x + y, the end of a layer; its backward starts to gather K and V again.
+        """Return x + y, the end of a layer; backward starts there to gather K and V again.
 
-        Without `attended` it is a plain sum, and attention's backward starts the gather if it needs
-        one.
+        If `attended` is None this is a plain sum, and attention's backward starts the gather if it
+        needs one.
         """
         if attended is None or self.exchange is None:
             return x_SC + y_SC

@@ -24,9 +24,9 @@ _collectives = torch.ops._c10d_functional
 
 
 class _SharedRows(NamedTuple):
-    """Rows of this rank that spans read, here or on other ranks: `RowsOf` on the device.
+    """Rows of this rank that spans need, on this rank or on others: `RowsOf` on the device.
 
-    Spans look rows up in a **pool**: the local rows that are read, then the rows received.
+    A span finds its rows in a **pool**: the local rows that are needed, then the rows received.
     """
 
     kept: Tensor  # local rows that are in the pool
@@ -235,7 +235,7 @@ def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> Spa
 
 
 def layout_tensors(layout: SpanLayout) -> list[Tensor]:
-    """Return the index tensors of a layout."""
+    """Return all tensors of a layout that are on the device."""
     return [layout.slots_T, *layout.steps, layout.bounds.on_device]
 
 

@@ -48,7 +48,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
-    """Return the stages that have a transfer."""
+    """Return the stages that have a transfer, which are all except local keys."""
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]
 
@@ -104,6 +104,7 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
+    """Make the slots of `gather_kv`: one for each stage with a transfer, and one for local keys."""
     num_rows = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
     return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in num_rows]
 
