@@ -87,7 +87,7 @@ def test_memory_is_not_reused_while_in_use(
     footprint.read(tensor, compute)
     compute.run("read", "compute", 10)
     if remedy == "record_stream":
-        footprint.told(tensor, compute)
+        footprint.record_stream(tensor, compute)
     del tensor
     if remedy == "wait":  # also after the storage was freed
         other.wait_stream(compute)

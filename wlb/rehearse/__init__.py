@@ -1,1 +1,1 @@
-"""Rehearse a cluster's job without a GPU: any rank, on fake CUDA tensors. See README.md."""
+"""Rehearse any rank of a job on fake CUDA tensors, without a GPU. See README.md."""

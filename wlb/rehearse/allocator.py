@@ -1,11 +1,16 @@
-"""What torch's caching allocator reserves for a sequence of requests (c10/cuda, torch 2.11-2.13).
+"""A model of torch's caching allocator: the memory that it reserves for a list of requests.
 
-Requests are rounded to 512 bytes. Those of up to 1 MiB share segments of 2 MiB, those below 10 MiB
-segments of 20 MiB, larger ones get their own, rounded to 2 MiB. The smallest free block that fits
-is taken, and split if more than 512 bytes (small) or 1 MiB (large) are left; free neighbours merge.
-Every stream has its own blocks. An expandable segment, one a stream and size class, grows by pages
-of 2 MiB (small) or 20 MiB (large), so that blocks do not end at segments. When the device is full,
-free segments are given back.
+It follows c10/cuda in torch 2.11 to 2.13:
+
+- Requests are rounded up to 512 bytes.
+- Requests up to 1 MiB share segments of 2 MiB. Requests below 10 MiB share segments of 20 MiB.
+  Larger requests get a segment of their own, rounded up to 2 MiB.
+- The smallest free block that fits is taken. It is split if at least 512 bytes (small requests) or
+  more than 1 MiB (large ones) are left. Free neighbours merge.
+- Streams never share blocks.
+- With expandable segments, each stream has one segment for small and one for large requests. It
+  grows by pages of 2 or 20 MiB, so that fragmentation at the ends of segments disappears.
+- When the device is full, free segments are returned to it once before the request fails.
 """
 
 import bisect
@@ -17,26 +22,29 @@ from wlb.rehearse.results import Reserved
 
 MIB = 1 << 20
 SMALL, LARGE = MIB, 10 * MIB
+"""Largest small request, and smallest request with a segment of its own, in bytes."""
 PAGE_SMALL, PAGE_LARGE = 2 * MIB, 20 * MIB
+"""Size of shared segments, and of pages of expandable segments, in bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment, with its neighbours there."""
+    """A part of a segment."""
 
     size: int
     is_free: bool = True
-    before: "Block | None" = None
+    before: "Block | None" = None  # its neighbours in the segment
     after: "Block | None" = None
 
 
 @dataclass(slots=True)
 class _Pool:
-    """Free blocks of a stream and size class, by size; with expandable segments the last block."""
+    """Free blocks of one stream for small or for large requests."""
 
     is_small: bool
+    # (size, id, block), sorted so that the smallest block that fits is found by bisection.
     free: list[tuple[int, int, Block]] = field(default_factory=list)
-    last: Block | None = None
+    last: Block | None = None  # last block of the expandable segment
 
     def put(self, block: Block) -> None:
         bisect.insort(self.free, (block.size, id(block), block))
@@ -50,11 +58,16 @@ class _Pool:
 
 
 class _Full(Exception):
-    """The device has no memory left."""
+    """Raised when the device has no memory left for a segment."""
 
 
 class Allocator:
-    """limit: bytes of the device that tensors may take."""
+    """Simulates the caching allocator of one device.
+
+    Args:
+        limit: Memory of the device that may be reserved, in bytes.
+        expandable: Whether segments are expandable (PYTORCH_CUDA_ALLOC_CONF).
+    """
 
     def __init__(self, *, limit: int, expandable: bool) -> None:
         self.limit, self.expandable = limit, expandable
@@ -63,10 +76,10 @@ class Allocator:
         self._living: dict[int, tuple[Block, _Pool]] = {}
 
     def request(self, number: int, size: int, stream: int) -> None:
-        """Allocate `size` bytes as `number`; raises _Full."""
+        """Allocate `size` bytes on `stream` as `number`. Raise _Full if they do not fit."""
         is_small = size <= SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
-        block = pool.fitting(size) or self._more(pool, size)
+        block = pool.fitting(size) or self._grow(pool, size)
         rest = block.size - size
         if rest >= 512 if is_small else rest > MIB:
             self._split(pool, block, size)
@@ -76,6 +89,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, number: int) -> None:
+        """Free the memory that was allocated as `number`."""
         block, pool = self._living.pop(number)
         self.allocated -= block.size
         block.is_free = True
@@ -101,8 +115,8 @@ class Allocator:
             pool.last = rest
         pool.put(rest)
 
-    def _more(self, pool: _Pool, size: int) -> Block:
-        """A block of a new segment, or at the end of the expandable one."""
+    def _grow(self, pool: _Pool, size: int) -> Block:
+        """Return a block in a new segment, or at the end of the expandable segment."""
         if not self.expandable:
             segment = PAGE_SMALL if pool.is_small else PAGE_LARGE
             if size >= LARGE:
@@ -111,6 +125,7 @@ class Allocator:
             return Block(segment)
         page = PAGE_SMALL if pool.is_small else PAGE_LARGE
         last = pool.last
+        # A free block at the end is extended, so only the missing bytes are reserved.
         have = last.size if last is not None and last.is_free else 0
         more = -(-(size - have) // page) * page
         self._take(more)
@@ -125,6 +140,7 @@ class Allocator:
         return block
 
     def _take(self, size: int) -> None:
+        """Reserve `size` bytes of the device."""
         if self.reserved + size > self.limit:
             self.retries += 1
             self._give_back()
@@ -134,7 +150,7 @@ class Allocator:
         self.peak = max(self.peak, self.reserved)
 
     def _give_back(self) -> None:
-        """Free segments without a used block; of expandable ones the free pages at their end."""
+        """Return unused segments, and free blocks at the end of expandable ones, to the device."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 is_whole = block.before is None and block.after is None
@@ -148,7 +164,13 @@ class Allocator:
 
 
 def reserved(requests: Iterable[AllocatorRequest], *, limit: int, expandable: bool) -> Reserved:
-    """Replay a rank's requests until one does not fit."""
+    """Replay the requests of a rank until one does not fit.
+
+    Args:
+        requests: Allocations and frees in order.
+        limit: Memory of the device that may be reserved, in bytes.
+        expandable: Whether segments are expandable.
+    """
     allocator = Allocator(limit=limit, expandable=expandable)
     failed, failed_at = 0, ""
     for number, size, stream, step, where in requests:

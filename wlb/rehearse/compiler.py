@@ -1,9 +1,9 @@
-"""torch.compile in a rehearsal: layers become the graphs that inductor would be given, and run
-operator by operator.
+"""torch.compile in a rehearsal: run the graphs that inductor would get, operator by operator.
 
-Traced, decomposed and cut into forward and backward by torch's own code with inductor's settings,
-so what is kept for backward, the order of collectives, and when lengths need another graph are a
-run's. What inductor then fuses is not known: element-wise kernels count one by one.
+torch's own code traces layers, decomposes operators and splits forward from backward, with
+inductor's settings. So activations saved for backward, the order of collectives and recompilations
+are those of a real run. Fusion by inductor is not known, so element-wise kernels are counted one by
+one.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,11 @@ _compile = torch.compile
 
 
 def refuse_other_backends(backend: str, device: torch.device) -> None:
-    """Stands for `wlb.parallel.compiled.refuse_uncompilable`, which would use the GPU."""
+    """Stand in for `wlb.parallel.compiled.refuse_uncompilable`, which would use the GPU.
+
+    Raises:
+        UserError: If the backend is not inductor.
+    """
     if backend != BACKEND:
         raise UserError(
             f"training.compile_backend = {backend!r} cannot be rehearsed, because only the graphs "
@@ -42,22 +46,27 @@ def refuse_other_backends(backend: str, device: torch.device) -> None:
 
 
 def compiling(recorder: Any) -> Callable[..., Callable[..., Any]]:
-    """A function to put in torch.compile's place. recorder: the mode that graphs run under.
+    """Return a function that replaces torch.compile.
 
-    Lengths become symbols by a milder mark than a run's, which torch overlooks on fake tensors:
-    more lengths than in a run (0 and 1) have a graph of their own.
+    torch ignores `mark_unbacked` on fake tensors, so lengths are marked with `maybe_mark_dynamic`
+    instead. The difference is that lengths 0 and 1 get graphs of their own, unlike in a real run.
+
+    Args:
+        recorder: The dispatch mode that records the operators of graphs.
     """
+    # Without duck shapes, lengths that happen to be equal in one step may differ in the next.
     setattr(compiled, "mark_unbacked", maybe_mark_dynamic)  # noqa: B010
-    setattr(shapes, "use_duck_shape", False)  # noqa: B010  # else lengths that are equal by chance stay equal
+    setattr(shapes, "use_duck_shape", False)  # noqa: B010
 
     def as_graph(graph: GraphModule, _: list[Tensor]) -> Callable[[list[Any]], Any]:
         def run(arguments: list[Any]) -> Any:
-            # Backward comes from autograd, under the mode; forward from the compiler, under none.
+            # Autograd runs backward graphs under the recorder. `call` below runs forward graphs
+            # without any mode, so the recorder must be entered.
             is_seen = recorder in _get_current_dispatch_mode_stack()
             with nullcontext() if is_seen else recorder:
                 return Interpreter(graph).boxed_run(arguments)
 
-        setattr(run, "_boxed_call", True)  # noqa: B010  # the arguments' list is emptied
+        setattr(run, "_boxed_call", True)  # noqa: B010  # boxed_run empties the list of arguments
         return run
 
     backend: Any = aot_autograd(
@@ -69,13 +78,13 @@ def compiling(recorder: Any) -> Callable[..., Callable[..., Any]]:
     )
 
     def compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        kept = {
+        others = {
             name: value for name, value in options.items() if name not in ("backend", "options")
         }
-        made = _compile(function, backend=backend, **kept)
+        made = _compile(function, backend=backend, **others)
 
         def call(*args: Any) -> Any:
-            with _disable_current_modes():  # under a mode of ours torch would not compile
+            with _disable_current_modes():  # torch does not compile under our dispatch modes
                 return made(*args)
 
         return call

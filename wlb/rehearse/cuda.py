@@ -1,7 +1,7 @@
-"""torch.cuda and torch.distributed as a rehearsed rank sees them; replaced for the whole process.
+"""Replace torch.cuda and torch.distributed in a process that rehearses, for good.
 
-Streams and events are this room's, collectives go to torch's fake process group, transfers between
-pipeline stages are recorded, and what the host reads from the device is zero.
+Streams and events become those of `gpu.py`. Collectives go to torch's fake process group. Transfers
+between pipeline stages are recorded. What the host reads from the GPU is zero.
 """
 
 import importlib
@@ -24,28 +24,31 @@ from wlb.train import refuse
 
 DEVICE = torch.device("cuda", 0)
 HOPPER = (9, 0)
+"""Compute capability of the rehearsed GPU."""
 NUM_SMS = 132
+"""Streaming multiprocessors of the rehearsed GPU, an H100."""
 _KERNELS = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
 _libraries: list[Any] = []
 
 
 def install() -> None:
-    """Replace torch's view of the device; called once, before `describe`."""
+    """Replace torch's view of the device. Call it once, before `describe`."""
     GPU.device = DEVICE
     _streams()
     _tensors()
-    # Autograd's threads would not see the modes of this one.
+    # Autograd must run in this thread, because other threads do not see its dispatch modes.
     torch.autograd.set_multithreading_enabled(False)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
-    # It makes a first tensor on the GPU, which a build for CUDA would really do.
+    # init_gpu_context creates a tensor on the GPU, which fails in a CUDA build without a GPU.
     setattr(fake_tensor, "init_gpu_context", lambda _: None)  # noqa: B010
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
+    torch._C._set_only_lift_cpu_tensors(True)  # so torch.tensor(..., device="cuda") is a copy
     importlib.import_module("torch.distributed._tools.fake_collectives")
     _shapes_of_whole_tensors()
     _register_kernels()
-    # Builds for CUDA would ask the GPU which kernel to take; builds for CPU take this one.
+    # A CUDA build would ask the GPU which kernel to use. Use the one that a CPU build has.
     setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)  # noqa: B010
-    setattr(select, "launch_problem", lambda _: None)  # noqa: B010  # a CUDA build brings Triton
+    # Triton cannot launch kernels here, but the rehearsed GPU can.
+    setattr(select, "launch_problem", lambda _: None)  # noqa: B010
     setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
     _groups()
 
@@ -58,7 +61,13 @@ def _attention(
 
 
 def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
-    """Name and memory of the GPU that is rehearsed, and how many a node has."""
+    """Let torch.cuda describe the rehearsed GPU.
+
+    Args:
+        name: Name of the GPU.
+        memory_bytes: Memory of the GPU.
+        local_ranks: Number of GPUs in a node.
+    """
     cuda = torch.cuda
     major, minor = HOPPER
     properties = SimpleNamespace(
@@ -94,7 +103,7 @@ def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
 
 
 class _OnStream:
-    """`torch.cuda.stream(stream)`, a class because the compiler asks for its instances."""
+    """Stands in for torch.cuda.stream. It is a class because torch.compile checks for instances."""
 
     def __init__(self, stream: FakeStream | None) -> None:
         self.stream = stream
@@ -113,7 +122,7 @@ def _streams() -> None:
     for owner in (torch.cuda, torch):
         setattr(owner, "Stream", FakeStream)  # noqa: B010
         setattr(owner, "Event", FakeEvent)  # noqa: B010
-    for owner in (torch.cuda, torch.accelerator):  # a function each, as the compiler wants
+    for owner in (torch.cuda, torch.accelerator):  # torch.compile needs a distinct function each
         setattr(owner, "current_stream", lambda *_: GPU.current)  # noqa: B010
     for attribute, value in (
         ("default_stream", lambda *_: GPU.streams[0]),
@@ -131,7 +140,7 @@ def _tensors() -> None:
 
     def record_stream(tensor: Tensor, stream: FakeStream) -> None:
         if tensor.device.type == "cuda":
-            FOOTPRINT.told(tensor, stream)
+            FOOTPRINT.record_stream(tensor, stream)
 
     tolist, numpy = Tensor.tolist, Tensor.numpy
 
@@ -142,7 +151,7 @@ def _tensors() -> None:
         return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
     def read_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if isinstance(tensor, FakeTensor):  # on the host, so the copy was counted
+        if isinstance(tensor, FakeTensor):  # it is on the host, so its copy has been recorded
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
         return numpy(tensor, *args, **options)
 
@@ -159,8 +168,9 @@ def _tensors() -> None:
 
 
 def _shapes_of_whole_tensors() -> None:
-    """DTensor finds out what an operator returns with fake tensors of the whole shape, which take
-    no memory in a run and must not be counted.
+    """Do not record the operators that DTensor runs only to infer shapes.
+
+    They run on fake tensors of the unsharded shape, which take no memory in a run either.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -178,8 +188,9 @@ def _shapes_of_whole_tensors() -> None:
 
 
 def _register_kernels() -> None:
-    # A CPU build has no CUDA kernels for these and would take them apart, which keeps more for
-    # backward. What is registered is never called: fake tensors only ask whether it is there.
+    # A CPU build has no CUDA kernels for these operators and would decompose them, which saves more
+    # tensors for backward. The registered function is never called: fake tensors only check that a
+    # kernel exists.
     library = torch.library.Library("aten", "IMPL")
     for name in _KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -207,27 +218,29 @@ def _groups() -> None:
 
 
 def broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
-    """Ranks keep what they have."""
+    """Fake broadcast: every rank keeps its own objects."""
 
 
 def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, *_: Any, **__: Any) -> None:
-    """Every rank has what this one has."""
+    """Fake gather: fills every slot with this rank's tensor."""
     for row in gather_list or []:
         row.copy_(tensor)
 
 
 def gather_object(obj: Any, found: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Every rank has what this one has."""
+    """Fake gather: fills every slot with this rank's object."""
     if found is not None:
         found[:] = [obj] * len(found)
 
 
 def all_gather_object(found: list[Any], obj: Any, *_: Any, **__: Any) -> None:
-    """Every rank has what this one has."""
+    """Fake all-gather: fills every slot with this rank's object."""
     found[:] = [obj] * len(found)
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` so that each call also records a message between hosts."""
+
     def call(*args: Any, group: Any = None, **options: Any) -> Any:
         where = recorder().communicator(_group(group))
         what = ("objects on hosts",)
@@ -250,11 +263,12 @@ _recorders: list[Recorder] = []
 
 
 def recorder() -> Recorder:
+    """Return the recorder that `use` was called with."""
     return _recorders[-1]
 
 
 def use(made: Recorder) -> None:
-    """Let messages of hosts and transfers go to this recorder; called once."""
+    """Record messages of hosts, transfers and compiled graphs in `made`. Call it once."""
     _recorders.append(made)
     setattr(torch, "compile", compiler.compiling(made))  # noqa: B010
     _transfers()
@@ -268,7 +282,7 @@ _ASYNC = (
 
 
 def _async_works() -> None:
-    """Let an asynchronous collective return a Work whose `wait` joins the streams."""
+    """Make asynchronous collectives return a Work whose `wait` makes the current stream wait."""
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
@@ -285,21 +299,23 @@ def _async_works() -> None:
 
 
 class FakeWork:
-    """Stands for the Work of an asynchronous collective of c10d."""
+    """Stands in for the Work of an asynchronous collective of c10d."""
 
     def __init__(self, stream: FakeStream) -> None:
         self._done = FakeEvent().record(stream)
 
     def wait(self, *_: Any) -> bool:
+        """Let the current stream wait for the collective."""
         self._done.wait()
         return True
 
     def is_completed(self) -> bool:
+        """Return True: nothing runs in the background."""
         return True
 
 
 class _Transfer(FakeWork):
-    """Stands for the Work of a send or receive. index: of its message."""
+    """Stands in for the Work of a send or receive. `index` is its place among the messages."""
 
     def __init__(self, index: int, stream: FakeStream) -> None:
         super().__init__(stream)
@@ -313,17 +329,18 @@ class _Transfer(FakeWork):
 def _transfers() -> None:
     def post(kind: str, tensor: Tensor, peer: int, group: Any, batch: int = -1) -> _Transfer:
         where = recorder().communicator(_group(group))
-        # torch 2.11 connects stages by a number sent from a tensor of no dimensions to one of one.
+        # torch 2.11 connects pipeline stages by sending a 0-d tensor to a 1-d receiver. Treat both
+        # as shape (1,), so that they match.
         what = (tuple(tensor.shape) or (1,), str(tensor.dtype))
         here = called_from(2)
         GPU.messages.append(RankMessage(where, kind, peer, what, here, GPU.step, batch))
         index = len(GPU.messages) - 1
         if tensor.device.type != "cuda":
             if kind == "recv":
-                tensor.zero_()  # nobody sends
+                tensor.zero_()  # no rank sends, so the result is defined here
             return _Transfer(index, GPU.current)
         ins, outs = ([tensor], []) if kind == "send" else ([], [tensor])
-        # Transfers of a group share the stream of its communicator.
+        # All transfers of a process group share the stream of its communicator.
         between = tuple(sorted((dist.get_rank(), peer)))
         stream = recorder().transfer(where, kind, ins, outs, is_async=True, between=between)
         return _Transfer(index, stream)

@@ -1,8 +1,8 @@
-"""Experts in a rehearsal: tensors without values choose none, so that all are equally loaded.
+"""Experts in a rehearsal: all are equally loaded, because routers on fake tensors choose none.
 
-Every rank of an EP group then gets an equal share of each member's rows, padding included. How many
-rows members of other pipelines have follows from the step's plan: they run the micro-batch at the
-same place of their pipelines.
+Each rank of an EP group receives an equal share of each member's rows, with padding. Members in
+other pipelines process the micro-batch of the same number, so the step's plan says how many rows
+they have.
 """
 
 from collections.abc import Sequence
@@ -23,35 +23,42 @@ from wlb.spec import ParallelSpec, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows(ExpertRows):
-    """of_members: rows of each member of the EP group, as `num` is this rank's."""
+    """`ExpertRows` that also know the other members of the EP group."""
 
-    of_members: tuple[int, ...]
+    of_members: tuple[int, ...]  # number of rows of each member; `num` is this rank's
 
 
 class EqualLoads:
-    """Stands in for what depends on values: rows that ranks choose to send each other."""
+    """Decides how many rows ranks send each other, which in a run depends on routers."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.per_token = spec.model.experts.per_token
         self.now: GroupRows | None = None
-        """Rows of the micro-batch whose experts are at work."""
+        """Rows of the micro-batch that the experts process now."""
         self.steps: dict[int, StepPlan] = {}
-        """The step of each pipeline's plan, by its digest."""
+        """Digest of a pipeline's plan -> the step that it belongs to."""
 
     def split(self, stages: int, size: int, rank: int) -> expert_exchange.RowsBetween:
-        """Rows from and to each of `size` members in each stage; what is left of a member's equal
-        shares goes to those that follow it.
+        """Return the rows that this rank exchanges with each member of its EP group.
+
+        A member's rows are divided evenly. If that leaves a remainder, the members that follow it
+        in the group get a row more.
+
+        Args:
+            stages: Number of parts in which rows travel (`ep.stages`).
+            size: Number of members of the group.
+            rank: This rank's place in the group.
         """
         assert self.now is not None
         copies = [rows * self.per_token for rows in self.now.of_members]
         assert len(copies) == size
 
-        def share(of: int, to: int) -> int:
-            each, more = divmod(copies[of], size)
-            return each + ((to - of) % size < more)
+        def share(sender: int, receiver: int) -> int:
+            each, remainder = divmod(copies[sender], size)
+            return each + ((receiver - sender) % size < remainder)
 
         def by_stage(rows: list[int]) -> list[list[int]]:
-            # Sender and receiver round alike, so that their numbers of rows agree.
+            # Sender and receiver round in the same way, so their numbers of rows agree.
             ends = [[n * s // stages for n in rows] for s in range(stages + 1)]
             return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)]
 
@@ -60,7 +67,7 @@ class EqualLoads:
         return expert_exchange.RowsBetween(by_stage(received), by_stage(sent))
 
     def rows_of(self, plan: PipelinePlan, i: int, mesh: Mesh) -> GroupRows:
-        """Rows of the members of this rank's group in micro-batch `i`."""
+        """Return the rows of all members of this rank's EP group in micro-batch `i`."""
         step, tp = self.steps[plan.digest()], mesh.parallel.tp
         pipelines = pipelines_of_group(mesh.parallel, mesh.at)
         rows = {d: step.local_tokens(d)[i] // tp for d in set(pipelines)}
@@ -72,15 +79,20 @@ class EqualLoads:
 
 
 def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """The pipeline of each member of a rank's EP group: neighbours in (dp, cp, tp) order."""
+    """Return the pipeline of each member of a rank's EP group.
+
+    Members are neighbours in (dp, cp, tp) order.
+    """
     own = (at.dp * parallel.cp + at.cp) * parallel.tp + at.tp
     first = own - own % parallel.ep
     return [(first + j) // (parallel.cp * parallel.tp) for j in range(parallel.ep)]
 
 
 def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """Rows of each micro-batch on a CP rank, or of a longer one whose rows this rank's experts
-    compute in part: the most of the pipelines that its EP group spans.
+    """Return the rows of each micro-batch by which a rank's memory is estimated.
+
+    A rank's experts also process rows of the other pipelines that its EP group spans, so this is
+    the maximum over these pipelines.
     """
     pipelines = {at.dp, *pipelines_of_group(parallel, at)}
     each = [plan.local_tokens(pipeline) for pipeline in sorted(pipelines)]
@@ -88,7 +100,7 @@ def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -
 
 
 def load_equally(spec: RunSpec) -> None:
-    """Have this process's ranks load all experts equally, for good; before plans are sharded."""
+    """Make all experts of this process equally loaded. Call it before plans are sharded."""
     if not spec.model.experts.num:
         return
     loads = EqualLoads(spec)
@@ -98,12 +110,14 @@ def load_equally(spec: RunSpec) -> None:
         _, stages, size = numbers_2SR.shape
         return loads.split(stages, size, rank)
 
-    def remembered(planner: Planner, plan: StepPlan, pipeline: int) -> PipelinePlan:
+    def shard_and_remember(planner: Planner, plan: StepPlan, pipeline: int) -> PipelinePlan:
         made = shard(planner, plan, pipeline)
         loads.steps[made.digest()] = plan
         return made
 
-    def told(mixture: MixtureMlp, x_TC: Tensor, rows: ExpertRows | None = None) -> Tensor:
+    def forward_with_rows(
+        mixture: MixtureMlp, x_TC: Tensor, rows: ExpertRows | None = None
+    ) -> Tensor:
         assert isinstance(rows, GroupRows)
         loads.now = rows
         return forward(mixture, x_TC, rows)
@@ -113,8 +127,8 @@ def load_equally(spec: RunSpec) -> None:
 
     replaced: Sequence[tuple[Any, str, Any]] = (
         (expert_exchange, "rows_between", equal_rows),
-        (Planner, "shard", remembered),
-        (MixtureMlp, "forward", told),
+        (Planner, "shard", shard_and_remember),
+        (MixtureMlp, "forward", forward_with_rows),
         (execute.Executor, "_expert_rows", all_rows),
     )
     for owner, name, stand_in in replaced:
@@ -122,9 +136,13 @@ def load_equally(spec: RunSpec) -> None:
 
 
 def weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
-    """Shapes of whole weights of experts and their router on this rank."""
+    """Return the shapes of unsharded weights of experts and routers on a rank."""
     model, moe = spec.model, spec.model.experts
-    held, shared = moe.num // spec.parallel.ep, moe.shared_hidden_size // spec.parallel.tp
+    num_local, shared = moe.num // spec.parallel.ep, moe.shared_hidden_size // spec.parallel.tp
     hidden = model.hidden_size
-    routed = {(held, moe.hidden_size, hidden), (held, hidden, moe.hidden_size), (moe.num, hidden)}
+    routed = {
+        (num_local, moe.hidden_size, hidden),
+        (num_local, hidden, moe.hidden_size),
+        (moe.num, hidden),
+    }
     return routed | {(shared, hidden), (hidden, shared)}

@@ -1,9 +1,14 @@
-"""Memory of the fake GPU: living storages by kind, races on them, and requests to the allocator.
+"""Memory of the fake GPU: live storages by kind, data races, and requests to the allocator.
 
-Two rules of CUDA streams are checked. A kernel on one stream may use what another stream's kernel
-wrote only after waiting for it. Freed memory goes to the next request of the stream that allocated
-it, which must have waited for other streams' kernels on it by then, unless the allocator was told
-of them (Tensor.record_stream).
+Two rules of CUDA streams are checked:
+
+1. A kernel may use what a kernel of another stream wrote only after its stream waited for that
+   kernel.
+2. Freed memory is reused by the next allocation of the stream that allocated it. By then this
+   stream must have waited for the kernels of other streams that used the memory, unless
+   `Tensor.record_stream` has told the allocator about them.
+
+Storages are tracked by weak references, so a storage counts as freed when Python frees it.
 """
 
 import functools
@@ -26,7 +31,7 @@ from wlb.rehearse.gpu import (
 )
 
 BLOCK = 512
-"""The caching allocator rounds requests up to it, in bytes."""
+"""Bytes to a multiple of which the caching allocator rounds requests up."""
 _BY_FRAME = (
     ("_fsdp_collectives.py", "", "gathered parameters"),
     ("_fsdp_param.py", "", "gathered parameters"),
@@ -40,48 +45,52 @@ _BY_FRAME = (
     ("execute.py", "_sum", "telemetry"),
     ("data.py", "gradient_square", "telemetry"),
 )
-"""Ending of a file and function ("" = any) -> kind of what it allocates; innermost first."""
+"""(end of a file name, function or "" for any, kind of memory that it allocates).
+
+The innermost stack frame that matches decides."""
 _DEEPEST = 40
+"""Most stack frames that are searched for an entry of _BY_FRAME."""
 
 
 @dataclass(slots=True)
 class _Storage:
-    """number: of the allocator's request. writer, written: the stream of the last write, and how
-    many kernels that stream had run then; done: its event behind a transfer that wrote. uses: by
-    stream, likewise of the last use. known_to: streams by record_stream.
-    """
+    """A tensor's storage on the fake GPU."""
 
-    number: int
-    size: int
-    kind: str
-    stream: FakeStream
-    writer: int
-    written: int
-    where: str
-    done: FakeEvent | None = None
+    number: int  # number of its request to the allocator
+    size: int  # bytes; 0 = freed
+    kind: str  # such as "activations"
+    stream: FakeStream  # stream that allocated it
+    writer: int  # id of the stream that wrote it last
+    written: int  # number of that stream's kernel that wrote it
+    where: str  # file and line of wlb that allocated it
+    done: FakeEvent | None = None  # event behind the transfer that wrote it; None after a kernel
+    # Stream id -> number of that stream's kernel that used it last.
     uses: dict[int, int] = field(default_factory=dict)
-    known_to: set[int] = field(default_factory=set)
+    recorded_streams: set[int] = field(default_factory=set)  # by Tensor.record_stream
 
 
 @dataclass(slots=True)
 class Footprint:
-    """Bytes of the fake GPU. at_peak: by kind, when `peak` was reached. requests: in order."""
+    """Allocated memory of the fake GPU, in bytes, and every request to the allocator."""
 
     now: int = 0
     peak: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
-    at_peak: dict[str, int] = field(default_factory=dict)
+    at_peak: dict[str, int] = field(default_factory=dict)  # by kind, when `peak` was reached
     requests: list[AllocatorRequest] = field(default_factory=list)
+    # Shapes of whole weights, by which their gradients are recognised in backward.
     parameter_shapes: set[tuple[int, ...]] = field(default_factory=set)
-    is_backward: bool = False
-    _known: Any = field(default_factory=weakref.WeakKeyDictionary)
-    _numbers: int = 0
+    is_backward: bool = False  # whether the current operator belongs to a backward pass
+    _known: Any = field(default_factory=weakref.WeakKeyDictionary)  # storage -> _Storage
+    _numbers: int = 0  # number of the latest request
+    # Stream id -> uses of its freed memory by other streams for which it has not waited: (other
+    # stream, number of its kernel, description of the memory).
     _unfinished: dict[int, list[tuple[int, int, str]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     def add(self, tensor: Any) -> _Storage:
-        """The record of a tensor's storage, made if it is new; follows resizes."""
+        """Return the record of a tensor's storage. Create it if it is new; follow resizes."""
         raw = tensor.untyped_storage()
         size = -(-raw.nbytes() // BLOCK) * BLOCK
         record = self._known.get(raw)
@@ -92,15 +101,14 @@ class Footprint:
             self._known[raw] = record
             weakref.finalize(raw, self._free, record).atexit = False
         if record.size != size:
-            if (
-                size and record.number
-            ):  # FSDP resizes what it made once; the request comes from here
+            # FSDP allocates storages once and resizes them later, so name the line that resizes.
+            if size and record.number:
                 record.where = called_from(3)
             self._resize(record, size)
         return record
 
     def temporary(self, kind: str, size: int) -> None:
-        """A workspace inside a kernel: allocated and freed at once."""
+        """Count a workspace of a kernel, which is allocated and freed at once."""
         if size:
             stream = GPU.current
             record = _Storage(0, 0, kind, stream, stream.id, 0, called_from(3))
@@ -108,6 +116,11 @@ class Footprint:
             self._resize(record, 0)
 
     def read(self, tensor: Any, stream: FakeStream) -> None:
+        """Note that the next kernel of `stream` reads a tensor, and check for a race.
+
+        Raises:
+            RehearsalFault: If `stream` has not waited for the stream that wrote the tensor.
+        """
         record = self.add(tensor)
         if record.writer != stream.id and stream.seen[record.writer] < record.written:
             raise RehearsalFault(
@@ -118,7 +131,11 @@ class Footprint:
         record.uses[stream.id] = stream.seen[stream.id] + 1
 
     def write(self, tensor: Any, stream: FakeStream) -> None:
-        """Also checks that other streams have ended reading."""
+        """Note that the next kernel of `stream` writes a tensor, and check for a race.
+
+        Raises:
+            RehearsalFault: If `stream` has not waited for all other streams that use the tensor.
+        """
         self.read(tensor, stream)
         record = self.add(tensor)
         for other, count in record.uses.items():
@@ -130,38 +147,37 @@ class Footprint:
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def made(self, tensor: Any, stream: FakeStream) -> None:
-        """`stream` fills a tensor that has no earlier content."""
+        """Note that the next kernel of `stream` fills a new tensor, which has no content yet."""
         record = self.add(tensor)
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def landed(self, tensor: Any, stream: FakeStream) -> None:
-        """Notes where on `stream` the transfer that fills the tensor ends, so that waiting for it
-        does not wait for later ones.
+        """Note that the latest transfer on `stream` fills a tensor.
+
+        An event is recorded, so that `wait_for` does not wait for later transfers too.
         """
         self.add(tensor).done = FakeEvent().record(stream)
 
     def wait_for(self, tensor: Any, stream: FakeStream) -> None:
-        """`stream` waits for the transfer that filled a tensor, not for later ones on its
-        stream.
-        """
+        """Let `stream` wait for the transfer that filled a tensor, but not for later transfers."""
         record = self.add(tensor)
         if record.done is not None:
             record.done.wait(stream)
         else:
             stream.wait_stream(GPU.streams[record.writer])
 
-    def told(self, tensor: Any, stream: FakeStream) -> None:
-        """Tensor.record_stream: the allocator waits for `stream` before reuse."""
-        self.add(tensor).known_to.add(stream.id)
+    def record_stream(self, tensor: Any, stream: FakeStream) -> None:
+        """Do as Tensor.record_stream: the allocator waits for `stream` before it reuses memory."""
+        self.add(tensor).recorded_streams.add(stream.id)
 
     def restart_peak(self) -> tuple[int, dict[str, int]]:
-        """Count the peak from now on; returns the one before, for `keep_peak`."""
+        """Measure the peak from now on, and return the previous peak for `keep_peak`."""
         before = self.peak, self.at_peak
         self.peak, self.at_peak = self.now, dict(self.by_kind)
         return before
 
     def keep_peak(self, peak: int, at_peak: dict[str, int]) -> None:
-        """Count an earlier peak again if it was higher."""
+        """Restore an earlier peak, as `restart_peak` returned it, if it was higher."""
         if peak > self.peak:
             self.peak, self.at_peak = peak, at_peak
 
@@ -172,7 +188,7 @@ class Footprint:
     def _resize(self, record: _Storage, size: int) -> None:
         if record.size:
             self._note_uses(record)
-            self._ask(record, FREED)
+            self._request(record, FREED)
         change = size - record.size
         self.now += change
         self.by_kind[record.kind] += change
@@ -180,39 +196,45 @@ class Footprint:
         if size:
             self._numbers += 1
             record.number, record.stream = self._numbers, GPU.current
-            self._ask(record, size)
+            self._request(record, size)
             self._check_reuse(record.stream)
             if self.now > self.peak:
                 self.peak, self.at_peak = self.now, dict(self.by_kind)
 
-    def _ask(self, record: _Storage, size: int) -> None:
+    def _request(self, record: _Storage, size: int) -> None:
         at = (GPU.step, record.where)
         self.requests.append(AllocatorRequest(record.number, size, record.stream.id, *at))
 
     def _note_uses(self, record: _Storage) -> None:
-        """A storage is freed: others of its stream may get its memory from now on."""
-        own = record.stream
+        """Remember who still uses a storage that is freed, because its memory may now be reused."""
+        owner = record.stream
         for stream, count in record.uses.items():
-            is_known = stream == own.id or stream in record.known_to or own.seen[stream] >= count
-            if not is_known and not GPU.streams[stream].name.startswith("NCCL"):
+            has_ended = (
+                stream == owner.id
+                or stream in record.recorded_streams
+                or owner.seen[stream] >= count
+            )
+            if not has_ended and not GPU.streams[stream].name.startswith("NCCL"):
                 text = f"{record.kind} of {record.size:,} bytes (allocated at {record.where})"
-                self._unfinished[own.id].append((stream, count, text))
+                self._unfinished[owner.id].append((stream, count, text))
         record.uses.clear()
 
-    def _check_reuse(self, own: FakeStream) -> None:
-        """A request on `own` may get memory that another stream still uses."""
-        unfinished = self._unfinished.pop(own.id, ())
+    def _check_reuse(self, owner: FakeStream) -> None:
+        """Record a fault if an allocation of `owner` may reuse memory that others still use."""
+        unfinished = self._unfinished.pop(owner.id, ())
         for stream, count, text in unfinished:
-            if own.seen[stream] < count:
-                # Raised where the garbage collector frees, it would be printed and lost.
+            if owner.seen[stream] < count:
+                # Record the fault and do not raise: in a callback of the garbage collector an
+                # exception would only be printed.
                 error = (
                     f"{text} were freed while {GPU.streams[stream].name} may still use them, and "
-                    f"{own.name} allocates without having waited for it: wait for that stream "
+                    f"{owner.name} allocates without having waited for it: wait for that stream "
                     f"first, or call record_stream"
                 )
                 GPU.faults.append(StreamFault(GPU.step, GPU.op, called_from(3), error))
 
     def _kind_of(self, tensor: Any) -> str:
+        """Return the kind of a new storage, by the functions that are on the stack."""
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):
             kind = _kind_by_code(frame.f_code)
@@ -230,7 +252,7 @@ class Footprint:
 
 @functools.cache
 def _kind_by_code(code: CodeType) -> str:
-    """What a function allocates, empty if it is none of `_BY_FRAME`."""
+    """Return the kind of memory that a function allocates; "" if _BY_FRAME has no entry for it."""
     for ending, function, kind in _BY_FRAME:
         if code.co_filename.endswith(ending) and function in ("", code.co_name):
             return kind
@@ -238,7 +260,7 @@ def _kind_by_code(code: CodeType) -> str:
 
 
 def _is_reducing(frame: Any) -> bool:
-    """Whether FSDP reduces or accumulates gradients in a frame or its callers."""
+    """Return whether a frame or one of its next callers handles FSDP's gradients."""
     for _ in range(4):
         if "reduce" in frame.f_code.co_name or "grad" in frame.f_code.co_name:
             return True
@@ -253,4 +275,4 @@ def _text(tensor: Any) -> str:
 
 
 FOOTPRINT = Footprint()
-"""Of this process's rank."""
+"""The memory of this process, which rehearses one rank."""

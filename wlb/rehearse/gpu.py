@@ -1,8 +1,10 @@
-"""The fake GPU of a rehearsed rank: streams with a clock, and a log of what each was asked to do.
+"""The fake GPU of a rehearsed rank: streams with clocks, and a log of what was issued to them.
 
-A stream is a vector clock (what it has waited for) and a time, which kernels and transfers advance
-by their price. The host is assumed to be ahead of the GPU, other ranks to arrive when this one
-does.
+A stream has a vector clock, which says for each other stream how many of its kernels have
+certainly ended, and a time, which advances by the price of each kernel and transfer.
+
+Two assumptions simplify the times: the host always issues work ahead of the GPU, and the other
+ranks of a collective arrive when this rank does.
 """
 
 import sys
@@ -13,112 +15,109 @@ from typing import Any, NamedTuple
 
 COMPUTE = 0
 """Id of the default stream, on which layers compute."""
-_ROOM = str(Path(__file__).parent)
+_THIS_FOLDER = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parent.parent)
 _DEEPEST = 60
+"""Most stack frames that `called_from` looks at."""
 
 
 class Communicator(NamedTuple):
-    """A process group: its axis of the mesh (or description) and its ranks."""
+    """A process group."""
 
-    axis: str
-    ranks: tuple[int, ...]
+    axis: str  # axis of the mesh, or the group's description if it belongs to none
+    ranks: tuple[int, ...]  # global ranks of its members
 
 
 class Splits(NamedTuple):
-    """Rows that a rank receives from each member of its group in an all-to-all, and sends to
-    each.
-    """
+    """Rows that a rank exchanges with each member of its group in an all-to-all."""
 
-    received: tuple[int, ...]
-    sent: tuple[int, ...]
+    received: tuple[int, ...]  # rows from each member
+    sent: tuple[int, ...]  # rows to each member
 
 
 class RankMessage(NamedTuple):
-    """What a rank asked of a communicator. kind: collective, send, recv or wait. op: name of the
-    collective, or rank of the peer. what: shapes, dtypes and options, equal on all members (for
-    `wait`: the index of the send or recv). where: file and line of wlb. batch: number of the batch
-    whose transfers NCCL starts together, -1 if alone. splits: of an all-to-all.
-    """
+    """A collective, send, receive or wait that the host of a rank issued."""
 
-    communicator: Communicator | None
-    kind: str
-    op: Any
+    communicator: Communicator | None  # None for a wait
+    kind: str  # "collective", "send", "recv" or "wait"
+    op: Any  # name of the collective, or rank of the peer
+    # Shapes, dtypes and options, which all members must agree on. For a wait: the index of the
+    # awaited send or receive in the rank's messages.
     what: Any
-    where: str
-    step: int
-    batch: int = -1
-    splits: Splits | None = None
+    where: str  # file and line of wlb
+    step: int  # -1 before the first step
+    batch: int = -1  # number of the batch of transfers that NCCL starts together; -1 = none
+    splits: Splits | None = None  # rows of an all-to-all; None for others
 
 
 class HostWait(NamedTuple):
-    """The host waited for the device. what: the call. where: file and line of wlb. left_ns: priced
-    work that the compute stream still had when the wait ended; without any it runs dry.
-    """
+    """A place where the host waited for the GPU."""
 
     step: int
-    what: str
-    where: str
+    what: str  # the call that waited, such as item()
+    where: str  # file and line of wlb
+    # Priced work still queued on the compute stream when the wait ended. With 0 the GPU is idle
+    # until the host issues more.
     left_ns: float = 0.0
 
 
 class StreamFault(NamedTuple):
-    """A stream was given memory that another one may still use. op: the operator that asked for it.
-    where: file and line of wlb.
-    """
+    """An allocation that reused memory which another stream may still use."""
 
     step: int
-    op: str
-    where: str
-    error: str
+    op: str  # the operator that allocated
+    where: str  # file and line of wlb
+    error: str  # what happened and how to fix it
 
 
 FREED = -1
-"""Size in an `AllocatorRequest` that gives memory back."""
+"""`AllocatorRequest.size` of a request that frees its memory."""
 
 
 class AllocatorRequest(NamedTuple):
-    """What the caching allocator was asked for. size: bytes, or FREED. where: file and line of wlb
-    that made the storage.
-    """
+    """An allocation or a free of torch's caching allocator."""
 
-    number: int
-    size: int
-    stream: int
+    number: int  # identifies the memory; its allocation and its free have the same number
+    size: int  # bytes to allocate, or FREED
+    stream: int  # id of the stream that allocates
     step: int = -1
-    where: str = ""
+    where: str = ""  # file and line of wlb that allocated
 
 
 class StreamSpan(NamedTuple):
-    """A kernel or transfer on a stream, for traces; times in ns."""
+    """A kernel or transfer on a stream, for traces."""
 
-    stream: int
-    name: str
-    part: str
+    stream: int  # id of the stream
+    name: str  # the operator
+    part: str  # part of the step that it counts for, such as "GEMM" or "cp"
     begin_ns: float
-    time_ns: float
-    where: str
+    time_ns: float  # duration
+    where: str  # file and line of wlb
 
 
 class RehearsalFault(RuntimeError):
-    """What would go wrong on a GPU: a race between streams, memory freed while in use, a kernel
-    that mixes devices.
-    """
+    """An error that a real GPU might not report, such as a race between streams."""
 
 
 @dataclass(slots=True)
 class PartTotals:
-    """Of one part of a step: kernels or transfers, bytes, FLOPs, and priced time in ns."""
+    """Totals of one part of a step, such as matrix products or TP's collectives."""
 
-    calls: int = 0
-    num_bytes: float = 0.0
+    calls: int = 0  # kernels or transfers
+    num_bytes: float = 0.0  # read and written by kernels, or transferred
     flops: float = 0.0
-    time_ns: float = 0.0
+    time_ns: float = 0.0  # priced
 
 
 class FakeStream:
-    """Stands for torch.cuda.Stream. seen: for each stream, how many of its kernels have ended
-    before this stream's next one begins.
+    """Stands in for torch.cuda.Stream.
+
+    Attributes:
+        id: Index in `FakeGpu.streams`; COMPUTE is 0.
+        seen: Vector clock: for each stream id, the number of its kernels that have certainly ended
+            before the next kernel of this stream begins.
+        time_ns: Priced time at which the work issued so far ends.
+        part: Part of the step that the latest kernel or transfer belongs to.
     """
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **_: Any) -> None:
@@ -131,27 +130,41 @@ class FakeStream:
         GPU.streams.append(self)
 
     def wait_stream(self, other: "FakeStream") -> None:
+        """Let later work of this stream wait for all work issued to `other` so far."""
         self.join(other.seen, other.time_ns, other.part)
 
     def wait_event(self, event: "FakeEvent") -> None:
+        """Let later work of this stream wait for `event`."""
         event.wait(self)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
+        """Record `event`, or a new event, behind the work issued so far, and return it."""
         event = event or FakeEvent()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
+        """Note that the host waits for this stream."""
         GPU.host_waits("Stream.synchronize", self.time_ns)
 
     def query(self) -> bool:
+        """Return True: nothing runs in the background."""
         return True
 
     def is_capturing(self) -> bool:
+        """Return False: no CUDA graph is captured."""
         return False
 
     def join(self, seen: Counter[int], time_ns: float, part: str) -> None:
-        """Wait for work that ended at `time_ns`; what the compute stream waits for is exposed."""
+        """Wait for work of another stream.
+
+        Time that the compute stream waits for a transfer is counted as exposed.
+
+        Args:
+            seen: Vector clock of the work.
+            time_ns: When the work ends.
+            part: Part of the step that the work belongs to.
+        """
         self.seen |= seen
         if time_ns > self.time_ns:
             if self.id == COMPUTE:
@@ -159,7 +172,7 @@ class FakeStream:
             self.time_ns = time_ns
 
     def run(self, name: str, part: str, time_ns: float, where: str = "") -> None:
-        """A kernel or transfer that takes `time_ns`."""
+        """Append a kernel or transfer that takes `time_ns` to the stream."""
         begin = max(self.time_ns, GPU.host_ns)
         self.time_ns, self.part = begin + time_ns, part
         self.seen[self.id] += 1
@@ -174,55 +187,62 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Stands for torch.cuda.Event and torch.Event. seen: of the stream where it was recorded."""
+    """Stands in for torch.cuda.Event and torch.Event: a copy of a stream's clocks."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
         self.seen: Counter[int] = Counter()
         self._time_ns, self._part = 0.0, "compute"
 
     def record(self, stream: FakeStream | None = None) -> "FakeEvent":
+        """Copy the clocks of `stream` (None: the current stream), and return this event."""
         stream = stream or GPU.current
         self.seen, self._time_ns, self._part = stream.seen.copy(), stream.time_ns, stream.part
         return self
 
     def wait(self, stream: FakeStream | None = None) -> None:
+        """Let later work of `stream` (None: the current stream) wait for this event."""
         (stream or GPU.current).join(self.seen, self._time_ns, self._part)
 
     def synchronize(self) -> None:
+        """Note that the host waits for this event."""
         GPU.host_waits("Event.synchronize", self._time_ns)
 
     def query(self) -> bool:
+        """Return True: nothing runs in the background."""
         return True
 
     def elapsed_time(self, end: "FakeEvent") -> float:
+        """Return the priced time from this event to `end` in milliseconds."""
         return max(0.0, (end._time_ns - self._time_ns) * 1e-6)
 
 
 @dataclass(slots=True)
 class FakeGpu:
-    """State of the rehearsed device. step: -1 before the first. op: the latest operator.
-    is_counting: False while operators only infer shapes. failing: the innermost operator that
-    raised, and where. faults: memory that was freed too early.
-    """
+    """State and log of the rehearsed GPU."""
 
     device: Any = None
     streams: list[FakeStream] = field(default_factory=list)
+    # Streams of the `torch.cuda.stream` blocks that are open, innermost last.
     stack: list[FakeStream] = field(default_factory=list)
+    # Messages of this rank in the order in which the host issued them.
     messages: list[RankMessage] = field(default_factory=list)
     waits: list[HostWait] = field(default_factory=list)
     faults: list[StreamFault] = field(default_factory=list)
     spans: list[StreamSpan] = field(default_factory=list)
+    # Totals of the current step by part, such as "GEMM" or "cp".
     parts: dict[str, PartTotals] = field(default_factory=lambda: defaultdict(PartTotals))
+    # Time of the current step that the compute stream waited for transfers, by part.
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    host_ns: float = 0.0
-    step: int = -1
-    op: str = ""
-    is_counting: bool = True
-    traces: bool = False
-    failing: tuple[str, str] | None = None
+    host_ns: float = 0.0  # time until which the host has waited for the GPU
+    step: int = -1  # -1 before the first step
+    op: str = ""  # the latest operator
+    is_counting: bool = True  # False while operators run only to infer shapes
+    traces: bool = False  # whether spans are recorded
+    failing: tuple[str, str] | None = None  # the operator that raised an error, and where
 
     @property
     def current(self) -> FakeStream:
+        """The stream to which operators are issued now."""
         if self.stack:
             return self.stack[-1]
         if not self.streams:
@@ -230,6 +250,7 @@ class FakeGpu:
         return self.streams[COMPUTE]
 
     def count(self, part: str, *, num_bytes: float, flops: float, time_ns: float) -> None:
+        """Add a kernel or transfer to the totals of `part`."""
         totals = self.parts[part]
         totals.calls += 1
         totals.num_bytes += num_bytes
@@ -237,7 +258,12 @@ class FakeGpu:
         totals.time_ns += time_ns
 
     def host_waits(self, what: str, until_ns: float | None = None) -> None:
-        """The host waits for a stream (None: the current one)."""
+        """Note that the host waits.
+
+        Args:
+            what: The call that waits.
+            until_ns: When the awaited work ends; None means all work of the current stream.
+        """
         until_ns = self.current.time_ns if until_ns is None else until_ns
         left_ns = max(0.0, self.streams[COMPUTE].time_ns - until_ns)
         self.waits.append(HostWait(self.step, what, called_from(2), left_ns))
@@ -245,12 +271,19 @@ class FakeGpu:
 
 
 def called_from(skip: int = 0) -> str:
-    """File and line of the innermost frame of wlb outside this room, else of the caller."""
+    """Return file and line of the innermost frame of wlb outside this folder.
+
+    Args:
+        skip: Frames between the caller and the frame to start from.
+
+    Returns:
+        "wlb/...:line", or file and line of the first frame if none is of wlb.
+    """
     frame = sys._getframe(skip + 1)
     outer = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     for _ in range(_DEEPEST):
         name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) and not name.startswith(_ROOM):
+        if name.startswith(_PACKAGE) and not name.startswith(_THIS_FOLDER):
             return f"{name[len(_PACKAGE) - 3 :]}:{frame.f_lineno}"
         if frame.f_back is None:
             break
@@ -259,4 +292,4 @@ def called_from(skip: int = 0) -> str:
 
 
 GPU = FakeGpu()
-"""One a process: a process rehearses one rank."""
+"""The GPU of this process, which rehearses one rank."""

@@ -1,14 +1,19 @@
-"""Which transfers of a communicator could hold up others, and so cost time without need.
+"""Find transfers that could be held up by another transfer of the same communicator.
 
-NCCL runs what a rank posts in a communicator one after the other. Let a rank post transfer A, with
-one peer, and then B, with another one. B then waits for A, and A waits until its peer has posted it
-as well. That costs nothing if whoever waits for B cannot get to that wait before the peer has
-posted A, whatever passes and transfers take. The order of the ranks' programs and of the messages
-between them says so, or does not (vector clocks). If it does not, A could hold up B. How long it
-does depends on times, which are not looked at here.
+NCCL runs the transfers that a rank posts in a communicator one after the other. Suppose that a rank
+posts transfer A with one peer, and then transfer B with another peer:
 
-Two transfers with the same peer cannot hold up each other: both ranks post both of them in one
-order and from one stream, so that B is never ready at both ends before A is.
+    rank 0:  post A (with rank 1)   post B (with rank 2)
+    rank 1:  ... post A late
+    rank 2:  post B   wait for B        B cannot start before A, and A waits for rank 1
+
+This costs nothing if no rank can reach its wait for B before rank 1 has posted A. Vector clocks
+tell whether the order of the ranks' messages guarantees that, however long passes and transfers
+take. If it does not, A could hold up B. For how long depends on times, which are not looked at
+here.
+
+Two transfers with the same peer cannot hold up each other. Both ranks post them in the same order
+and from one stream, so B is never ready at both ends before A.
 """
 
 from collections import defaultdict, deque
@@ -28,7 +33,7 @@ End = tuple[int, int]
 class HeldUp(NamedTuple):
     """A transfer that an earlier one of the same rank and communicator could hold up."""
 
-    rank: int
+    rank: int  # the rank that posts both
     communicator: Communicator
     first: RankMessage  # the earlier one
     second: RankMessage  # the one behind it
@@ -40,14 +45,14 @@ def held_up(programs: Programs) -> list[HeldUp]:
     Args:
         programs: Messages of each rehearsed rank, in the order in which its host issued them. They
             match and cannot deadlock (`wlb.rehearse.prove`). Transfers with ranks that were not
-            rehearsed are left out, as are those that nobody waits for: Gloo's, which block the
-            host, and wait for no stream.
+            rehearsed are left out, and so are transfers that no rank waits for. The latter are
+            Gloo's, which block the host instead of a stream.
     """
     other_end = _other_ends(programs)
     waits = _Clocks(programs, other_end).waits()
     out: list[HeldUp] = []
     for rank, program in programs.items():
-        # For each communicator: what the rank has posted in it, by peer.
+        # Communicator -> peer -> indices of the messages that the rank has posted so far.
         posted: dict[Communicator, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i, message in enumerate(program):
             if (rank, i) not in other_end:
@@ -67,12 +72,15 @@ def held_up(programs: Programs) -> list[HeldUp]:
 
 
 def _stands_before(program: Sequence[RankMessage], j: int, i: int) -> bool:
-    """Whether message i waits for message j of its stream: those of one batch start together."""
+    """Return whether message i runs after message j. Messages of one batch start together."""
     return program[j].batch < 0 or program[j].batch != program[i].batch
 
 
 def _other_ends(programs: Programs) -> dict[End, End]:
-    """Both ends of each transfer: between two ranks they pair up by order in a communicator."""
+    """Return the other end of each end of a transfer.
+
+    The i-th send between two ranks in a communicator belongs to the i-th receive.
+    """
     ends: dict[tuple[int, int, Communicator, str], list[int]] = defaultdict(list)
     for rank, program in programs.items():
         for i, message in enumerate(program):
@@ -87,34 +95,36 @@ def _other_ends(programs: Programs) -> dict[End, End]:
 
 
 class _Clocks:
-    """Runs all programs without streams, and notes what a rank must know when it waits.
+    """Computes vector clocks: what must have happened on other ranks when a rank's wait ends.
 
-    A rank does one message after the other and stops only at a wait, until both ends of the
-    transfer are posted. Collectives stop nobody: they may be asynchronous, and what waits for them
-    is not recorded. So a rank may know more than is noted, never less.
+    A rank issues its messages in order. It stops only at a wait, until both ends of the transfer
+    are posted. Collectives do not stop a rank here, because they may be asynchronous and the waits
+    for them are not recorded. So a rank may in truth know more of the others, but never less.
     """
 
     def __init__(self, programs: Programs, other_end: Mapping[End, End]) -> None:
         self.programs, self.other_end = programs, other_end
         self._row = {rank: i for i, rank in enumerate(programs)}
         self._at = dict.fromkeys(programs, 0)
-        # For each rank: the last message of every rank that it knows of, shape [ranks].
+        # Rank -> last message of every rank that is known to be issued, shape [num_ranks].
         self._clock = {rank: np.full(len(programs), -1, np.int64) for rank in programs}
-        # The clock at each post, until the other end waits for it.
+        # End of a transfer -> the rank's clock when it was posted, until the other end reads it.
         self._posts: dict[End, IntArray] = {}
+        # End of a transfer that is not posted -> ranks that wait for it.
         self._waiting: dict[End, list[int]] = defaultdict(list)
-        # For each end of a transfer, at each wait for it: members of the communicator, and the last
-        # message of each that the waiting rank knows of.
+        # End of a transfer -> for each wait for it: member of the communicator -> its last message
+        # that the waiting rank knows of.
         self._waits: dict[End, list[dict[int, int]]] = defaultdict(list)
 
     def waits(self) -> Mapping[End, list[dict[int, int]]]:
+        """Run all ranks to their ends, and return what is known at each wait."""
         ready = deque(self.programs)
         while ready:
-            ready += self._go_on(ready.popleft())
+            ready += self._advance(ready.popleft())
         return self._waits
 
-    def _go_on(self, rank: int) -> list[int]:
-        """Run a rank's program up to a wait that cannot end yet; ranks whose waits can end now."""
+    def _advance(self, rank: int) -> list[int]:
+        """Run a rank up to a wait that cannot end yet, and return ranks whose waits can end now."""
         program, woken = self.programs[rank], list[int]()
         while self._at[rank] < len(program):
             i = self._at[rank]
@@ -129,7 +139,7 @@ class _Clocks:
         return woken
 
     def _wait(self, rank: int, index: int) -> bool:
-        """Whether the awaited transfer has both its ends, whose clocks the rank then knows."""
+        """Return whether an awaited transfer is posted at both ends; if so, merge their clocks."""
         other = self.other_end.get((rank, index))
         if other is None:
             return True

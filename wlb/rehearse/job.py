@@ -1,7 +1,7 @@
-"""The job of a rehearsal: a run's spec on the GPUs that `[cluster]` describes, and its first plans.
+"""Prepare a rehearsal: the job of a run on the GPUs of section [cluster], and its first plans.
 
-Documents come from data.store or data.blend if the run names one; otherwise their lengths are drawn
-as the presets' are (`wlb.data.lengths`) and their tokens are zeros in a sparse file.
+Documents come from data.store or data.blend if the run sets one. Otherwise their lengths are drawn
+from `wlb.data.lengths`, and their tokens are zeros in a sparse file.
 """
 
 from array import array
@@ -25,28 +25,36 @@ from wlb.train.refuse import refuse_early
 from wlb.train.stores import Stores, open_stores, ready
 
 VOCABULARY = 128_256
-"""Size where the run does not say: Llama 3's."""
+"""Vocabulary size if the run sets none: Llama 3's."""
 _MEAN_LENGTH = 900
+"""Estimate of the mean length of drawn documents, in tokens."""
 _SPARE_STEPS = 8
-"""Global batches beyond the rehearsed ones, for documents that are held back and plans ahead."""
+"""Global batches to draw beyond the rehearsed steps, for delayed documents and plans ahead."""
 
 
 @dataclass(slots=True)
 class Rehearsal:
-    """job: for every rank. planner: of its steps, already planned in `plans`."""
+    """A job with the plans of its first steps."""
 
-    job: Job
-    planner: Planner
-    plans: list[StepPlan]
+    job: Job  # the same for all ranks
+    planner: Planner  # the planner that made `plans`, which also shards them
+    plans: list[StepPlan]  # the rehearsed steps and those that the training loop looks ahead to
 
     def items(self, pipeline: int) -> list[tuple[StepPlan, PipelinePlan]]:
-        """The steps of one pipeline."""
+        """Return each step with the part of it that pipeline `pipeline` executes."""
         return [(plan, self.planner.shard(plan, pipeline)) for plan in self.plans]
 
 
 def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
-    """The job and plans of `steps` steps; folder: temporary, for the run's files. UserError for a
-    run that would be refused on the cluster.
+    """Return the job and plans of a rehearsal.
+
+    Args:
+        spec: Configuration of the run.
+        folder: Temporary folder for the run's files.
+        steps: Number of steps to rehearse.
+
+    Raises:
+        UserError: If the run would be refused on the cluster.
     """
     spec = resolve_dp(spec, spec.parallel.world_size)
     spec = _for_rehearsal(spec, folder, steps)
@@ -69,7 +77,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
         calibrate=folder / "calibrated.json",
     )
     job.directory.mkdir(parents=True, exist_ok=True)
-    # The loop looks two steps ahead.
+    # The training loop looks two steps ahead.
     plans = list(islice(planner.steps(), steps + 2))
     if len(plans) < steps:
         raise UserError(
@@ -80,14 +88,16 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
 
 
 def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
+    """Return `spec` with the changes that a rehearsal makes to a run."""
     model = replace(spec.model, vocab_size=spec.model.vocab_size or VOCABULARY)
     run = replace(spec.run, device=Device.CUDA, output_dir=str(folder), stop_file="")
     cluster = replace(spec.cluster, memory_gib=cluster_gib(spec))
     training = replace(spec.training, steps=steps)
     planner = replace(spec.planner, baseline=False)
-    # Batches of one evaluation ask the same of a GPU, and would take longer than the steps.
+    # One batch is enough: all batches of an evaluation use the GPU alike, and rehearsing them would
+    # take longer than the steps.
     evaluation = replace(spec.eval, steps=min(spec.eval.steps, 1))
-    # Kernels of a package compute values, which a rehearsal does not have.
+    # Kernels of a package need values, which fake tensors do not have.
     if spec.kernels.linear == LinearBackend.FLASH_LINEAR_ATTENTION:
         raise UserError(
             f"kernels.linear = {spec.kernels.linear} can't be rehearsed: its kernels run on GPUs "
@@ -100,6 +110,7 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
 
 
 def _stores(spec: RunSpec, folder: Path, steps: int) -> Stores:
+    """Return the run's token stores, or a store of drawn lengths if it names none."""
     if spec.data.store or spec.data.blend:
         return open_stores(spec, Console(quiet=True))
     tokens = spec.tokens_per_step * (steps + _SPARE_STEPS)

@@ -1,7 +1,8 @@
-"""Times of kernels and transfers on the rehearsed GPU, by the run's kernel profile.
+"""Price kernels and transfers of the rehearsed GPU with the run's kernel profile.
 
-Matrix products and attention have the profile's throughput for their shapes; all else is bytes over
-the profile's bandwidth of norms, at least a launch.
+Matrix products and attention take their FLOPs over the profile's throughput for the shape. All
+other kernels take their bytes over the profile's bandwidth of norms. No kernel is shorter than
+LAUNCH_NS.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from wlb.rehearse.gpu import Splits
 from wlb.spec.run import KernelSection
 
 LAUNCH_NS = 2_500.0
-"""Shortest time of a kernel."""
+"""Shortest time of a kernel, in nanoseconds."""
 ATTENTION, GEMM, REST = "attention", "GEMM", "element-wise"
 _PRODUCTS = {
     "aten::mm": 0,
@@ -28,7 +29,7 @@ _PRODUCTS = {
     "aten::bmm": 0,
     "aten::_grouped_mm": 0,
 }
-"""Index of the first factor."""
+"""Matrix product -> index of its first factor among the arguments."""
 _WRITES_ROWS = "aten::index_copy_"
 _COLLECTIVES = (
     ("all_gather", Collective.ALL_GATHER),
@@ -40,8 +41,11 @@ _COLLECTIVES = (
 
 
 class Prices:
-    """cost: the workload model that prices the run's plans, with its kernel profile. kernels: of
-    the run, whose attention kernel is one that computes.
+    """Prices of kernels and transfers in a run.
+
+    Args:
+        cost: The workload model that prices the run's plans, with its kernel profile.
+        kernels: Section [kernels] of the run. Its attention kernel must be a real one, not `auto`.
     """
 
     def __init__(self, cost: ProfiledWorkload, kernels: KernelSection) -> None:
@@ -51,10 +55,20 @@ class Prices:
     def kernel(
         self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor]
     ) -> tuple[str, float, float, float, int]:
-        """(part, FLOPs, bytes, ns, workspace in bytes) of an operator."""
+        """Return the price of an operator.
+
+        Args:
+            name: Name of the operator.
+            args: Its arguments.
+            ins: Tensors that it reads.
+            outs: Tensors that it returns.
+
+        Returns:
+            Part of the step, FLOPs, bytes read and written, nanoseconds, bytes of workspace.
+        """
         num_bytes = size_of(ins) + size_of(outs)
         if name == _WRITES_ROWS:
-            num_bytes = 2 * size_of(ins[2:])  # of the rows that are copied, not of all there are
+            num_bytes = 2 * size_of(ins[2:])  # only the copied rows are read and written
         if name in _PRODUCTS:
             a, b = args[_PRODUCTS[name] :][:2]
             return self._product(a, b, num_bytes)
@@ -68,7 +82,7 @@ class Prices:
     ) -> tuple[str, float, float, float, int]:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         if a.ndim < b.ndim:
-            rows /= b.shape[0]  # of equally loaded experts
+            rows /= b.shape[0]  # a grouped product: experts are equally loaded
         flops = 2.0 * a.numel() * columns
         surface = self.profile.gemm.forward
         at = surface.cells(np.array([float(max(1, rows))]), np.array([float(inner * columns)]))
@@ -85,12 +99,13 @@ class Prices:
         segments = _segments(args)
         q = np.diff(segments.offsets_q).astype(np.float64)
         k = np.diff(segments.offsets_k).astype(np.float64)
-        # torch's kernel takes (keys to the left, to the right) of a query's own.
+        # torch's kernel takes a window as (keys to the left, keys to the right) of the query.
         windows = [a for a in args if isinstance(a, list | tuple) and len(a) == 2]
         sliding = max(0, next((int(left) for left, _ in windows), -1) + 1)
         is_causal = next((a for a in args if isinstance(a, bool)), True)
         if not is_causal:
-            # Without a mask: the profile has causal kernels, of which these are a part.
+            # The profile has only causal kernels. A call without a mask is priced as its share of
+            # the causal call whose triangle contains its rectangle.
             share, k = q * k / (q * k + q * (q - 1) / 2 + q), k + q
         else:
             share = np.ones_like(q)
@@ -120,7 +135,13 @@ class Prices:
         return ATTENTION, pairs * per_pair, num_bytes, time_ns, workspace
 
     def transfer(self, op: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        """Ns of a collective of `ranks`, or of a message between two (op "send" or "recv")."""
+        """Return the nanoseconds of a collective or of a message between two ranks.
+
+        Args:
+            op: Name of the collective, or "send" or "recv".
+            num_bytes: Size of its largest buffer.
+            ranks: Ranks that take part.
+        """
         kind = next((k for name, k in _COLLECTIVES if name in op), Collective.P2P)
         if len(ranks) < 2:
             return 0.0
@@ -133,8 +154,18 @@ class Prices:
     def all_to_all(
         self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
     ) -> tuple[float, float]:
-        """Bytes that the rank `own` of `ranks` sends or receives, and ns of its links one after the
-        other, as `ProfiledWorkload.needed_exchange_ns` prices it.
+        """Return the bytes and the nanoseconds of a rank's part in an all-to-all.
+
+        Its links are priced one after the other, as in `ProfiledWorkload.needed_exchange_ns`.
+
+        Args:
+            splits: Rows to and from each member.
+            row_bytes: Bytes of a row.
+            ranks: Members of the group.
+            own: Index of this rank in `ranks`.
+
+        Returns:
+            The larger of the bytes sent and received, and nanoseconds.
         """
         profile = self.profile
         node = np.array(ranks) // profile.ranks_per_node
@@ -149,7 +180,10 @@ class Prices:
 
 
 def _segments(args: tuple[Any, ...]) -> Segments:
-    """The segments of a call, from its cu_seqlens, which are its two vectors of int32."""
+    """Return the segments of an attention call, from its cu_seqlens and longest lengths.
+
+    cu_seqlens are the call's two int32 vectors, and the longest lengths its two integers.
+    """
     vectors = [a for a in args if isinstance(a, Tensor) and a.ndim == 1]
     cu = [a for a in vectors if a.dtype == torch.int32]
     longest = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
@@ -157,4 +191,5 @@ def _segments(args: tuple[Any, ...]) -> Segments:
 
 
 def size_of(tensors: list[Tensor]) -> float:
+    """Return the bytes of all tensors together."""
     return float(sum(x.numel() * x.element_size() for x in tensors))

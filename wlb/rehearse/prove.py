@@ -1,12 +1,16 @@
-"""Do the rehearsed ranks agree? Matching of messages, progress under NCCL's rules, no needless
-waits.
+"""Prove from the messages of rehearsed ranks that they match and cannot deadlock.
 
-Matching: the i-th collective of a communicator is the same on every member, in all-to-alls each
-pair of them agrees on its rows, and the i-th transfer from one rank to another is sent as it is
-received. Progress, under the harshest order that NCCL and torch may impose: a collective holds its
-rank until all members have come to it; a rank's transfers in a communicator are served in the order
-in which it posted them, those of one batch together; waiting for one holds the rank. Needless
-waits: no transfer could be held up by another that only shares its communicator (`held_up.py`).
+Three things are checked, each only if the one before holds:
+
+1. Matching. The i-th collective of a communicator is the same on every member. In an all-to-all
+   each pair of members agrees on its rows. The i-th transfer from one rank to another has the same
+   shape and dtype at both ends.
+2. Progress. All ranks reach the end of their messages, even in the strictest order that NCCL and
+   torch may impose: a collective blocks a rank until all members have reached it; transfers of a
+   rank in one communicator run in the order in which it posted them (those of a batch together);
+   a wait blocks the rank until the transfer is done.
+3. No needless waits. No transfer can be delayed by another one that merely shares its communicator
+   (`held_up.py`).
 """
 
 from collections import defaultdict, deque
@@ -17,49 +21,55 @@ from wlb.rehearse.gpu import Communicator, RankMessage
 from wlb.rehearse.held_up import HeldUp, held_up
 
 Programs = Mapping[int, Sequence[RankMessage]]
-_MOST = 8
+"""Rank -> its messages, in the order in which its host issued them."""
+_MOST_PROBLEMS = 8
+"""Most problems that are reported."""
 
 
 @dataclass(slots=True)
 class Proof:
-    """num_communicators: whose members were all rehearsed, of num_seen. problems: sentences."""
+    """What was compared between ranks, and the problems that were found."""
 
-    num_ranks: int
-    num_seen: int = 0
-    num_communicators: int = 0
-    num_collectives: int = 0
-    num_transfers: int = 0
-    is_complete: bool = True
-    problems: list[str] = field(default_factory=list)
+    num_ranks: int  # rehearsed ranks
+    num_seen: int = 0  # communicators with collectives
+    num_communicators: int = 0  # those of them whose members were all rehearsed
+    num_collectives: int = 0  # compared collectives
+    num_transfers: int = 0  # compared transfers between two rehearsed ranks
+    is_complete: bool = True  # whether all ranks of the run were rehearsed
+    problems: list[str] = field(default_factory=list)  # sentences; empty = proven
 
 
 def prove(programs: Programs, *, world_size: int) -> Proof:
-    """programs: messages of each rehearsed rank, in the order in which its host issued them.
+    """Check that the ranks' messages match, make progress and have no needless waits.
 
-    Ranks that were not rehearsed are taken to do what the others expect of them.
+    Ranks that were not rehearsed are assumed to do what the others expect.
+
+    Args:
+        programs: Messages of each rehearsed rank.
+        world_size: Number of ranks of the run.
     """
     proof = Proof(num_ranks=len(programs), is_complete=len(programs) == world_size)
     _match_collectives(programs, proof)
     _match_transfers(programs, proof)
     if not proof.problems:
-        _progress(programs, proof)
+        _check_progress(programs, proof)
     if not proof.problems:
-        _say_held_up(programs, proof)
+        _check_held_up(programs, proof)
     return proof
 
 
-def _say_held_up(programs: Programs, proof: Proof) -> None:
-    """A sentence for each communicator in which transfers could hold up others."""
+def _check_held_up(programs: Programs, proof: Proof) -> None:
+    """Add a problem for each communicator in which a transfer could delay another one."""
     found: dict[Communicator, list[HeldUp]] = defaultdict(list)
     for one in held_up(programs):
         found[one.communicator].append(one)
-    for where, cases in list(found.items())[:_MOST]:
+    for where, cases in list(found.items())[:_MOST_PROBLEMS]:
         first = cases[0]
         proof.problems.append(
-            f"in {_named(where)} transfers could be held up by others that their rank posted "
-            f"before them ({len(cases)} of them): rank {first.rank} posts its "
+            f"transfers in {_named(where)} could be held up by transfers that their rank posted "
+            f"before them ({len(cases)} cases): rank {first.rank} posts its "
             f"{_transfer_text(first.first)}, which its peer may not have posted yet, and behind it "
-            f"its {_transfer_text(first.second)}; give each pair of ranks a communicator"
+            f"its {_transfer_text(first.second)}; give each pair of ranks a communicator of its own"
         )
 
 
@@ -68,14 +78,15 @@ def _transfer_text(message: RankMessage) -> str:
 
 
 def _match_collectives(programs: Programs, proof: Proof) -> None:
+    """Compare the collectives of each communicator on all its members."""
     sequences: dict[Communicator, dict[int, list[RankMessage]]] = defaultdict(dict)
     for rank, program in programs.items():
-        own: dict[Communicator, list[RankMessage]] = defaultdict(list)
+        of_rank: dict[Communicator, list[RankMessage]] = defaultdict(list)
         for message in program:
             if message.kind == "collective":
                 assert message.communicator is not None
-                own[message.communicator].append(message)
-        for where, messages in own.items():
+                of_rank[message.communicator].append(message)
+        for where, messages in of_rank.items():
             sequences[where][rank] = messages
     proof.num_seen = len(sequences)
     for where, by_rank in sequences.items():
@@ -85,15 +96,15 @@ def _match_collectives(programs: Programs, proof: Proof) -> None:
         proof.num_collectives += len(by_rank.get(first, ()))
         for rank in members[1:]:
             problem = _differing(where, first, by_rank.get(first, []), rank, by_rank.get(rank, []))
-            if problem and len(proof.problems) < _MOST:
+            if problem and len(proof.problems) < _MOST_PROBLEMS:
                 proof.problems.append(problem)
         problem = _unpaired(where, {rank: by_rank.get(rank, []) for rank in members})
-        if problem and len(proof.problems) < _MOST:
+        if problem and len(proof.problems) < _MOST_PROBLEMS:
             proof.problems.append(problem)
 
 
 def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]]) -> str:
-    """The first all-to-all in which a rank sends another number of rows than its peer receives."""
+    """Return a problem if a rank sends another number of rows than its peer receives, else ""."""
     for messages in zip(*by_rank.values(), strict=False):
         splits = {r: m.splits for r, m in zip(by_rank, messages, strict=True) if m.splits}
         for sender, ours in splits.items():
@@ -112,6 +123,7 @@ def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]])
 def _differing(
     where: Communicator, first: int, a: list[RankMessage], rank: int, b: list[RankMessage]
 ) -> str:
+    """Return a problem for the first collective that differs between two ranks, or ""."""
     for i in range(max(len(a), len(b))):
         one = a[i] if i < len(a) else None
         other = b[i] if i < len(b) else None
@@ -124,7 +136,8 @@ def _differing(
 
 
 def _match_transfers(programs: Programs, proof: Proof) -> None:
-    # By sender, receiver and communicator.
+    """Compare both ends of each transfer between two rehearsed ranks."""
+    # Keys are (sender, receiver, communicator).
     sent: dict[tuple[int, int, Communicator], list[RankMessage]] = defaultdict(list)
     received: dict[tuple[int, int, Communicator], list[RankMessage]] = defaultdict(list)
     for rank, program in programs.items():
@@ -141,7 +154,7 @@ def _match_transfers(programs: Programs, proof: Proof) -> None:
             one = sends[i] if i < len(sends) else None
             other = receives[i] if i < len(receives) else None
             if one is None or other is None or one.what != other.what:
-                if len(proof.problems) < _MOST:
+                if len(proof.problems) < _MOST_PROBLEMS:
                     proof.problems.append(
                         f"transfer {i} from rank {pair[0]} to rank {pair[1]} in {_named(pair[2])} "
                         f"does not pair up: sent is {_text(one)}, received {_text(other)}"
@@ -149,40 +162,46 @@ def _match_transfers(programs: Programs, proof: Proof) -> None:
                 break
 
 
-def _progress(programs: Programs, proof: Proof) -> None:
-    """Let every rank go on as far as it can, until all have ended or none can."""
+def _check_progress(programs: Programs, proof: Proof) -> None:
+    """Simulate all ranks until they have ended or none can continue."""
     hosts = _Hosts(programs)
     while hosts.ready:
-        hosts.go_on(hosts.ready.popleft())
+        hosts.advance(hosts.ready.popleft())
     stuck = [rank for rank in programs if hosts.at[rank] < len(programs[rank])]
     if stuck:
         shown = "; ".join(
             f"rank {rank} at {_text(programs[rank][hosts.at[rank]], programs[rank])}"
-            for rank in stuck[:_MOST]
+            for rank in stuck[:_MOST_PROBLEMS]
         )
         proof.problems.append(f"deadlock: {len(stuck)} ranks wait for each other: {shown}")
 
 
 class _Hosts:
-    """Ranks that issue their messages. at: of each rank, its next message. ready: ranks that may be
-    able to go on.
+    """Simulates the hosts of all ranks, which issue their messages.
+
+    Attributes:
+        at: Rank -> index of its next message.
+        ready: Ranks that may be able to continue.
     """
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self.at = dict.fromkeys(programs, 0)
         self.ready = deque(programs)
+        # Transfers that a rank has posted in a communicator and that are not done, in order.
         self._posted: dict[tuple[int, Communicator], deque[_Batch]] = defaultdict(deque)
+        # Transfers that are done: (rank, index of the message).
         self._served: set[tuple[int, int]] = set()
+        # Members that have reached the current collective of a communicator.
         self._arrived: dict[Communicator, set[int]] = defaultdict(set)
 
-    def go_on(self, rank: int) -> None:
-        """Issue messages of a rank until it has to wait for another."""
+    def advance(self, rank: int) -> None:
+        """Issue messages of a rank until it has to wait for another rank."""
         program = self.programs[rank]
         while self.at[rank] < len(program):
             message = program[self.at[rank]]
             if message.kind == "collective":
-                if not self._meet(rank, message.communicator):
+                if not self._arrive(rank, message.communicator):
                     return
                 continue
             if message.kind == "wait":
@@ -194,8 +213,14 @@ class _Hosts:
                 self._served.add((rank, self.at[rank]))
             self.at[rank] += 1
 
-    def _meet(self, rank: int, where: Communicator | None) -> bool:
-        """Whether all members have come to a collective, after which each goes on."""
+    def _arrive(self, rank: int, where: Communicator | None) -> bool:
+        """Note that a rank has reached a collective.
+
+        If it is the last member, all members move on to their next message.
+
+        Returns:
+            Whether all members have reached the collective.
+        """
         assert where is not None
         self._arrived[where].add(rank)
         members = [r for r in where.ranks if r in self.programs]
@@ -209,6 +234,7 @@ class _Hosts:
         return True
 
     def _post(self, rank: int, message: RankMessage) -> None:
+        """Append a transfer to those that a rank has posted, and serve what can run now."""
         assert message.communicator is not None
         posted = self._posted[rank, message.communicator]
         if not posted or message.batch < 0 or posted[-1].number != message.batch:
@@ -217,7 +243,7 @@ class _Hosts:
         self._serve(rank, message.communicator)
 
     def _serve(self, rank: int, where: Communicator) -> None:
-        """Serve transfers of `rank` that are first in both queues, and what becomes first by it."""
+        """Complete transfers that come next at both ends, and those that come next after them."""
         changed = [rank]
         while changed:
             one = changed.pop()
@@ -232,7 +258,11 @@ class _Hosts:
     def _paired(
         self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
     ) -> list[int]:
-        """Serve a transfer if its peer has posted the other half next; the peer if it goes on."""
+        """Complete a transfer if its other end comes next on the peer.
+
+        Returns:
+            The peer if its next batch is now done, so that its queue must be looked at too.
+        """
         kind, peer, index = transfer
         others = self._posted[peer, where]
         halves = others[0].waiting if others else []
@@ -250,15 +280,15 @@ class _Hosts:
 
 
 _Transfer = tuple[str, int, int]
-"""Kind, peer, and index of the message."""
+"""(kind, peer, index of the message among those of its rank)."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Transfers that start together, those that are not served yet."""
+    """Transfers that NCCL starts together."""
 
-    number: int
-    waiting: list[_Transfer] = field(default_factory=list)
+    number: int  # `RankMessage.batch`
+    waiting: list[_Transfer] = field(default_factory=list)  # those that are not done
 
 
 def _named(where: Communicator) -> str:

@@ -1,4 +1,8 @@
-"""Rehearses one rank: the trainer's steps on fake CUDA tensors, in a process of its own."""
+"""Rehearse one rank: run the real trainer on fake CUDA tensors.
+
+The trainer, mesh, model, optimiser and checkpoint copies are those of a run. Replaced are the feed
+of plans, threads, weights' values and writing of checkpoints. A process rehearses a single rank.
+"""
 
 import contextlib
 import time
@@ -37,29 +41,35 @@ from wlb.train.refuse import with_backend
 from wlb.train.telemetry import ranks as rank_records
 
 Item = tuple[StepPlan, PipelinePlan]
+"""A step, and the part of it that this rank's pipeline executes."""
 
 
 class PlannedFeed:
-    """Gives steps that were planned before, as `PlanFeed` gives those of the planner's process."""
+    """Stands in for `PlanFeed`: yields steps that were planned before the rank was forked."""
 
     def __init__(self, items: list[Item]) -> None:
         self._items, self._at = items, -1
         self.waited_ns = 0
 
     def next(self) -> Item | None:
+        """Return the next step, or None after the last."""
         self._at += 1
         return self._items[self._at] if self._at < len(self._items) else None
 
     def peek(self, steps_ahead: int) -> list[Item]:
+        """Return the step that comes `steps_ahead` after the current one; empty if none does."""
         at = self._at + steps_ahead
         return self._items[at : at + 1]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 class _InlinePool:
-    """Runs what is submitted at once, because another thread would not see this one's modes."""
+    """Stands in for a thread pool: runs functions at once in the submitting thread.
+
+    Other threads would not see this thread's dispatch modes.
+    """
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -67,15 +77,17 @@ class _InlinePool:
         return future
 
     def shutdown(self, **_: Any) -> None:
-        """Nothing runs."""
+        """Do nothing, because nothing runs."""
 
 
 class UnwrittenSaver(saver.CheckpointSaver):
-    """Copies the state to the host as a run does, checks that a thread may read the copies, and
-    writes nothing. copied: bytes of each checkpoint, by executed steps.
+    """Copies the state to the host as a run does, but writes no checkpoint.
+
+    It checks that the copies have ended before the writing thread of a run would read them.
     """
 
     copied: ClassVar[dict[int, int]] = {}
+    """Number of executed steps -> bytes of the checkpoint."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -92,7 +104,7 @@ class UnwrittenSaver(saver.CheckpointSaver):
 
 
 class RehearsedTrainer(loop.Trainer):
-    """The trainer with steps planned before; says which step is at work."""
+    """The trainer with a `PlannedFeed`, which records a `StepResult` for each step."""
 
     items: list[Item]
     results: list[StepResult]
@@ -103,6 +115,7 @@ class RehearsedTrainer(loop.Trainer):
         return PlannedFeed(self.items), inputs
 
     def _step(self, plan: StepPlan, pipeline: PipelinePlan) -> None:
+        # Restart the counters of a step, run the step, and read them.
         GPU.step = plan.step
         GPU.parts.clear()
         GPU.exposed_ns.clear()
@@ -134,7 +147,7 @@ class RehearsedTrainer(loop.Trainer):
         FOOTPRINT.keep_peak(*before_peak)
 
     def _exchange(self, pipeline: PipelinePlan) -> str:
-        """How keys of the longest micro-batch travel; "" without CP or without a token."""
+        """Return how keys of the longest micro-batch travel; "" without CP or without a token."""
         tokens = [batch.num_tokens for batch in pipeline.micro_batches]
         if self.spec.parallel.cp == 1 or not sum(tokens):
             return ""
@@ -153,9 +166,19 @@ class RehearsedTrainer(loop.Trainer):
 def rehearse_rank(
     rank: int, job: Job, items: Callable[[int], list[Item]], *, traces: bool
 ) -> RankResult:
-    """Run the job's steps as `rank`; a fault is part of the result. items: of a pipeline."""
+    """Run the steps of a job as rank `rank`.
+
+    Args:
+        rank: The rank to rehearse.
+        job: Job of the run.
+        items: Returns the steps of a pipeline, given its number.
+        traces: Whether to record spans of all kernels and transfers.
+
+    Returns:
+        What was recorded. An error of the rank is a fault in it and is not raised.
+    """
     began = time.perf_counter()
-    if job.calibrate is not None:  # ranks share the folder, and only rank 0 is to write
+    if job.calibrate is not None:  # rehearsed ranks share a folder, so each needs its own file
         job = replace(job, calibrate=job.calibrate.with_stem(f"calibrated-{rank}"))
     spec = job.spec
     GPU.traces = traces
@@ -192,6 +215,7 @@ def rehearse_rank(
 def _trainer(
     rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
 ) -> RehearsedTrainer:
+    """Return the trainer of a rank, after everything that it uses was replaced by fakes."""
     spec = job.spec
     equal_experts.load_equally(spec)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -200,14 +224,14 @@ def _trainer(
     cuda.use(recorder)
     world_size = spec.parallel.world_size
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    host.new_host_group(spec.training.timeout_s)  # as `world.init` does
+    host.new_host_group(spec.training.timeout_s)  # `world.init` does this in a run
     mesh = build_mesh(spec.parallel, cuda.DEVICE, shard_size=spec.fsdp.shard_size, model=spec.model)
     recorder.axes.update(_axes(mesh))
     FOOTPRINT.parameter_shapes = _weight_shapes(spec)
     stack.enter_context(recorder)
     stack.enter_context(_weights_without_values(fakes))
     setattr(loop, "CheckpointSaver", UnwrittenSaver)  # noqa: B010
-    # A timeline is made of messages between hosts, which have no content here.
+    # Timelines are off: they are made of messages between hosts, which have no content here.
     setattr(rank_records, "TIMELINE_INTERVAL", 0)  # noqa: B010
     RehearsedTrainer.items = items(mesh.at.dp)
     place = world.World(rank=rank, world_size=world_size, master_address="rehearsed", master_port=1)
@@ -215,8 +239,9 @@ def _trainer(
 
 
 def _axes(mesh: Mesh) -> dict[str, Communicator]:
-    """Communicators of the mesh by the name of their process group; the first axis names one that
-    several share.
+    """Return the communicators of the mesh by the name of their process group.
+
+    A process group that several axes share is named after the first of them.
     """
     named = [(axis, mesh.group(axis)) for axis in ("tp", "cp", "pp", "dp", "fsdp")]
     named += mesh.links.items()
@@ -235,10 +260,10 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
 
 
 def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
-    """Shapes of whole weights on this TP rank, by which their gradients are known."""
+    """Return the shapes of unsharded weights on a TP rank, by which gradients are recognised."""
     model, tp = spec.model, spec.parallel.tp
-    of_ranks = model.with_kv_copies(tp)
-    q, kv, ffn = model.q_dim // tp, of_ranks.kv_dim // tp, model.ffn_hidden_size // tp
+    with_copies = model.with_kv_copies(tp)
+    q, kv, ffn = model.q_dim // tp, with_copies.kv_dim // tp, model.ffn_hidden_size // tp
     hidden, vocab = model.hidden_size, model.padded_vocab_size // tp
     dense = {(q, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (hidden, ffn), (vocab, hidden)}
     return dense | equal_experts.weight_shapes(spec) if model.experts.num else dense
@@ -246,6 +271,7 @@ def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
+    """Make initial weights fake tensors inside the block, which saves the time to draw them."""
     before = build.initial_weight
 
     def initial_weight(name: str, shape: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -260,21 +286,22 @@ def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 def _calibration(job: Job) -> str:
-    """How the profile that the run wrote was fitted; "" if it wrote none, as on ranks but 0."""
+    """Return how the run's calibrated profile was fitted; "" if the rank wrote none."""
     if job.calibrate is None or not job.calibrate.exists():
         return ""
     return load_profile(str(job.calibrate)).provenance.source
 
 
 def _fault(rank: int, error: Exception) -> Fault:
+    """Return the record of an error, with the innermost line of wlb that led to it."""
     op, where = GPU.failing or ("", "")
-    cause: BaseException = error  # which torch's pipeline wraps
+    cause: BaseException = error  # torch's pipeline wraps the original error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     frames = traceback.extract_tb(cause.__traceback__)
-    own = [f for f in frames if "/wlb/" in f.filename and "/rehearse/" not in f.filename]
-    if own:
-        where = f"wlb/{own[-1].filename.rpartition('/wlb/')[2]}:{own[-1].lineno}"
+    in_wlb = [f for f in frames if "/wlb/" in f.filename and "/rehearse/" not in f.filename]
+    if in_wlb:
+        where = f"wlb/{in_wlb[-1].filename.rpartition('/wlb/')[2]}:{in_wlb[-1].lineno}"
     text = f"{type(cause).__name__}: {cause}"
     trace = "".join(traceback.format_exception(error))
     return Fault(rank=rank, step=GPU.step, error=text, op=op, where=where, trace=trace)

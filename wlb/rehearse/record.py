@@ -1,7 +1,8 @@
-"""Runs operators on fake CUDA tensors, and records what a GPU would do for each.
+"""Run operators on fake CUDA tensors, and record what a GPU would do for each.
 
-CPU tensors stay real, so that plans, index arrays and messages between hosts are what they are in a
-run; a tensor that moves to the GPU loses its values. What the host reads from the GPU is zero.
+CPU tensors stay real, so plans, index arrays and messages between hosts have the values of a run. A
+tensor that moves to the GPU keeps its shape and loses its values. What the host reads from the GPU
+is zero.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from wlb.rehearse.kernel_times import Prices, size_of
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer}
+# Operators that launch no kernel on a GPU.
 _NO_KERNEL = {
     f"aten::{name}"
     for name in (
@@ -41,21 +43,32 @@ _NO_KERNEL = {
 } | {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
 ONE_KERNEL = {f"wlb::fused_{name}" for name in ("rotate", "gated", "norm", "sum_uses")}
 ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("gated", "norm")}
-"""Custom ops that launch a kernel of their own, which takes memory and cannot run; of other custom
-ops the body runs."""
+"""Custom ops that count as one kernel.
+
+Their Triton kernels cannot run on fake tensors. Of other custom ops the Python body runs, and its
+operators are recorded."""
 _ONLY_WRITTEN = ("out", "grad_input")
-"""Arguments of kernels for their results."""
+"""Names of arguments that a kernel only writes, so that they are not counted as read."""
 PINNED = WeakTensorKeyDictionary()
-"""Tensors in pinned memory of the host, with the stream and count of the copy that fills them."""
+"""Pinned host tensor -> (stream id, number of its kernel) of the copy that fills it, or None."""
 _ALL_TO_ALL = "all_to_all_single"
 _UNNAMED = "undefined"
-"""torch's description of a process group that was given none."""
+"""torch's description of a process group that was created without one."""
+# Operators for which the host waits, because the shape of their result depends on values.
 _SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
 
 
 class Recorder(TorchDispatchMode):
-    """prices: of kernels and transfers. axes: names of process groups -> axis of the mesh; set once
-    the mesh is built.
+    """Dispatch mode that sees every operator: runs it on fake tensors and records its effects.
+
+    Args:
+        prices: Prices of kernels and transfers.
+        fakes: Mode in which operators on fake tensors run.
+
+    Attributes:
+        axes: Process group name -> communicator. It is filled once the mesh is built; other groups
+            are added when they are first used.
+        last: Stream of the latest asynchronous collective.
     """
 
     def __init__(self, prices: Prices, fakes: FakeTensorMode) -> None:
@@ -74,7 +87,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a subclass, such as DTensor, takes itself apart first
+            return NotImplemented  # a subclass such as DTensor first unwraps itself
         if not GPU.is_counting:
             return func(*args, **kwargs)
         try:
@@ -88,20 +101,20 @@ class Recorder(TorchDispatchMode):
         name: str = func._schema.name
         GPU.op = str(func)
         if name == "prim::device" and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked more often than all kernels together
+            return args[0].fake_device  # a short cut, because this is the most frequent call
         flat = [*_leaves(args, Tensor), *_leaves(kwargs, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
         if not ours and not _makes_cuda(kwargs):
             if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
                 self._communicate(name, args, flat)
             if name == "c10d::recv_":
-                flat[0].zero_()  # nobody sends
+                flat[0].zero_()  # no rank sends, so the result is defined here
             return func(*args, **kwargs)
         if name.startswith("wlb::") and name in OPDEFS and name not in ONE_KERNEL:
-            with self:  # what is inside shall be seen
+            with self:  # record the operators of its body
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         if name.startswith("aten::") and _has_kernel(func.name(), "CompositeImplicitAutograd"):
-            with self:  # inside custom ops, products such as linear are not yet taken apart
+            with self:  # composite operators such as linear reach this point inside custom ops
                 return func.decompose(*args, **kwargs)
         if name == "aten::_local_scalar_dense":
             GPU.host_waits("item()")
@@ -127,7 +140,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional::")):
             if "wait_tensor" in name:
                 FOOTPRINT.wait_for(ours[0], GPU.current)
-            elif "wrap_tensor" not in name:  # which is for autograd and runs nothing
+            elif "wrap_tensor" not in name:  # it serves autograd only and runs nothing
                 self._communicate(name, args, ours, outs)
             return
         if func.is_view or name in _NO_KERNEL:
@@ -138,9 +151,9 @@ class Recorder(TorchDispatchMode):
             _host_copy(name, args, kwargs, out)
         stream = GPU.current
         self._touch(func, args, kwargs, ours, outs, stream)
-        # What a kernel only writes is among its results too.
-        given = {id(x) for k in _ONLY_WRITTEN for x in _leaves(kwargs.get(k), Tensor)}
-        read = [x for x in ours if id(x) not in given]
+        # Arguments that a kernel only writes are not read; they are among its results.
+        only_written = {id(x) for k in _ONLY_WRITTEN for x in _leaves(kwargs.get(k), Tensor)}
+        read = [x for x in ours if id(x) not in only_written]
         part, flops, num_bytes, time_ns, workspace = self.prices.kernel(name, args, read, outs)
         FOOTPRINT.temporary("attention workspace", workspace)
         GPU.count(part, num_bytes=num_bytes, flops=flops, time_ns=time_ns)
@@ -155,7 +168,7 @@ class Recorder(TorchDispatchMode):
         outs: list[Tensor],
         stream: FakeStream,
     ) -> None:
-        """Check what a kernel reads and writes."""
+        """Note and check the tensors that a kernel reads and writes."""
         for x in ours:
             FOOTPRINT.read(x, stream)
         written = self._arguments_written(func)
@@ -168,6 +181,7 @@ class Recorder(TorchDispatchMode):
             FOOTPRINT.made(x, stream)
 
     def _arguments_written(self, func: Any) -> tuple[int, ...]:
+        """Return the indices of the arguments that an operator writes, by its schema."""
         found = self._written.get(func)
         if found is None:
             arguments = func._schema.arguments
@@ -180,6 +194,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def communicator(self, group: dist.ProcessGroup) -> Communicator:
+        """Return the communicator of a process group."""
         known = self.axes.get(group.group_name)
         if known is None:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -192,6 +207,7 @@ class Recorder(TorchDispatchMode):
     def _communicate(
         self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor] | None = None
     ) -> None:
+        """Record the message of a collective or transfer, and its price if it is on the GPU."""
         op = name.split("::")[1]
         if name.startswith("c10d::"):
             boxed = next(a for a in _leaves(args, torch.ScriptObject) if _is_group(a))
@@ -211,7 +227,8 @@ class Recorder(TorchDispatchMode):
         splits = None
         shapes = [tuple(x.shape) for x in ins]
         if op == _ALL_TO_ALL:
-            # Members may send different numbers of rows, which `prove` compares by pairs.
+            # Members may send different numbers of rows. `prove` compares them pair by pair, so
+            # they are left out of the shapes, which must be equal on all members.
             splits = Splits(tuple(args[1]), tuple(args[2]))
             shapes = [shape[1:] for shape in shapes]
         kinds = ((str(x.dtype), x.device.type) for x in ins)
@@ -234,10 +251,21 @@ class Recorder(TorchDispatchMode):
         between: tuple[int, ...] = (),
         splits: Splits | None = None,
     ) -> FakeStream:
-        """Account for a collective on its communicator's stream or the current one. between: the
-        two ranks of a send or receive. splits: of an all-to-all.
+        """Record a collective or transfer on the GPU: its time, bytes and use of tensors.
+
+        Args:
+            where: Communicator.
+            op: Name of the operation.
+            ins: Tensors that are sent. They are also written if `outs` is empty.
+            outs: Tensors that are received.
+            is_async: Whether it runs on the communicator's stream instead of the current one.
+            between: Both ranks of a send or receive; empty for a collective.
+            splits: Rows of an all-to-all; None for other operations.
+
+        Returns:
+            The stream that it runs on.
         """
-        # Links of all kinds are one part of a step.
+        # Transfers between pipeline stages count as one part, whichever communicator they use.
         part = "pp" if between else where.axis
         stream = current = GPU.current
         if is_async:
@@ -270,8 +298,9 @@ def _nccl_stream(where: Communicator) -> FakeStream:
 
 
 def _leaves(tree: Any, kind: Any) -> list[Any]:
-    """Objects of a kind in an operator's arguments or results, which nest in tuples, lists and
-    dicts only; torch's pytree takes several times as long.
+    """Return the objects of a kind in an operator's arguments or results.
+
+    They nest in tuples, lists and dicts only. torch's pytree would take several times as long.
     """
     if isinstance(tree, kind):
         return [tree]
@@ -298,30 +327,40 @@ def _copies_between_hosts(name: str, args: tuple[Any, ...], out: Any) -> bool:
 
 
 def _host_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-    """A copy between host and device: the host waits unless it is asynchronous and pinned."""
+    """Record a copy between host and GPU. The host waits unless it is asynchronous and pinned."""
     source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], out)
     is_up = target.device.type == "cuda"
     host = source if is_up else target
-    asked = args[2] if name == "aten::copy_" and len(args) > 2 else kwargs.get("non_blocking")
+    is_async = args[2] if name == "aten::copy_" and len(args) > 2 else kwargs.get("non_blocking")
     kind = "to the device" if is_up else "to the host"
-    if not asked:
+    if not is_async:
         GPU.host_waits(f"copy {kind}")
     elif name == "aten::_to_copy" and not is_up:
-        # torch takes pinned memory for the result; the copy is the stream's next kernel.
+        # torch allocates the result in pinned memory, and the copy is the stream's next kernel.
         PINNED[host] = GPU.current.id, GPU.current.seen[GPU.current.id] + 1
     elif not is_pinned(host):
         GPU.host_waits(f"copy {kind}, whose memory is not pinned")
 
 
 def is_pinned(tensor: Tensor) -> bool:
+    """Return whether a host tensor is in pinned memory."""
     return tensor in PINNED
 
 
 def check_copied(host: Tensor, event: FakeEvent | None) -> None:
-    """The host reads a tensor once `event` has passed (None: at once): its copy must have ended."""
+    """Check that the copy from the GPU has ended before the host reads its result.
+
+    Args:
+        host: Result of the copy on the host.
+        event: Event that the host waits for before it reads; None if it reads at once.
+
+    Raises:
+        RehearsalFault: If the copy may not have ended.
+    """
     stream, count = PINNED.get(host) or (0, 0)
     if count > (0 if event is None else event.seen[stream]):
         raise RehearsalFault(
-            f"the host reads {tuple(host.shape)} before its copy on {GPU.streams[stream].name} has "
-            f"ended: record an event behind the copy, and wait for it before reading"
+            f"the host reads a tensor {tuple(host.shape)} before its copy on "
+            f"{GPU.streams[stream].name} has ended: record an event after the copy, and wait for "
+            f"it before reading"
         )

@@ -1,4 +1,4 @@
-"""What a rehearsal finds out about a rank; plain records that go between processes."""
+"""Results of rehearsed ranks, as plain records that are pickled between processes."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,14 @@ from wlb.rehearse.gpu import HostWait, RankMessage, StreamSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Why a rank could not go on. op: the operator at fault, "" if none. where: file and line of
-    wlb.
-    """
+    """An error of a rank: one that ended it, or memory that was freed too early."""
 
     rank: int
-    step: int
-    error: str
-    op: str
-    where: str
-    trace: str
+    step: int  # -1 before the first step
+    error: str  # what happened
+    op: str  # the operator that failed; "" = no operator
+    where: str  # file and line of wlb; "" = unknown
+    trace: str  # traceback; "" = none
 
     def __str__(self) -> str:
         step = "before step 0" if self.step < 0 else f"step {self.step}"
@@ -27,60 +25,47 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """A step on a rank. num_tokens, longest: of its pipeline, and of one micro-batch. parts: for
-    each part calls, num_bytes, flops, time_ns. estimate_bytes: of
-    `wlb.memory`, for the step's lengths. exposed_ns: what the compute stream waited for, by
-    part. time_ns: of the compute stream. graphs: that torch.compile made in the step, 0 if layers
-    are not compiled. exchange: of the longest micro-batch's keys, in words; "" without CP.
-    """
+    """What a rehearsed rank did in one step."""
 
     step: int
-    num_tokens: int
-    longest: int
-    peak_bytes: int
-    estimate_bytes: int
-    parts: dict[str, dict[str, float]]
-    exposed_ns: dict[str, float]
-    time_ns: float
+    num_tokens: int  # tokens of the rank's pipeline
+    longest: int  # tokens of the pipeline's longest micro-batch
+    peak_bytes: int  # most memory allocated during the step
+    estimate_bytes: int  # the same as estimated by wlb.memory for the step's lengths
+    parts: dict[str, dict[str, float]]  # calls, num_bytes, flops and time_ns of each part
+    exposed_ns: dict[str, float]  # time that the compute stream waited for transfers, by part
+    time_ns: float  # priced time of the compute stream
     host_waits: tuple[HostWait, ...]
-    graphs: int
-    exchange: str
+    graphs: int  # graphs that torch.compile made in the step; 0 if layers are not compiled
+    exchange: str  # how keys of the longest micro-batch travel, in words; "" without CP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """What torch's caching allocator takes from the device for a rank's requests, in bytes.
-    retries: times it gave free memory back to go on. failed_bytes, failed_at: the request that did
-    not fit, its step, file and line; 0 and "" if all did.
-    """
+    """Memory that torch's caching allocator reserves on the device for a rank's requests."""
 
-    peak_bytes: int
-    allocated_bytes: int
-    retries: int
-    failed_bytes: int
-    failed_at: str
+    peak_bytes: int  # most memory reserved
+    allocated_bytes: int  # most memory allocated in blocks
+    retries: int  # times that it returned free segments to the device to make room
+    failed_bytes: int  # size of the request that did not fit; 0 = all requests fitted
+    failed_at: str  # step, file and line of that request; "" = all requests fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """A rehearsed rank. coordinates: tp, cp, pp, dp. at_peak: bytes by kind when most was
-    allocated. reserved: with "expandable" segments, and with the default "segments".
-    copied: bytes of each checkpoint, by executed steps. calibration: how the kernel profile was
-    fitted to the priced times, "" if none was written. faults: all memory that was freed too early,
-    and the error that ended the rank.
-    """
+    """Everything that was recorded of a rehearsed rank."""
 
     rank: int
-    coordinates: tuple[int, ...]
+    coordinates: tuple[int, ...]  # tp, cp, pp, dp
     steps: tuple[StepResult, ...]
-    messages: list[RankMessage]
-    spans: list[StreamSpan]
-    streams: tuple[str, ...]
-    host_waits: tuple[HostWait, ...]
-    peak_bytes: int
-    at_peak: dict[str, int]
-    reserved: dict[str, Reserved]
-    copied: dict[int, int]
-    calibration: str
-    faults: tuple[Fault, ...]
-    wall_s: float
+    messages: list[RankMessage]  # in the order in which the host issued them
+    spans: list[StreamSpan]  # kernels and transfers; empty without traces
+    streams: tuple[str, ...]  # names by stream id
+    host_waits: tuple[HostWait, ...]  # of all steps and between them
+    peak_bytes: int  # most memory allocated
+    at_peak: dict[str, int]  # bytes allocated at the peak, by kind
+    reserved: dict[str, Reserved]  # with "expandable" segments and with the default "segments"
+    copied: dict[int, int]  # bytes of each checkpoint, by the number of executed steps
+    calibration: str  # how a kernel profile was fitted to the priced times; "" = none was written
+    faults: tuple[Fault, ...]  # memory freed too early, then the error that ended the rank
+    wall_s: float  # time that the rehearsal took

@@ -1,4 +1,8 @@
-"""Rehearses ranks of a run in processes of their own, and proves what concerns several of them."""
+"""Rehearse ranks of a run in their own processes, and compare what they did.
+
+A worker process (`worker.py`) plans the run once and forks a process for each rank. This process
+imports no torch; it reports progress, collects results and calls `prove` on the ranks' messages.
+"""
 
 import pickle
 import subprocess
@@ -17,32 +21,42 @@ from wlb.spec import ParallelSpec, RunSpec, resolve_dp
 
 ALL, ONE_PER_STAGE = "all", "one-per-stage"
 WORKER = ("wlb.rehearse.worker",)
-"""Module of the process that rehearses, and arguments before its own."""
+"""Module of the worker process, and arguments that precede the name of the requests' file."""
 DEVICE = "NVIDIA H100 80GB HBM3"
-"""Name of the GPU that is rehearsed; its memory is cluster.memory_gib."""
+"""Name of the rehearsed GPU. Its memory is cluster.memory_gib."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """Results by rank, and what was proven over them."""
+    """Results of a rehearsed run."""
 
-    spec: RunSpec
-    ranks: tuple[RankResult, ...]
-    proof: Proof
+    spec: RunSpec  # with parallel.dp filled in
+    ranks: tuple[RankResult, ...]  # the rehearsed ranks only, in order
+    proof: Proof  # whether the ranks' messages agree
 
     @property
     def faults(self) -> tuple[Fault, ...]:
+        """Faults of all ranks."""
         return tuple(fault for result in self.ranks for fault in result.faults)
 
     @property
     def passed(self) -> bool:
-        """Whether no rank failed, everything pairs up, and memory suffices."""
+        """Whether no rank failed, all messages match, and memory suffices."""
         fits = all(r.reserved["expandable"].failed_bytes == 0 for r in self.ranks)
         return not self.faults and not self.proof.problems and fits
 
 
 def chosen_ranks(text: str, parallel: ParallelSpec) -> tuple[int, ...]:
-    """Ranks of "all", "one-per-stage" (TP, CP and DP rank 0 of each pipeline rank) or "0,63"."""
+    """Return the ranks that the option --ranks names.
+
+    Args:
+        text: "all", "one-per-stage" (the first rank of each pipeline rank in pipeline 0), or
+            numbers such as "0,63".
+        parallel: Layout of the run.
+
+    Raises:
+        UserError: If the text has another form or names a rank that does not exist.
+    """
     world_size = parallel.world_size
     if text == ALL:
         return tuple(range(world_size))
@@ -52,7 +66,7 @@ def chosen_ranks(text: str, parallel: ParallelSpec) -> tuple[int, ...]:
         ranks = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
         raise UserError(
-            f"--ranks {text!r} is neither {ALL}, {ONE_PER_STAGE} nor numbers as in 0,63"
+            f"--ranks {text!r} is neither {ALL}, {ONE_PER_STAGE} nor numbers such as 0,63"
         ) from None
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
         raise UserError(f"--ranks {text}: the run has ranks 0 to {world_size - 1}")
@@ -68,9 +82,21 @@ def rehearse(
     traces: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Rehearsed:
-    """Rehearse `steps` steps of a run. jobs: ranks at a time. tell: is given lines of progress.
+    """Rehearse the first steps of a run.
 
-    UserError for a run that would be refused; a fault of a rank is part of the result.
+    Args:
+        spec: Configuration of the run.
+        ranks: Ranks to rehearse, as in `chosen_ranks`.
+        steps: Number of steps.
+        jobs: Ranks to rehearse at the same time.
+        traces: Whether to record spans of all kernels and transfers.
+        tell: Called with a line of text whenever a rank is done.
+
+    Returns:
+        The results. Faults of ranks are part of them and are not raised.
+
+    Raises:
+        UserError: If the run would be refused on the cluster.
     """
     (found,) = rehearse_each([spec], ranks=ranks, steps=steps, jobs=jobs, traces=traces, tell=tell)
     if isinstance(found, UserError):
@@ -87,8 +113,18 @@ def rehearse_each(
     traces: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Rehearsed | UserError]:
-    """`rehearse` for several runs, one after the other, which saves the start of torch for each. A
-    run that would be refused has the error as its result. ranks: of all runs, or of each.
+    """Rehearse several runs one after the other, with a single start of torch.
+
+    Args:
+        specs: Configuration of each run.
+        ranks: Ranks to rehearse, for all runs or for each.
+        steps: Number of steps.
+        jobs: Ranks to rehearse at the same time.
+        traces: Whether to record spans of all kernels and transfers.
+        tell: Called with a line of text whenever a rank is done.
+
+    Returns:
+        The results of each run, or the error if the run would be refused on the cluster.
     """
     wanted = [ranks] * len(specs) if isinstance(ranks, str) else ranks
     with temporary_folder("rehearse") as name:
@@ -113,6 +149,7 @@ def rehearse_each(
 
 
 def _found(request: Request) -> Rehearsed | UserError:
+    """Return what the worker wrote for a request."""
     refused = request.folder / REFUSED
     if refused.exists():
         return UserError(refused.read_text("utf-8"))
@@ -127,10 +164,11 @@ def _found(request: Request) -> Rehearsed | UserError:
 
 
 def _work(requests: Sequence[Request], folder: Path, tell: Callable[[str], None]) -> None:
-    asked = folder / "requests"
-    asked.write_bytes(pickle.dumps(requests))
+    """Run the worker on all requests, and report each rank that is done."""
+    request_file = folder / "requests"
+    request_file.write_bytes(pickle.dumps(requests))
     log = folder / "log"
-    command = [sys.executable, "-m", *WORKER, str(asked)]
+    command = [sys.executable, "-m", *WORKER, str(request_file)]
     waiting = [(request, rank) for request in requests for rank in request.ranks]
     total = len(waiting)
     with (
@@ -148,7 +186,7 @@ def _work(requests: Sequence[Request], folder: Path, tell: Callable[[str], None]
             raise
     if worker.returncode:
         text = log.read_text("utf-8", errors="replace")[-4000:]
-        raise RuntimeError(f"rehearsing ended with status {worker.returncode}:\n{text}")
+        raise RuntimeError(f"the rehearsing process ended with status {worker.returncode}:\n{text}")
 
 
 def _wait(worker: "subprocess.Popen[bytes]") -> None:

@@ -1,6 +1,6 @@
 // A device guard and hooks for "cuda" that do nothing, so that autograd accepts fake CUDA tensors
-// where there is no GPU. A CPU build of torch has neither; in a CUDA build without a GPU the real
-// ones would fail. Built and loaded by shim.py.
+// without a GPU. A CPU build of torch has no guard and no hooks for CUDA, and in a CUDA build they
+// would fail without a GPU. shim.py builds and loads this file.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -42,13 +42,13 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 }  // namespace
 
-// Called after torch is imported, because a CUDA build registers its own guard then.
+// Called after torch is imported, because a CUDA build registers its own guard during the import.
 extern "C" void wlb_register_guard() {
   c10::impl::registerDeviceGuard(DeviceType::CUDA, new Guard());
 }
 
-// Registered before torch is imported, because torch asks for its hooks once; preferred to those of
-// a CUDA build.
+// Registered before torch is imported, because torch looks up its hooks only once. The priority
+// makes torch prefer these hooks to those of a CUDA build.
 namespace at {
 C10_REGISTER_CLASS_WITH_PRIORITY(
     CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)

@@ -1,8 +1,8 @@
-"""Builds and loads `shim.cpp`, which lets autograd run on fake CUDA tensors without a GPU.
+"""Build and load `shim.cpp`, which lets autograd run on fake CUDA tensors without a GPU.
 
-It is compiled once for each version of torch, in some 15 seconds, into the user's cache. Tried with
-CPU builds of torch; not with a CUDA build on a machine without a GPU. Imports no torch, because the
-shim is loaded before it.
+The shim is compiled once for each version of torch, in about 15 seconds, into the user's cache. It
+was tried with CPU builds of torch, not with a CUDA build on a machine without a GPU. This module
+does not import torch, because the shim must be loaded first.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def load(library: Path) -> None:
-    """Load the shim and import torch. This process can then use no real GPU."""
+    """Load the shim and import torch. Afterwards this process cannot use a real GPU."""
     if "torch" in sys.modules:
         raise RuntimeError("the shim must be loaded before torch is imported")
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
@@ -33,7 +33,11 @@ def load(library: Path) -> None:
 
 
 def build() -> Path:
-    """The compiled shim. UserError without torch or a C++ compiler, or if compiling fails."""
+    """Return the path of the compiled shim, and compile it if necessary.
+
+    Raises:
+        UserError: If torch or a C++ compiler is missing, or compiling fails.
+    """
     found = util.find_spec("torch")
     if found is None or found.origin is None:
         raise UserError("a rehearsal needs torch; pip install 'wlb-llm[train]'")
@@ -49,11 +53,11 @@ def _compile(library: Path, torch: Path) -> None:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise UserError(
-            f"a rehearsal compiles a file of C++, but none of {', '.join(_COMPILERS)} is on PATH; "
+            f"a rehearsal compiles a C++ file, but none of {', '.join(_COMPILERS)} is on PATH; "
             f"install one (Debian: apt install g++)"
         )
     make_folder(library.parent)
-    # Renamed when complete, because other rehearsals may build at the same time.
+    # Renamed when it is complete, because other rehearsals may build at the same time.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)
         command = [

@@ -1,4 +1,4 @@
-"""Tables of a rehearsal."""
+"""Print a rehearsal as tables and sentences, and convert it to JSON."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def show(found: Rehearsed, console: Console) -> None:
 
 
 def verdict(found: Rehearsed) -> list[str]:
-    """Sentences: faults, what was proven over ranks, and whether memory suffices."""
+    """Return sentences on faults, on what was proven, and on whether memory suffices."""
     proof = found.proof
     lines: list[str] = []
     for result in found.ranks:
@@ -47,7 +47,7 @@ def verdict(found: Rehearsed) -> list[str]:
                 lines.append(
                     f"{'FAULT' if is_fault else 'warning'}: rank {result.rank} runs out of "
                     f"{limit:.1f} GiB with {_segments(kind)}: {taken.failed_bytes / GIB:.2f} GiB "
-                    f"are asked for when {taken.allocated_bytes / GIB:.1f} GiB are allocated "
+                    f"are requested when {taken.allocated_bytes / GIB:.1f} GiB are allocated "
                     f"({taken.failed_at})"
                 )
     if not found.faults and not proof.problems:
@@ -55,14 +55,14 @@ def verdict(found: Rehearsed) -> list[str]:
         lines.append(
             f"{proof.num_ranks} of {found.spec.parallel.world_size} ranks: "
             f"{proof.num_communicators} of {proof.num_seen} communicators have all their members "
-            f"here, {proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers "
+            f"among them, {proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers "
             f"match; {whole}"
         )
     return lines
 
 
 def as_json(found: Rehearsed) -> dict[str, Any]:
-    """The same figures, and every host wait, without messages and spans."""
+    """Return the printed figures and every host wait as JSON values, without messages and spans."""
     return {
         "passed": found.passed,
         "verdict": verdict(found),
@@ -112,7 +112,7 @@ def _memory(found: Rehearsed) -> Table:
 
 
 def _parts(found: Rehearsed) -> Table:
-    """Kernels and transfers of the last step of each rank; a line for each part."""
+    """Return a table of kernels and transfers in the last step of each rank, a line per part."""
     title = f"Last step, priced by profile {found.spec.cost.profile!r}"
     numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
     table = new_table(title, labels=["rank", "part"], numbers=numbers)
@@ -138,17 +138,15 @@ def _parts(found: Rehearsed) -> Table:
 
 
 def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
-    """How keys of the longest micro-batch of each pipeline's last step travel; a line for each
-    way.
-    """
-    said = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
+    """Return a line for each way in which keys of a longest micro-batch travel."""
+    found = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
     return [
-        f"keys of the longest micro-batch of the last step: {way}" for way in dict.fromkeys(said)
+        f"keys of the longest micro-batch of the last step: {way}" for way in dict.fromkeys(found)
     ]
 
 
 def _graphs(ranks: Iterable[RankResult]) -> list[str]:
-    """One line if layers are compiled: later graphs than the first step's stop a run meanwhile."""
+    """Return a line on compiled graphs, if there are any. Late ones delay a step of the run."""
     counts: Counter[int] = Counter()
     for result in ranks:
         for step in result.steps:
@@ -157,13 +155,13 @@ def _graphs(ranks: Iterable[RankResult]) -> list[str]:
         return []
     made = ", ".join(f"{count} in step {step}" for step, count in sorted(counts.items()) if count)
     return [
-        f"torch.compile's graphs of layers: {made}; element-wise kernels are counted before "
-        f"inductor fuses them"
+        f"graphs of torch.compile: {made}; element-wise kernels are counted before inductor fuses "
+        f"them"
     ]
 
 
 def _host_waits(ranks: Iterable[RankResult]) -> list[str]:
-    """One line for each place where the host waits in a step after the first."""
+    """Return a line for each place where the host waits in a step after the first."""
     counts: Counter[tuple[str, str]] = Counter()
     left_ns: dict[tuple[str, str], float] = {}
     num_steps = 0

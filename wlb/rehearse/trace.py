@@ -1,4 +1,4 @@
-"""Rehearsed ranks as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Write rehearsed ranks as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ from wlb.rehearse.results import RankResult
 
 
 def write_trace(path: Path, ranks: Sequence[RankResult]) -> None:
-    """A process for each rank, a thread for each stream; times are priced, not measured."""
+    """Write a trace file with a process for each rank and a thread for each stream.
+
+    Times are priced, not measured.
+    """
     events: list[dict[str, Any]] = []
     for rank in ranks:
         name = {"name": f"rank {rank.rank}"}

@@ -1,9 +1,8 @@
-"""The process that rehearses: loads the shim, plans each run once, and forks a process for each of
-its ranks.
+"""The worker process of a rehearsal: plans each run once and forks a process for each rank.
 
-`python -m wlb.rehearse.worker REQUESTS` reads pickled `Request`s and writes rank-N.pkl into the
-folder of each, or refused.txt for a run that cannot work. It is not started by hand: `wlb rehearse`
-does that.
+`wlb rehearse` starts it as `python -m wlb.rehearse.worker REQUESTS`, where REQUESTS is a file of
+pickled `Request`s. It loads the shim before torch, and writes rank-N.pkl for each rank into the
+request's folder, or refused.txt for a run that would be refused.
 """
 
 import importlib
@@ -20,25 +19,25 @@ from wlb.rehearse import shim
 from wlb.spec import RunSpec
 
 REFUSED = "refused.txt"
+"""File with the error message of a run that would be refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """spec: of the run. ranks: which are rehearsed. jobs: how many at a time. traces: keep spans of
-    every kernel. device: name of the GPU. folder: for results and the run's files.
-    """
+    """A run to rehearse."""
 
     spec: RunSpec
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ranks to rehearse
     steps: int
-    jobs: int
-    traces: bool
-    device: str
-    library: Path
-    folder: Path
+    jobs: int  # ranks to rehearse at the same time
+    traces: bool  # whether to record spans of all kernels and transfers
+    device: str  # name of the GPU
+    library: Path  # the compiled shim
+    folder: Path  # for results and the run's files
 
 
 def main(arguments: list[str]) -> int:
+    """Rehearse all requests in the file that the only argument names."""
     requests: list[Request] = pickle.loads(Path(arguments[0]).read_bytes())
     shim.load(requests[0].library)
     from wlb.rehearse import cuda
@@ -53,11 +52,11 @@ def main(arguments: list[str]) -> int:
 
 
 def rehearse_ranks(request: Request) -> None:
-    """Plan, then rehearse each rank in a fork of this process."""
+    """Plan a run, then rehearse each of its ranks in a fork of this process."""
     from wlb.rehearse import cuda
     from wlb.rehearse.job import prepare
 
-    importlib.import_module("wlb.rehearse.rank")  # here once, and not in each fork
+    importlib.import_module("wlb.rehearse.rank")  # import it once, before forking
     spec = request.spec
     memory = int(cluster_gib(spec) * 2**30)
     local = min(8, max(1, spec.parallel.world_size))
@@ -76,6 +75,7 @@ def rehearse_ranks(request: Request) -> None:
 
 
 def _join(running: dict[int, int]) -> None:
+    """Wait until one of the forked processes ends, and remove it from `running` (pid -> rank)."""
     child, status = os.wait()
     rank = running.pop(child)
     if status:
@@ -83,7 +83,7 @@ def _join(running: dict[int, int]) -> None:
 
 
 def _child(rank: int, rehearsal: "object", request: Request) -> None:
-    """Never returns: the forked process ends here."""
+    """Rehearse a rank in a forked process, write its result and end the process."""
     from wlb.rehearse.job import Rehearsal
     from wlb.rehearse.rank import rehearse_rank
 
@@ -92,6 +92,7 @@ def _child(rank: int, rehearsal: "object", request: Request) -> None:
         assert isinstance(rehearsal, Rehearsal)
         job = rehearsal.job
         result = rehearse_rank(rank, job, rehearsal.items, traces=request.traces)
+        # Renamed when it is complete, because the parent looks for the final name.
         partial = request.folder / f"rank-{rank}.partial"
         partial.write_bytes(pickle.dumps(result))
         partial.rename(request.folder / f"rank-{rank}.pkl")
