@@ -340,11 +340,11 @@ EXPORTS: dict[str, tuple[ModelSpec, str]] = {
     ),
     "a Gemma 3 with capped scores": (
         replace(GEMMA_PARTS, qk_norm=True, attention_softcap=50.0),
-        "for a gemma3_text of transformers it has model.attention_softcap",
+        "as a gemma3_text of transformers it has model.attention_softcap",
     ),
     "a Gemma 2 with two bases": (
         replace(GEMMA_PARTS, sliding_rope_theta=1e4),
-        "for a gemma2 of transformers it has model.sliding_rope_theta",
+        "as a gemma2 of transformers it has model.sliding_rope_theta",
     ),
     "a Gemma 3 that is scaled everywhere": (
         replace(GEMMA_PARTS, qk_norm=True, rope_scaling=RopeScaling(factor=2.0)),
