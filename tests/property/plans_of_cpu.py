@@ -13,7 +13,7 @@ from wlb.balance import balance_step
 from wlb.data import lengths_of_family
 from wlb.plan import IntArray, digest
 from wlb.sharding import NAMES, shard
-from wlb.sharding.by_need import _Made  # pyright: ignore[reportPrivateUsage]
+from wlb.sharding.by_need import _PlanMaker  # pyright: ignore[reportPrivateUsage]
 
 POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
 
@@ -39,7 +39,7 @@ def _corrections() -> Iterator[int]:
     """
     cost = h100(1, 16)
     for pieces in _pieces():
-        made = _Made(pieces, 16, cost)
+        made = _PlanMaker(pieces, 16, cost)
         scale = made._corrected(np.ones(16), shard(pieces, cp=16, strategy="balanced", cost=cost))
         yield digest(scale.view(np.int64))
 

@@ -1,4 +1,4 @@
-"""Context-parallel sharding: which span of which piece each CP rank works on."""
+"""Context-parallel sharding: which tokens of which piece each CP rank processes."""
 
 from wlb.lazy import attach
 

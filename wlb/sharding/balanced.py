@@ -1,12 +1,21 @@
-"""balanced: each document over as many ranks as its work requires; ours, beyond the paper.
+"""Strategy `balanced`: each document is shared by only as many ranks as its work requires.
 
-Per-document sharding cuts every document into 2 * CP chunks: at CP 16 one of 8K tokens becomes 32
-segments of 256 rows. Here the fewest ranks m share it whose parts stay below a share of a rank's
-mean work, in 2 * m symmetric chunks. From long to short, each goes to the m least loaded ranks with
-room; documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
-Five shares are tried and hybrid's plan competes, so balanced is never predicted slower; by need
-those of `by_need` as well, and with linear layers those that cut few documents (`few_cuts`). Cost:
-a Python loop over documents for each share.
+This is ours; the paper does not have it. Per-document sharding cuts every document into 2 * CP
+chunks: at CP 16 a document of 8K tokens becomes 32 segments of 256 rows, on which attention kernels
+are slow. Here a document is cut into 2 * m chunks for m ranks, with the smallest m whose parts stay
+below a given share of a rank's mean work:
+
+    a long document on 4 ranks     |0|1|2|3|3|2|1|0|
+    a shorter one on 2 ranks       |0|1|1|0|
+    a short one on 1 rank          |2|
+
+1. From long to short, each document goes to the m least loaded ranks that have room.
+2. Documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
+
+Five shares are tried. Other candidates are the plan of `hybrid`, so `balanced` is never predicted
+to be slower, and the plans of `by_need` where the exchange moves only the rows that are needed, and
+of `few_cuts` for models with linear-attention layers.
+Cost: a Python loop over documents for each share.
 """
 
 from dataclasses import replace
@@ -31,7 +40,7 @@ from wlb.spec import ExchangeChoice
 
 STRATEGY = "balanced"
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""Limits tried for the work of one part of a document, relative to a rank's mean work."""
+"""Limits that are tried for the work of a rank's part of one document, over a rank's mean work."""
 
 _Span = tuple[int, int, int, int]
 """(piece, start, stop, rank)"""
@@ -40,80 +49,96 @@ _Span = tuple[int, int, int, int]
 def balanced(
     lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
 ) -> ShardingPlan:
-    """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks.
-    exchange: how keys will be exchanged, of which the price takes account (`cheapest`).
+    """Shard a micro-batch by the best of many candidates.
+
+    Args:
+        lengths: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        cost: Prices by which candidates are compared (`cheapest`).
+        exchange: How ranks get each other's keys.
     """
     pieces = checked_lengths(lengths, cp)
     best = hybrid(pieces, cp=cp, cost=cost, exchange=exchange)
     if cp > 1 and pieces.size:
         order = np.argsort(-pieces, kind="stable")
-        plans = [_dealt(pieces, order, cp, cost, share) for share in SHARES]
+        plans = [_assigned(pieces, order, cp, cost, share) for share in SHARES]
         if isinstance(cost, SummaryPrices) and cost.summary_ns:
             plans += few_cuts(pieces, cp=cp, cost=cost)
         if exchange != GATHER:
             plans = [*by_need(pieces, cp=cp, cost=cost), *plans]
-        # In ties hybrid's plan is taken of an all-gather, and the others by need.
+        # The first of equally fast plans is taken. Prefer the plan of `hybrid` with an all-gather,
+        # and the others, which move fewer rows, with a `needed` exchange.
         plans = [best, *plans] if exchange == GATHER else [*plans, best]
         best = cheapest(plans, cost, exchange=exchange)
     return replace(best, strategy=STRATEGY)
 
 
-def _dealt(
+def _assigned(
     pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float
 ) -> ShardingPlan:
-    """Deal documents in `order` (descending length), in parts of at most `share` of the mean
-    work.
+    """Assign documents so that a rank's part of one has at most `share` of a rank's mean work.
+
+    Args:
+        pieces: Tokens of each document, shape [num_pieces].
+        order: Documents by descending length.
+        cp: Number of CP ranks.
+        cost: Prices.
+        share: Limit for the work of a part, over a rank's mean work.
     """
     ordered = pieces[order]
-    # A longer document may be predicted a percent faster than a shorter one at a cell boundary of
-    # the kernel's table. Its work is raised to that of all shorter documents, because the documents
-    # that all ranks share have to be the first ones in `order`.
+    # At a cell boundary of a kernel's table, a longer document may be predicted to be a percent
+    # faster than a shorter one. Raise its work to the maximum over shorter documents, because the
+    # documents that all ranks share must be the first ones in `order`.
     work = np.maximum.accumulate(_both(cost, ordered, ordered)[::-1])[::-1]
     mean = max(1.0, float(work.sum()) * share / cp)
     num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
     num_over_all = int(np.searchsorted(-num_ranks, -cp, side="right"))
-    dealt = _DealtDocuments(ordered, cp, cost)
-    dealt.over_all(num_over_all)
+    assigned = _AssignedDocuments(ordered, cp, cost)
+    assigned.over_all(num_over_all)
     for m in range(cp - 1, 1, -1):
-        dealt.over_some(np.flatnonzero(num_ranks[num_over_all:] == m) + num_over_all, m)
-    dealt.whole(np.flatnonzero(num_ranks[num_over_all:] == 1) + num_over_all, work)
-    dealt.fill()
-    spans = RankedSpans(*np.array(dealt.spans, np.int64).T)
+        assigned.over_some(np.flatnonzero(num_ranks[num_over_all:] == m) + num_over_all, m)
+    assigned.whole(np.flatnonzero(num_ranks[num_over_all:] == 1) + num_over_all, work)
+    assigned.fill()
+    spans = RankedSpans(*np.array(assigned.spans, np.int64).T)
     return from_spans(pieces, spans._replace(piece=order[spans.piece]), cp=cp, strategy=STRATEGY)
 
 
 def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
-    """Forward plus backward time of each segment, shape [n]."""
+    """Return the forward plus backward time of each segment, shape [n]."""
     forward, backward = cost.segment_times_ns(q, kv)
     return forward + backward
 
 
-class _DealtDocuments:
-    """Spans of the documents dealt so far, and each rank's load (predicted ns) and room (tokens).
+class _AssignedDocuments:
+    """Collects the spans of documents as they are assigned to ranks.
 
-    left: documents for which no rank had room in the parts that their work requires.
+    `ordered` has the documents' tokens in descending order. Documents are named by their position
+    in it.
     """
 
     def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
         self.ordered, self.cp, self.cost = ordered, cp, cost
         self.spans: list[_Span] = []
-        self.load = [0] * cp
+        self.load = [0] * cp  # predicted ns of each rank
+        # Tokens that each rank may still take.
         self.room = shares_of(int(ordered.sum()), np.zeros(cp, np.int64)).tolist()
+        # Documents for which too few ranks had room; `fill` cuts them.
         self.left: list[int] = []
 
     def over_all(self, num: int) -> None:
-        """The first `num` documents per document; sets which ranks get the odd tokens."""
+        """Assign the first `num` documents to all ranks, as `per_document` does."""
         start, stop, load = self._chunks(self.ordered[:num], self.cp)
         ranks = head_tail_ranks(self.cp)
         for i in range(num):
             self._add(i, start[i], stop[i], ranks.tolist())
         held = np.zeros(self.cp, np.int64)
         np.add.at(held, np.tile(ranks, num), (stop - start).ravel())
+        # Ranks that got a left-over token of these documents are to have the larger share.
         self.room = (shares_of(int(self.ordered.sum()), held) - held).tolist()
         self.load = load.sum(0).tolist()
 
     def over_some(self, who: IntArray, num_ranks: int) -> None:
-        """Documents `who`, each over the `num_ranks` least loaded ranks with room for a part."""
+        """Assign each of the documents to the `num_ranks` least loaded ranks that have room."""
         start, stop, load = self._chunks(self.ordered[who], num_ranks)
         tokens = (stop - start)[:, :num_ranks] + (stop - start)[:, : num_ranks - 1 : -1]
         for i, document in enumerate(who.tolist()):
@@ -129,7 +154,12 @@ class _DealtDocuments:
                 self.room[r] -= size
 
     def whole(self, who: IntArray, work: IntArray) -> None:
-        """Documents `who`, each on the least loaded rank with room for it."""
+        """Assign each of the documents whole to the least loaded rank that has room.
+
+        Args:
+            who: The documents.
+            work: Work of all documents, in their order.
+        """
         columns = (self.ordered[who].tolist(), work[who].tolist())
         at = 0
         for first, stop in (*runs_of(*columns, num_bins=self.cp), (len(who), 0)):
@@ -140,7 +170,7 @@ class _DealtDocuments:
                 at += self._equal(who[first:stop].tolist(), columns[0][first], columns[1][first])
 
     def _whole(self, document: int, size: int, part: int) -> None:
-        """A document on the least loaded rank with room for it."""
+        """Assign a document of `size` tokens and `part` ns to the least loaded rank with room."""
         with_room = [r for r in range(self.cp) if self.room[r] >= size]
         if not with_room:
             self.left.append(document)
@@ -151,7 +181,7 @@ class _DealtDocuments:
         self.room[best] -= size
 
     def _equal(self, documents: list[int], size: int, part: int) -> int:
-        """Documents of equal size and work as by `_whole`, as many as find room; their number."""
+        """Assign as many of these equal documents as fit, as `_whole` would, and count them."""
         if not fits_64_bits(self.load, part, len(documents)):
             return 0
         room = [tokens // size for tokens in self.room]
@@ -165,7 +195,7 @@ class _DealtDocuments:
         return target.size
 
     def fill(self) -> None:
-        """Cut the documents in `left` so that they fill the ranks with most room first."""
+        """Cut the documents that did not fit, and fill the ranks with most room first."""
         for document in self.left:
             at, size = 0, int(self.ordered[document])
             while at < size:
@@ -180,7 +210,12 @@ class _DealtDocuments:
             self.spans.append((document, a, b, rank))
 
     def _chunks(self, lengths: IntArray, num_ranks: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Chunks of documents over `num_ranks`, and each rank's predicted ns of each document."""
+        """Cut documents into chunks for `num_ranks` ranks, and price each rank's part.
+
+        Returns:
+            Start and stop of the chunks, shape [n, 2 * num_ranks], and the predicted time of each
+            rank's part of each document in ns, shape [n, num_ranks].
+        """
         start, stop = document_chunks(lengths, num_ranks)
         both = _both(self.cost, (stop - start).ravel(), stop.ravel())
         times = both.reshape(start.shape)

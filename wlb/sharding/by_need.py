@@ -1,11 +1,17 @@
-"""Candidates of `balanced` that cut few documents: for an exchange by need, which moves only the
-rows that ranks read, and for linear layers, which need a summary of each span that is cut.
+"""Candidates of strategy `balanced` that cut few documents.
 
-Documents are cut among as few ranks as their work requires (`fill`), and among nodes, or groups of
-nodes where attention hides the exchange, only where one cannot have them (`nodes`). Each candidate
-is made a few times, every rank's share of the work being corrected by what it came to. Candidates
-differ in how much work of a long document one rank may have (less to send, for longer attention)
-and in what may leave a node. Cost: a few milliseconds of Python for each.
+They save communication in two cases: a `needed` exchange moves only the rows that ranks read, and
+linear-attention layers need a summary of the tokens before each span that is cut off.
+
+- A document is cut among as few ranks as its work requires (`fill`).
+- A document is cut among nodes only if one node cannot take all of it (`nodes`). If attention hides
+  the exchange, groups of nodes are tried in the same way.
+- Prices are not additive over the parts of a document. So each candidate is made several times, and
+  each time the ranks' shares of the work are corrected by the predicted times of the last plan.
+
+Candidates differ in how much work of a long document one rank may have (more work means less to
+send, but longer attention), and in which documents may be cut among nodes.
+Cost: a few milliseconds of Python for each.
 """
 
 from collections.abc import Sequence
@@ -27,51 +33,74 @@ from wlb.sharding.paper import (
 )
 
 ROUNDS = 4
+"""How often a candidate is made with corrected shares of the work."""
 SHARES = (3 / 2, 2, 4)
+"""Values of `FillOptions.share` that are tried besides 1."""
 WHOLE = (1.0, 0.3)
+"""Values of `FillOptions.whole` that are tried."""
 NODE_SHARES = (1, 3 / 2, 4)
+"""Limits that are tried for the work of one document in a node, over a node's mean work."""
 GROUPS = (3 / 8, 1 / 2, 3 / 4)
-"""Ranks of a group that documents leave only where they must, over all; the last group is what
-remains."""
+"""Sizes of groups of ranks that are tried, over all ranks. Documents are cut among groups only
+where necessary. The last group has the ranks that remain."""
 GROUP_ROUNDS = 3
+"""As ROUNDS, for the candidates with groups."""
 CUT_TILES = (16, 128)
+"""Values of `FillOptions.tile` that `few_cuts` tries."""
 LONGEST_RUNS = (1024, 4096, 16384)
+"""Values of `FillOptions.longest_run` that `few_cuts` tries."""
 EXACT = 0.001
-"""Share of a rank's work that candidates of few cuts leave missing."""
+"""Value of `FillOptions.negligible` in `few_cuts`."""
 CUT_ROUNDS = 6
+"""As ROUNDS, for the candidates of `few_cuts`."""
 STRATEGY = "balanced"
 
 
 def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Plans of a micro-batch of pieces of these lengths, shape [num_pieces], over `cp` ranks."""
-    near = cost.cp_ranks_per_node if isinstance(cost, HiddenExchange) else cp
-    made = _Made(pieces, cp, cost)
+    """Return candidates for a `needed` exchange.
+
+    Args:
+        pieces: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        cost: Prices.
+    """
+    per_node = cost.cp_ranks_per_node if isinstance(cost, HiddenExchange) else cp
+    maker = _PlanMaker(pieces, cp, cost)
     level = [FillOptions(whole=whole) for whole in WHOLE]
     plans: list[ShardingPlan] = []
+    # 1. All ranks alike, with equal work.
     for options in level:
-        plans += made.rounds(options)
+        plans += maker.rounds(options)
+    # 2. With more work for the ranks of a long document.
     for share in SHARES:
-        plans += made.rounds(FillOptions(share=share), rounds=1)
-    if 1 < near < cp:
+        plans += maker.rounds(FillOptions(share=share), rounds=1)
+    # 3. Documents stay in a node where possible.
+    if 1 < per_node < cp:
         for node_share in NODE_SHARES:
             for options in level:
-                plans += made.rounds(options, near=near, node_share=node_share)
-    if near < cp and isinstance(cost, HiddenExchange) and cost.overlaps:
+                plans += maker.rounds(options, group_size=per_node, node_share=node_share)
+    # 4. Documents stay in a group of ranks where possible.
+    if per_node < cp and isinstance(cost, HiddenExchange) and cost.overlaps:
         sizes = {round(cp * share) for share in GROUPS}
-        for size in sorted(size for size in sizes if near < size < cp):
-            plans += made.rounds(level[0], near=size, rounds=GROUP_ROUNDS)
+        for size in sorted(size for size in sizes if per_node < size < cp):
+            plans += maker.rounds(level[0], group_size=size, rounds=GROUP_ROUNDS)
     return plans
 
 
 def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Plans in which each rank cuts few documents, for models with linear layers.
+    """Return candidates in which each rank cuts few documents, for linear-attention layers.
 
-    A rank cuts about four: one symmetrically, to have its share of the work, and one in a run of
-    tokens or symmetrically, to have its tokens. Longer runs make fewer cuts of less equal work, and
-    finer cuts the reverse; the price decides. Where one document is nearly the whole micro-batch,
-    it is cut over all ranks and the others follow each other in runs (`_runs_behind`).
+    A rank makes about four cuts: two of a document that is cut symmetrically to get its share of
+    the work, and the others to get its number of tokens. Longer runs make fewer cuts but less equal
+    work. The price decides. For micro-batches that are nearly filled by one document,
+    `_runs_behind` gives more candidates.
+
+    Args:
+        pieces: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        cost: Prices.
     """
-    made = _Made(pieces, cp, cost)
+    maker = _PlanMaker(pieces, cp, cost)
     plans = [_runs_behind(pieces, cp, num) for num in range(min(3, pieces.size + 1))]
     for tile in CUT_TILES:
         for longest_run in LONGEST_RUNS:
@@ -79,13 +108,20 @@ def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[Sharding
                 options = FillOptions(
                     whole=whole, tile=tile, longest_run=longest_run, negligible=EXACT
                 )
-                plans += made.rounds(options, rounds=CUT_ROUNDS)
+                plans += maker.rounds(options, rounds=CUT_ROUNDS)
     return plans
 
 
 def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
-    """The longest `num_long` documents over all ranks, symmetrically, and the others one after the
-    other: each rank has a run of them that fills it up, cut once.
+    """Cut the longest documents over all ranks, and fill the ranks with runs of the others.
+
+    The other documents form one sequence, of which each rank takes consecutive tokens. So each rank
+    cuts at most one of them at either end of its run.
+
+    Args:
+        pieces: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        num_long: Number of documents that are cut symmetrically over all ranks.
     """
     order = np.argsort(-pieces, kind="stable")
     start, stop = document_chunks(pieces[order[:num_long]], cp)
@@ -93,7 +129,7 @@ def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
     held = np.zeros(cp, np.int64)
     np.add.at(held, np.tile(ranks, num_long), (stop - start).ravel())
     rest = shares_of(int(pieces.sum()), held) - held
-    # Short documents from long to short and back, so that runs are alike in work a token.
+    # Order short documents from long to short and back, so that runs have similar work per token.
     behind = order[num_long:]
     behind = np.concatenate([behind[::2], behind[1::2][::-1]])
     runs = cut_sequence(pieces[behind], offsets_of(rest), np.arange(cp))
@@ -107,8 +143,8 @@ def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
     return from_spans(pieces, spans, cp=cp, strategy=STRATEGY)
 
 
-class _Made:
-    """Makes plans of one micro-batch, whose prices are looked up once."""
+class _PlanMaker:
+    """Makes plans of one micro-batch, and looks up its prices only once."""
 
     def __init__(self, pieces: IntArray, cp: int, cost: WorkloadModel) -> None:
         self.pieces, self.cp, self.cost = pieces, cp, cost
@@ -119,17 +155,30 @@ class _Made:
         self.rooms = [base + (rank < over) for rank in range(cp)]
 
     def rounds(
-        self, options: FillOptions, *, near: int = 0, node_share: float = 1, rounds: int = ROUNDS
+        self,
+        options: FillOptions,
+        *,
+        group_size: int = 0,
+        node_share: float = 1,
+        rounds: int = ROUNDS,
     ) -> list[ShardingPlan]:
-        """Plans of each round. near: neighbouring ranks of a node; 0: all."""
+        """Make a plan several times with corrected shares of the work, and return all plans.
+
+        Args:
+            options: Where documents are cut.
+            group_size: Consecutive ranks that form a node or group, which documents leave only
+                where necessary. 0 = all ranks.
+            node_share: Limit for the work of one document in a node, over a node's mean work.
+            rounds: Number of plans.
+        """
         scale = np.ones(self.cp)
         plans: list[ShardingPlan] = []
         for left in reversed(range(rounds)):
-            filled = self._filled(options, scale, near or self.cp, node_share)
+            filled = self._filled(options, scale, group_size or self.cp, node_share)
             plans.append(
                 from_spans(
                     self.pieces,
-                    spans_of(self.pieces, filled, near or self.cp),
+                    spans_of(self.pieces, filled, group_size or self.cp),
                     cp=self.cp,
                     strategy=STRATEGY,
                 )
@@ -139,35 +188,50 @@ class _Made:
         return plans
 
     def _filled(
-        self, options: FillOptions, scale: FloatArray, near: int, node_share: float
+        self, options: FillOptions, scale: FloatArray, group_size: int, node_share: float
     ) -> list[list[FillPart]]:
-        nodes = [slice(first, min(self.cp, first + near)) for first in range(0, self.cp, near)]
+        """Return the parts of each rank, for shares of the work multiplied by `scale`, [cp]."""
+        nodes = [
+            slice(first, min(self.cp, first + group_size))
+            for first in range(0, self.cp, group_size)
+        ]
         if len(nodes) == 1:
             return fill(self.parts, self.rooms, scale.tolist(), self.heads, options)
         of_nodes = [float(scale[node].mean()) for node in nodes]
-        rooms = [sum(self.rooms[node]) for node in nodes]
-        parts = split(self.parts, rooms, of_nodes, self.heads, share=node_share)
+        node_rooms = [sum(self.rooms[node]) for node in nodes]
+        parts = split(self.parts, node_rooms, of_nodes, self.heads, share=node_share)
         out: list[list[FillPart]] = []
-        for node, mine in zip(nodes, parts, strict=True):
-            out += fill(mine, self.rooms[node], scale[node].tolist(), self.heads, options)
+        for node, node_parts in zip(nodes, parts, strict=True):
+            out += fill(node_parts, self.rooms[node], scale[node].tolist(), self.heads, options)
         return out
 
     def _corrected(self, scale: FloatArray, plan: ShardingPlan) -> FloatArray:
+        """Return `scale` lowered for ranks that are slow in `plan`, and raised for fast ones."""
         forward, backward = self.cost.segment_times_ns(plan.stop - plan.start, plan.stop)
         load = np.bincount(rank_of_span(plan), weights=forward + backward, minlength=self.cp)
-        # The power 3/4 damps the correction. Square roots make it, because NumPy's powers differ
-        # between CPUs and all hosts must make the same plan.
+        # The power 3/4 damps the correction. It is computed by square roots, because NumPy's powers
+        # differ between CPUs, and all hosts must make the same plan.
         root = np.sqrt(load.mean() / np.maximum(load, 1.0))
         return np.clip(scale * root * np.sqrt(root), 0.5, 2.0)
 
 
-def spans_of(pieces: IntArray, filled: Sequence[Sequence[FillPart]], near: int) -> RankedSpans:
-    """Spans of the parts that each rank has: runs where they are, symmetric parts from a document's
-    ends inwards, a node's ranks next to each other and the largest part of them outermost.
+def spans_of(
+    pieces: IntArray, filled: Sequence[Sequence[FillPart]], group_size: int
+) -> RankedSpans:
+    """Turn the parts of each rank into spans.
+
+    1. A document that is whole, or cut in runs, keeps the positions of its runs.
+    2. A document that is cut symmetrically is cut from its two ends inwards. Ranks of a node are
+       adjacent in it, and among them those with larger parts are further outside.
+
+    Args:
+        pieces: Tokens of each piece, shape [num_pieces].
+        filled: Parts of each rank.
+        group_size: Consecutive ranks that form a node or group.
     """
     parts: dict[int, list[tuple[int, FillPart]]] = {}
-    for rank, mine in enumerate(filled):
-        for part in mine:
+    for rank, rank_parts in enumerate(filled):
+        for part in rank_parts:
             parts.setdefault(part.piece, []).append((rank, part))
     spans: list[tuple[int, int, int, int]] = []
     for piece, found in parts.items():
@@ -178,7 +242,7 @@ def spans_of(pieces: IntArray, filled: Sequence[Sequence[FillPart]], near: int) 
         sizes: dict[int, int] = {}
         for rank, part in found:
             sizes[rank] = sizes.get(rank, 0) + part.size
-        order = sorted(sizes, key=lambda rank: (rank // near, -sizes[rank]))
+        order = sorted(sizes, key=lambda rank: (rank // group_size, -sizes[rank]))
         spans += _from_the_ends(piece, int(pieces[piece]), [(rank, sizes[rank]) for rank in order])
     return RankedSpans(*np.array(spans, np.int64).reshape(-1, 4).T)
 
@@ -186,7 +250,16 @@ def spans_of(pieces: IntArray, filled: Sequence[Sequence[FillPart]], near: int) 
 def _from_the_ends(
     piece: int, length: int, sizes: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int, int]]:
-    """Each rank's tokens, half of them from the beginning of what is left, half from its end."""
+    """Cut a document from its ends inwards, half of each rank's tokens from either end.
+
+    Args:
+        piece: The document.
+        length: Its tokens.
+        sizes: (rank, tokens) from the outermost to the innermost.
+
+    Returns:
+        Spans (piece, start, stop, rank).
+    """
     first, last = 0, length
     spans: list[tuple[int, int, int, int]] = []
     for rank, size in sizes[:-1]:

@@ -1,11 +1,18 @@
-"""Fills ranks one after the other, so that each has its tokens and its share of the work.
+"""Fills ranks one after the other, so that each has its number of tokens and its share of the work.
 
-Every rank takes the documents with most work a token until the rest of its room, filled with those
-that have least, brings it to its share. What remains then has the mean work a token again, so the
-next rank finds the same problem: two cuts a rank, whatever the number of ranks. Only a document
-that one rank cannot have is cut among ranks, over as few of them as it fills. `split` does the same
-for nodes, without a cut of documents that a node can have. Cost: a Python loop over documents for
-each rank.
+A long document has more work per token than a short one (it is denser). A rank therefore mixes both
+kinds:
+
+1. Take the densest documents, until filling the rest of the rank with the lightest documents would
+   bring it exactly to its share of the work.
+2. Fill the rest with the lightest documents, and cut the last one.
+
+What remains for the other ranks then has the same mean work per token as before, so the next rank
+faces the same problem. Each rank makes about two cuts, whatever the number of ranks is. A document
+that is too large for one rank is cut among as few ranks as it fills.
+
+`wlb.sharding.nodes.split` does the same for nodes, but cuts only documents that no node can take.
+Cost: a Python loop over documents for each rank.
 """
 
 from collections.abc import Sequence
@@ -18,44 +25,48 @@ from wlb.cost import WorkloadModel
 from wlb.plan import IntArray
 
 TILE = 128
-"""Query rows of a tile, which attention kernels compute whole."""
+"""Query rows of a tile. Attention kernels compute whole tiles."""
 LONGEST_RUN = 1024
-"""Tokens up to which a document is cut in runs, if nothing else is said."""
+"""Documents of at most this many tokens are cut in runs by default."""
 LIGHTEST = 0.15
-"""Share of a group's tokens, of the documents with least work a token, that level its nodes."""
+"""This share of all tokens, those with least work per token, is expected to fill up the nodes."""
 
 
 class FillCut(IntEnum):
+    """How a document is cut."""
+
     WHOLE = 0
+    """Not at all."""
     SYMMETRIC = 1
-    """Tokens from both ends of what is left of a document: equal work a token in every part."""
+    """Each part has tokens from both ends of the rest, so that parts have equal work per token."""
     RUN = 2
-    """Tokens from `start` on."""
+    """Each part has consecutive tokens, of which later ones have more work."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FillPart:
-    """`size` tokens of a document, of which each is `density` ns of work. start: of a run."""
+    """A part of a document, or a whole one."""
 
-    piece: int
-    size: int
-    density: float
-    cut: FillCut = FillCut.WHOLE
-    start: int = 0
+    piece: int  # the document
+    size: int  # tokens of the part
+    density: float  # work per token in ns
+    cut: FillCut = FillCut.WHOLE  # how the document is cut
+    start: int = 0  # first token of a run
 
     @property
     def work(self) -> float:
+        """Predicted time of the part in ns."""
         return self.size * self.density
 
     def taken(self, size: int, cut: FillCut) -> "FillPart":
-        """Takes `size` tokens off and returns them; the rest of a symmetric cut is as dense."""
+        """Remove `size` tokens from this part, and return them as a part of the same density."""
         self.size -= size
         self.cut = cut
         return replace(self, size=size)
 
 
 class HeadWork:
-    """Predicted work of the first n tokens of a document, forward and backward, from a table."""
+    """A table of the predicted work of a document's first n tokens, forward and backward."""
 
     def __init__(self, longest: int, cost: WorkloadModel) -> None:
         heads = np.minimum(np.arange(0, longest + TILE, TILE), longest)
@@ -63,10 +74,14 @@ class HeadWork:
         self._ns: list[float] = (forward + backward).astype(np.float64).tolist()
 
     def of(self, size: int) -> float:
+        """Return the work in ns of the first `size` tokens, rounded up to a tile."""
         return self._ns[-(-size // TILE)]
 
     def take_run(self, part: FillPart, size: int) -> FillPart:
-        """Takes the first `size` tokens off `part` and returns them; later tokens see more keys."""
+        """Remove the first `size` tokens from `part`, and return them as a run.
+
+        The run is lighter than the rest, because later tokens see more keys.
+        """
         stop = part.start + size
         run = replace(part, size=size, cut=FillCut.RUN)
         run.density = (self.of(stop) - self.of(part.start)) / size
@@ -77,7 +92,12 @@ class HeadWork:
 
 
 def parts_of(pieces: IntArray, work: IntArray) -> list[FillPart]:
-    """Whole documents, those with most work a token first. pieces, work: shape [num_pieces]."""
+    """Return the documents as whole parts, the densest first.
+
+    Args:
+        pieces: Tokens of each document, shape [num_pieces].
+        work: Predicted time of each document in ns, shape [num_pieces].
+    """
     density = work / pieces
     order = np.argsort(-density, kind="stable").tolist()
     return [FillPart(piece=i, size=int(pieces[i]), density=float(density[i])) for i in order]
@@ -85,21 +105,21 @@ def parts_of(pieces: IntArray, work: IntArray) -> list[FillPart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillOptions:
-    """What decides where documents are cut."""
+    """Where documents are cut."""
 
     share: float = 1.0
-    """Of a mean rank's work that a part of a long document may be, at least 1. More means fewer
-    ranks and less to send."""
+    """Most work of a long document that one rank may have, over a rank's mean work. At least 1. A
+    larger value uses fewer ranks, so there is less to send, but attention takes longer."""
     whole: float = 1.0
-    """A document is cut among ranks if its work exceeds this share of a rank's, and not merely to
-    fill a rank up."""
+    """A document is cut among ranks if its work exceeds this share of a rank's work. Smaller ones
+    stay whole in step 1."""
     tile: int = TILE
     """Symmetric cuts are at multiples of this many rows."""
     longest_run: int = LONGEST_RUN
-    """Documents up to this length are cut to fill a rank up in runs of tokens. Longer ones, whose
-    runs differ more in work, are cut symmetrically, which makes two cuts of one."""
+    """In step 2, documents of at most this many tokens are cut in runs. Longer ones, whose runs
+    would differ more in work, are cut symmetrically, which makes two cuts instead of one."""
     negligible: float = 0.005
-    """Share of a rank's work beyond the lightest documents' that may be missing without a cut."""
+    """A rank may miss this share of the work that it is to get in step 1, to avoid a cut."""
 
 
 def fill(
@@ -109,9 +129,17 @@ def fill(
     heads: HeadWork,
     options: FillOptions,
 ) -> list[list[FillPart]]:
-    """Parts of each rank. parts: by falling density, and with as many tokens as there is room.
+    """Fill ranks one after the other.
 
-    rooms: tokens of each rank. scale: the work of each relative to its tokens' share.
+    Args:
+        parts: Parts by descending density, with as many tokens as all ranks together.
+        rooms: Tokens of each rank.
+        scale: Work that each rank is to get, relative to its share of the tokens.
+        heads: Work of the first tokens of a document.
+        options: Where documents are cut.
+
+    Returns:
+        The parts of each rank.
     """
     pool = [replace(part) for part in parts]
     work = sum(part.work for part in pool)
@@ -125,19 +153,28 @@ def fill(
         work -= sum(part.work for part in mine)
         weight -= room * s
         out.append(mine)
+    # The last rank gets what remains.
     return [*out, pool]
 
 
 def _dense(
     pool: list[FillPart], room: int, work: float, options: FillOptions, *, most: float
 ) -> list[FillPart]:
-    """Takes documents with much work a token, until filling up with light ones gives `work`.
+    """Take dense documents from the pool, until filling up with light ones would give `work`.
 
-    most: work that a rank may have of a document that needs several.
+    Args:
+        pool: The remaining parts by descending density. Those that are taken are removed.
+        room: Tokens of the rank.
+        work: Work that the rank is to get.
+        options: Where documents are cut.
+        most: Most work that a rank may have of a document that needs several ranks. 0 = `work`.
     """
     mine: list[FillPart] = []
     light = lightest(pool, room)
+    # Work that is missing if the rank is filled with light documents alone. Taking a dense document
+    # instead of light ones adds the difference of their densities for each token.
     lacking = share = max(0.0, work - light * room)
+    # If the densest document needs several ranks, divide it evenly among as few as `most` permits.
     if pool and 0 < share < pool[0].size * (pool[0].density - light) and most:
         num_ranks = max(-(-pool[0].work // most), -(-pool[0].size // room))
         lacking = max(share, pool[0].size * (pool[0].density - light) / num_ranks)
@@ -163,7 +200,7 @@ def _dense(
 
 
 def _symmetric(pool: list[FillPart], i: int, size: float, room: int, tile: int) -> list[FillPart]:
-    """Takes about `size` tokens of the pool's i-th document, whole tiles."""
+    """Cut about `size` tokens, in whole tiles, off the pool's i-th document symmetrically."""
     part = pool[i]
     taken = min(round(min(size, room) / tile), room // tile) * tile
     if part.size - taken < tile:
@@ -177,7 +214,7 @@ def _symmetric(pool: list[FillPart], i: int, size: float, room: int, tile: int) 
 
 
 def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -> list[FillPart]:
-    """Fills `room` with the documents that have least work a token; the last one is cut."""
+    """Take the lightest documents from the pool until they fill `room`, and cut the last one."""
     mine: list[FillPart] = []
     while room > 0:
         part = pool[-1]
@@ -195,7 +232,7 @@ def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -
 
 
 def _insert(pool: list[FillPart], part: FillPart) -> None:
-    """Puts a part where its density belongs."""
+    """Insert a part into the pool, which is sorted by descending density."""
     k = len(pool)
     while k and pool[k - 1].density < part.density:
         k -= 1
@@ -203,7 +240,7 @@ def _insert(pool: list[FillPart], part: FillPart) -> None:
 
 
 def lightest(pool: Sequence[FillPart], num_tokens: int) -> float:
-    """Work a token of the `num_tokens` that have least."""
+    """Return the mean work per token of the lightest `num_tokens` tokens of the pool."""
     tokens, work = 0, 0.0
     for part in reversed(pool):
         size = min(part.size, num_tokens - tokens)

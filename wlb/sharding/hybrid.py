@@ -1,9 +1,11 @@
-"""hybrid: long documents per document, the rest per sequence (the paper's Section 8).
+"""Strategy `hybrid`: long documents are cut over all ranks, short ones are not (Section 8).
 
-Documents of at least a threshold are cut into 2 * CP chunks each; shorter ones, from long to short,
-make a sequence of their own in 2 * CP symmetric chunks that bring ranks to equally many tokens. Up
-to 16 thresholds are priced for every micro-batch, and the static strategies compete, so hybrid is
-never predicted slower than either.
+Documents longer than a threshold are cut into 2 * CP chunks each, as by `per_document`. All others,
+from long to short, form one sequence that is cut into 2 * CP chunks, as by `per_sequence`. So most
+short documents stay whole on one rank, where attention kernels are more efficient.
+
+Up to 16 thresholds are priced for every micro-batch. The static strategies are candidates too, so
+`hybrid` is never predicted to be slower than either.
 Cost: the chunks of all documents are priced once, then a few NumPy passes for each threshold.
 """
 
@@ -27,15 +29,21 @@ from wlb.spec import ExchangeChoice
 
 STRATEGY = "hybrid"
 MOST_THRESHOLDS = 16
+"""Most thresholds that are tried for a micro-batch."""
 PRICED_WITH_EXCHANGE = 4
-"""Thresholds of which the exchange by need is priced as well."""
+"""Number of thresholds, those with the fastest attention, whose exchange is priced too."""
 
 
 def hybrid(
     lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
 ) -> ShardingPlan:
-    """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks.
-    exchange: how keys will be exchanged, of which the price takes account (`cheapest`).
+    """Shard a micro-batch by the best threshold between long and short documents.
+
+    Args:
+        lengths: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        cost: Prices by which candidates are compared (`cheapest`).
+        exchange: How ranks get each other's keys.
     """
     pieces = checked_lengths(lengths, cp)
     plans = [per_sequence(pieces, cp=cp)]
@@ -48,7 +56,7 @@ def hybrid(
 def _best_thresholds(
     pieces: IntArray, cp: int, cost: WorkloadModel, num: int
 ) -> list[ShardingPlan]:
-    """Plans of the `num` thresholds whose slowest rank attends fastest, the fastest first."""
+    """Return the plans of the `num` thresholds with the fastest attention, the fastest first."""
     # 1. Sort from long to short, so that the long documents of any threshold are a prefix.
     order = np.argsort(-pieces, kind="stable")
     ordered = pieces[order]
@@ -71,9 +79,13 @@ def _best_thresholds(
 
 
 def _thresholds(ordered: IntArray) -> list[int]:
-    """How many documents are long, for each threshold tried; `ordered` falls, shape [n].
+    """Return the number of long documents for each threshold that is tried.
 
-    Between two distinct lengths each; where there are many, evenly spread over the tokens.
+    A threshold lies between two distinct lengths. If there are too many, thresholds are taken that
+    divide the tokens evenly.
+
+    Args:
+        ordered: Lengths in descending order, shape [n].
     """
     ends = np.flatnonzero(np.append(ordered[1:] < ordered[:-1], True)) + 1
     counts = np.append(0, ends)
@@ -84,22 +96,35 @@ def _thresholds(ordered: IntArray) -> list[int]:
 
 
 def shares_of(total: int, held: IntArray) -> IntArray:
-    """Tokens of each rank, at most one apart; ranks that hold more already get the odd tokens."""
+    """Divide `total` tokens over ranks, at most one token apart.
+
+    If they do not divide evenly, the ranks that already have most tokens get one more.
+
+    Args:
+        total: Tokens of the micro-batch.
+        held: Tokens that each rank already has, shape [cp].
+
+    Returns:
+        Tokens that each rank is to have in the end, shape [cp].
+    """
     shares = np.full(held.size, total // held.size, np.int64)
     shares[np.argsort(-held, kind="stable")[: total % held.size]] += 1
     return shares
 
 
 def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans:
-    """Documents [num_long, n) as one sequence in 2 * cp chunks.
+    """Cut the short documents, as one sequence, into 2 * cp chunks.
 
-    held: tokens each rank has already, at most one apart, shape [cp]. Chunks are sized so that with
-    them ranks still differ by at most one.
+    Args:
+        ordered: Lengths in descending order, shape [n].
+        num_long: Number of long documents; the short ones follow them.
+        held: Tokens of long documents that each rank has, at most one apart, shape [cp]. Chunks are
+            sized so that ranks differ by at most one token in the end.
     """
     cp = held.size
     rest = shares_of(int(ordered.sum()), held) - held
     head = (rest + 1) // 2
-    # The last rank's two chunks are adjacent and form one chunk.
+    # The last rank's two chunks are adjacent, so they form one chunk.
     edges = np.delete(offsets_of(np.concatenate([head, (rest - head)[::-1]])), cp)
     ranks = np.delete(head_tail_ranks(cp), cp)
     spans = cut_sequence(ordered[num_long:], edges, ranks)
@@ -109,12 +134,20 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans
 def _long_parts(
     start: IntArray, stop: IntArray, cost: WorkloadModel, counts: list[int]
 ) -> tuple[IntArray, list[IntArray]]:
-    """Times and tokens of each rank for the first k documents, for each k in counts.
+    """Price the long documents of each threshold.
 
-    (forward and backward time, shape [2, num_counts, cp]; tokens, each of shape [cp]).
+    Args:
+        start: First token of each chunk of each document, shape [n, 2 * cp].
+        stop: End of each chunk, shape [n, 2 * cp].
+        cost: Prices.
+        counts: Number of long documents for each threshold.
+
+    Returns:
+        Forward and backward time of each rank, shape [2, num_counts, cp], and for each threshold
+        the tokens of each rank, shape [cp].
     """
     cp = start.shape[1] // 2
-    # The last rank's two chunks are adjacent and form one segment.
+    # The last rank's two chunks are adjacent, so they form one segment.
     begin = start.copy()
     begin[:, cp] = start[:, cp - 1]
     q = stop - begin
@@ -128,9 +161,12 @@ def _long_parts(
 
 
 def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
-    """Slowest rank's forward plus slowest rank's backward, of each part and the times before it.
+    """Return the attention time of each threshold: slowest forward plus slowest backward.
 
-    times: shape [2, num_parts, cp].
+    Args:
+        times: Forward and backward time of each rank on the long documents, [2, num_parts, cp].
+        parts: Spans of the short documents, for each threshold.
+        cost: Prices.
     """
     cp = times.shape[2]
     start = np.concatenate([p.start for p in parts])
@@ -138,8 +174,8 @@ def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> 
     rank = np.concatenate([p.rank + i * cp for i, p in enumerate(parts)])
     total = times.copy()
     for i, priced in enumerate(cost.segment_times_ns(stop - start, stop)):
-        # float64 is exact below 2^53 ns (104 days); beyond that, rounding may only change the
-        # choice.
+        # float64 is exact below 2^53 ns (104 days). Beyond that, rounding can only change which
+        # plan is chosen.
         sums = np.bincount(rank, weights=priced, minlength=len(parts) * cp)
         total[i] += sums.astype(np.int64).reshape(-1, cp)
     return total.max(2).sum(0)

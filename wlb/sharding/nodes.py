@@ -1,10 +1,15 @@
-"""Splits documents over nodes by work, whole where a node can have them, before ranks are filled.
+"""Divides documents over nodes by work before ranks are filled, and keeps them whole if possible.
 
-From most work a token to least, each document goes to the node that lacks most of its share, filled
-up with light documents. Nodes' tokens are then made equal by swaps of short documents and, for the
-few tokens that remain, by moving the beginning of one: rows between nodes are many times as dear
-as rows inside. Only a document of more than `share` of a node's work, or more tokens than a node
-has, is cut among nodes. Cost: a Python loop over documents, and pairs of short ones.
+Rows that move between nodes are many times as expensive as rows that move inside a node.
+
+1. From the densest document (most work per token) to the lightest, each goes to the node that lacks
+   most of its share of the work.
+2. A document with more than `share` of a node's work, or with more tokens than a node has, is cut
+   among nodes. All others stay whole.
+3. Swaps of short documents make the numbers of tokens nearly equal. For the few tokens that remain,
+   the beginning of one document moves.
+
+Cost: a Python loop over documents, and over pairs of short ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +18,7 @@ from dataclasses import replace
 from wlb.sharding.fill import LIGHTEST, LONGEST_RUN, TILE, FillCut, FillPart, HeadWork, lightest
 
 SWAPPED = 24
-"""Short documents of a node that swaps are tried with."""
+"""Number of documents of a node, the shortest ones, with which swaps are tried."""
 
 
 def split(
@@ -24,35 +29,46 @@ def split(
     *,
     share: float,
 ) -> list[list[FillPart]]:
-    """Parts of each node, by falling density; arguments as of `fill`."""
+    """Divide parts over nodes.
+
+    Args:
+        parts: Whole documents by descending density, with as many tokens as all nodes together.
+        rooms: Tokens of each node.
+        scale: Work that each node is to get, relative to its share of the tokens.
+        heads: Work of the first tokens of a document.
+        share: Most work of one document that a node may have, over a node's work. At least 1.
+
+    Returns:
+        The parts of each node, by descending density.
+    """
     nodes = _Nodes(parts, rooms, scale, share)
     for part in parts:
         nodes.place(replace(part))
     nodes.level(heads)
-    return [sorted(mine, key=lambda part: -part.density) for mine in nodes.parts]
+    return [sorted(node_parts, key=lambda part: -part.density) for node_parts in nodes.parts]
 
 
 class _Nodes:
-    """room: tokens that each node can still take, below 0 for one that has too many. lacks: of its
-    share of the work, if light documents filled it up.
-    """
+    """The nodes and the parts that were assigned to them so far."""
 
     def __init__(
         self, parts: Sequence[FillPart], rooms: Sequence[int], scale: Sequence[float], share: float
     ) -> None:
         work, tokens = sum(part.work for part in parts), sum(rooms)
+        # Work per token of the light documents that are expected to fill up the nodes.
         self.light = lightest(parts, round(tokens * LIGHTEST))
+        # Tokens of each node, and tokens that it can still take (below 0 if it has too many).
         self.rooms, self.room = list(rooms), list(rooms)
         shares = [work * room / tokens * s for room, s in zip(rooms, scale, strict=True)]
+        # Most work of one document in a node, and by how much it exceeds the node's share.
         self.most = share * max(shares)
         self.over = self.most - self.most / share
+        # Work that each node lacks if light documents filled the rest of it.
         self.lacks = [w - self.light * room for w, room in zip(shares, rooms, strict=True)]
         self.parts: list[list[FillPart]] = [[] for _ in rooms]
 
     def place(self, part: FillPart) -> None:
-        """Gives a document to the node that lacks most work, or to several if no node can have
-        it.
-        """
+        """Assign a document to the node that lacks most work; cut it if it is too large."""
         if part.work > self.most or part.size > max(self.rooms):
             self._cut(part)
             return
@@ -61,6 +77,7 @@ class _Nodes:
         if with_room:
             self._give(max(with_room, key=lambda n: self.lacks[n]), part)
         else:
+            # No node has room: exceed the room of one, which `level` makes up for.
             self._give(max(nodes, key=lambda n: self.room[n]), part)
 
     def _give(self, node: int, part: FillPart) -> None:
@@ -69,7 +86,7 @@ class _Nodes:
         self.lacks[node] -= part.size * (part.density - self.light)
 
     def _cut(self, part: FillPart) -> None:
-        """Shares a document symmetrically among the nodes that lack most work."""
+        """Cut a document symmetrically among the nodes that lack most work."""
         more = part.density - self.light
         for node in sorted(range(len(self.room)), key=lambda n: -self.lacks[n]):
             lacking = max(0.0, self.lacks[node] + self.over)
@@ -84,7 +101,7 @@ class _Nodes:
         self._give(max(range(len(self.room)), key=lambda n: self.room[n]), part)
 
     def level(self, heads: HeadWork) -> None:
-        """Makes every node's tokens what it has room for."""
+        """Move documents between nodes until each has exactly as many tokens as it has room for."""
         while True:
             giver = min(range(len(self.room)), key=lambda n: self.room[n])
             taker = max(range(len(self.room)), key=lambda n: self.room[n])
@@ -95,24 +112,33 @@ class _Nodes:
                 self._move(giver, taker, wanted, heads)
 
     def _swap(self, giver: int, taker: int, wanted: int) -> bool:
-        """Swaps documents, or gives one, where that halves what one node has too many at least."""
-        mine, theirs = (self._short(node) for node in (giver, taker))
-        pairs = [(abs(a.size - wanted), i, -1) for i, a in enumerate(mine)]
+        """Swap two documents, or move one, if that at least halves the surplus of `giver`.
+
+        Args:
+            giver: The node with too many tokens.
+            taker: The node with too few.
+            wanted: Tokens that should move.
+
+        Returns:
+            Whether a swap was made.
+        """
+        givers, takers = (self._short(node) for node in (giver, taker))
+        pairs = [(abs(a.size - wanted), i, -1) for i, a in enumerate(givers)]
         pairs += [
             (abs(a.size - b.size - wanted), i, j)
-            for i, a in enumerate(mine)
-            for j, b in enumerate(theirs)
+            for i, a in enumerate(givers)
+            for j, b in enumerate(takers)
         ]
         left, i, j = min(pairs, default=(wanted, 0, 0))
         if left * 2 > wanted:
             return False
-        self._hand(giver, taker, mine[i])
+        self._hand(giver, taker, givers[i])
         if j >= 0:
-            self._hand(taker, giver, theirs[j])
+            self._hand(taker, giver, takers[j])
         return True
 
     def _short(self, node: int) -> list[FillPart]:
-        """The shortest whole documents of a node, at most `SWAPPED`."""
+        """Return up to `SWAPPED` of the shortest whole documents of a node."""
         whole = [part for part in self.parts[node] if part.cut == FillCut.WHOLE]
         return sorted(whole, key=lambda part: part.size)[:SWAPPED]
 
@@ -123,7 +149,7 @@ class _Nodes:
         self._give(taker, part)
 
     def _move(self, giver: int, taker: int, size: int, heads: HeadWork) -> None:
-        """Moves `size` tokens, by preference the first ones of a short document."""
+        """Move `size` tokens of one document, preferably the first ones of a short document."""
         longer = sorted((p for p in self.parts[giver] if p.size > size), key=lambda p: p.size)
         if not longer:
             self._hand(giver, taker, max(self.parts[giver], key=lambda p: p.size))

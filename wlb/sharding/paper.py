@@ -1,9 +1,18 @@
-"""The paper's sharding over context-parallel ranks, in the order of its Section 5.
+"""The paper's sharding of a micro-batch over context-parallel ranks, in the order of its Section 5.
 
-`per_sequence` (Section 3.1) and `per_document` (5.1) cut a micro-batch into chunks; `from_spans`
-makes a plan of such spans; `cheapest` prices plans (5.3); `shard` chooses by a strategy's name, and
-its "adaptive" is the paper's choice between the two. The strategies of other files (`hybrid`,
-`balanced`) are made of the same parts. Cost: a few NumPy passes over pieces and chunks.
+1. `per_sequence` (Section 3.1) cuts the packed sequence into 2 * CP chunks, and `per_document`
+   (Section 5.1) cuts each document into as many. Rank r takes chunks r and 2 * CP - 1 - r:
+
+       chunk     0  1  2  3  4  5  6  7      with CP = 4. Chunks at the front are cheap, since they
+       rank      0  1  2  3  3  2  1  0      see few keys; each rank has a cheap and a dear one.
+
+2. `from_spans` makes a plan of such spans.
+3. `cheapest` prices several plans and takes the fastest (Section 5.3).
+4. `shard` applies the strategy with a given name. Its "adaptive" is the paper's choice between the
+   two static strategies.
+
+The strategies of other files (`hybrid`, `balanced`) use the same functions.
+Cost: a few NumPy passes over pieces and chunks.
 """
 
 from collections.abc import Sequence
@@ -32,14 +41,18 @@ if TYPE_CHECKING:
 
 GATHER = ExchangeChoice.GATHER
 NAMES = tuple(map(str, Strategy))
+"""Names of all strategies."""
 WITH_REMAINDER = ("per_document", "adaptive")
-"""Strategies that may deal left-over tokens one by one."""
+"""Strategies that support `remainder = "one_by_one"`."""
 STRATEGIES = tuple(name for name in NAMES if name != "adaptive")
-"""Values of a plan's `strategy`; a plan by "adaptive" has the name of the chosen one."""
+"""Values of a plan's `strategy`; a plan of "adaptive" has the name of the strategy it chose."""
 
 
 class RankedSpans(NamedTuple):
-    """Span i = tokens [start[i], stop[i]) of piece[i], on rank[i]; all of shape [num_spans]."""
+    """Spans with their ranks: tokens [start[i], stop[i]) of piece[i] are on rank[i].
+
+    All arrays have shape [num_spans].
+    """
 
     piece: IntArray
     start: IntArray
@@ -48,16 +61,17 @@ class RankedSpans(NamedTuple):
 
 
 def per_sequence(lengths: IntLike, *, cp: int) -> ShardingPlan:
-    """Shard a micro-batch in 2 * CP symmetric chunks of the packed sequence (Section 3.1).
+    """Shard a micro-batch into 2 * CP symmetric chunks of the packed sequence (Section 3.1).
 
-    Rank r takes chunks r and 2*CP-1-r, as Llama 3's sharding does. Balanced for one document;
-    documents packed together can leave a rank with much more attention work. Chunks differ by at
-    most one token (the paper pads to a multiple; here any total works): the first (S mod 2*CP)
-    chunks are longer, so ranks' tokens differ by at most one.
+    Rank r takes chunks r and 2 * CP - 1 - r, as in Llama 3. This is balanced for a single document.
+    With several documents in the sequence, one rank may get much more attention work than another.
+
+    The paper pads the sequence to a multiple of 2 * CP. Here the first S mod (2 * CP) chunks of S
+    tokens are one token longer instead, so ranks differ by at most one token.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
-        cp: Ranks.
+        cp: Number of CP ranks.
     """
     pieces = checked_lengths(lengths, cp)
     base, extra = divmod(int(pieces.sum()), 2 * cp)
@@ -67,16 +81,19 @@ def per_sequence(lengths: IntLike, *, cp: int) -> ShardingPlan:
 
 
 def head_tail_ranks(cp: int) -> IntArray:
-    """Rank of each of 2 * cp chunks: 0, 1, ..., cp-1, cp-1, ..., 1, 0."""
+    """Return the rank of each of 2 * cp chunks: 0, 1, ..., cp-1, cp-1, ..., 1, 0."""
     up = np.arange(cp, dtype=np.int64)
     return np.concatenate([up, up[::-1]])
 
 
 def cut_sequence(lengths: IntArray, edges: IntArray, rank: IntArray) -> RankedSpans:
-    """The spans that chunks of a packed sequence come to.
+    """Cut chunks of a packed sequence at the ends of its pieces, and return the spans.
 
-    lengths: tokens of each piece in the sequence's order, shape [num_pieces]. Chunk i = tokens
-    [edges[i], edges[i + 1]) of the sequence, on rank[i]; edges go from 0 to the total, not down.
+    Args:
+        lengths: Tokens of each piece, in the order of the sequence, shape [num_pieces].
+        edges: Chunk i has tokens [edges[i], edges[i + 1]) of the sequence. Edges ascend from 0 to
+            the number of tokens, shape [num_chunks + 1].
+        rank: Rank of each chunk, shape [num_chunks].
     """
     offsets = offsets_of(lengths)
     cuts = distinct(np.concatenate([edges, offsets]))
@@ -89,25 +106,26 @@ def cut_sequence(lengths: IntArray, edges: IntArray, rank: IntArray) -> RankedSp
 def per_document(
     lengths: IntLike, *, cp: int, remainder: Remainder | str = Remainder.MERGED
 ) -> ShardingPlan:
-    """Shard a micro-batch in 2 * CP symmetric chunks of each document (Section 5.1).
+    """Shard a micro-batch into 2 * CP symmetric chunks of each document (Section 5.1).
 
-    Rank r takes chunks r and 2*CP-1-r of every document, so ranks get equal tokens and equal
-    attention, without padding. Deviations: a chunk has d // (2 * CP) tokens (e_i in the text lacks
-    the factor); the d mod (2 * CP) left-over tokens lengthen chunks by one, dealt to the ranks in
-    turn across documents, so that ranks differ by at most one token. A short document leaves some
-    chunks empty.
+    Rank r takes chunks r and 2 * CP - 1 - r of every document, so ranks get equal tokens and equal
+    attention without padding. A short document leaves some chunks empty.
+
+    Deviations from the paper: a chunk has d // (2 * CP) tokens (e_i in the text lacks the factor).
+    Each of the d mod (2 * CP) left-over tokens makes one chunk a token longer. They go to the ranks
+    round-robin, continued from document to document, so ranks differ by at most one token.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
-        cp: Ranks.
-        remainder: "one_by_one" deals left-over tokens as the paper does, to compare with: each is a
-            kernel segment that costs a full tile.
+        cp: Number of CP ranks.
+        remainder: "one_by_one" assigns left-over tokens as the paper does, for comparison. Each of
+            them is a kernel segment by itself, which costs a full tile.
     """
     pieces = checked_lengths(lengths, cp)
-    # A single rank gets all tokens, so that none have to be dealt.
+    # A single rank gets all tokens, so there is no remainder to distribute.
     remainder = Remainder(remainder) if cp > 1 else Remainder.MERGED
     start, stop = document_chunks(pieces, cp, grows=remainder == Remainder.MERGED)
-    # Spans are ordered by rank, then by piece, with the head chunk before the tail chunk.
+    # Order spans by rank, then by piece, with the head chunk before the tail chunk.
     heads_tails = [np.stack([x[:, :cp], x[:, : cp - 1 : -1]], 2) for x in (start, stop)]
     begin, end = (x.transpose(1, 0, 2).ravel() for x in heads_tails)
     piece = np.tile(np.repeat(np.arange(pieces.size), 2), cp)
@@ -123,18 +141,24 @@ def per_document(
 
 
 def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[IntArray, IntArray]:
-    """Start and stop of the 2 * cp chunks of each document, shape [num_pieces, 2 * cp] each.
+    """Return start and stop of the 2 * cp chunks of each document.
 
-    grows: left-over tokens lengthen chunks, dealt to the ranks in turn across documents; otherwise
-    they are left out (they lie at each document's end). Chunks r and 2 * cp - 1 - r are rank r's.
+    Args:
+        lengths: Tokens of each document, shape [num_pieces].
+        cp: Number of CP ranks. Rank r takes chunks r and 2 * cp - 1 - r.
+        grows: Whether left-over tokens make chunks longer. False leaves out the last
+            length mod (2 * cp) tokens of each document.
+
+    Returns:
+        Two arrays of shape [num_pieces, 2 * cp].
     """
     base, over = np.divmod(lengths, 2 * cp)
     if not grows:
         stop = base[:, None] * np.arange(1, 2 * cp + 1)
         return stop - base[:, None], stop
-    # Left-over tokens are dealt to ranks in turn, from the rank after the one that got the previous
-    # document's last. A rank's first such token goes to its head chunk, its second to its tail
-    # chunk.
+    # Left-over tokens go to ranks round-robin, from the rank after the one that got the previous
+    # document's last. A rank's first left-over token of a document goes to its head chunk, and its
+    # second to its tail chunk.
     first = (np.cumsum(over) - over) % cp
     turn = (np.arange(cp) - first[:, None]) % cp
     served = np.concatenate([turn, turn[:, ::-1] + cp], 1)
@@ -144,7 +168,7 @@ def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[
 
 
 def checked_lengths(values: IntLike, cp: int) -> IntArray:
-    """Lengths of a micro-batch's pieces; UserError for one without tokens, and for cp below 1."""
+    """Return the lengths as an array; a piece without tokens, or cp below 1, is a UserError."""
     lengths = int_array("lengths", values)
     check_at_least("cp", cp, 1)
     if (bad := first_true(lengths < 1)) is not None:
@@ -153,14 +177,20 @@ def checked_lengths(values: IntLike, cp: int) -> IntArray:
 
 
 def from_spans(lengths: IntArray, spans: RankedSpans, *, cp: int, strategy: str) -> ShardingPlan:
-    """The plan of these spans of pieces of `lengths` tokens, rank-major and without empty spans.
+    """Make a plan of spans: sort them by rank, drop empty ones and merge adjacent ones.
 
-    Spans of a rank keep their order; neighbours in it that join are merged, because each span is a
-    kernel segment.
+    Spans of a rank keep their order. If one span continues the previous one, they are merged,
+    because each span is a kernel segment.
+
+    Args:
+        lengths: Tokens of each piece, shape [num_pieces].
+        spans: Spans that cover every token once.
+        cp: Number of CP ranks.
+        strategy: Name of the strategy.
     """
     piece, start, stop, rank = spans
     if rank.size > 1 and (rank[1:] < rank[:-1]).any():
-        # NumPy sorts int16 by counting, so ranks are cast to int16 if they fit.
+        # NumPy sorts int16 by a fast radix sort, so cast ranks to int16 if they fit.
         order = np.argsort(rank.astype(np.int16 if cp < 2**15 else np.int64), kind="stable")
         piece, start, stop, rank = piece[order], start[order], stop[order], rank[order]
     if (filled := stop > start).sum() < start.size:
@@ -187,24 +217,26 @@ def cheapest(
     strategy: str = "",
     exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
-    """The plan whose slowest rank is predicted to finish first, with its price; ties: the first.
+    """Return the plan whose slowest rank is predicted to finish first, with predicted times.
 
-    Segments (q = span tokens, kv = span end) of every rank are priced, forward and backward, in one
-    call over the spans of all candidates (Section 5.3). Linear layers do not enter, because every
-    strategy gives all ranks the same number of rows, nor does an all-gather, which moves them all.
-    Summaries of linear layers do (`SummaryPrices`), because they depend on where documents are cut.
+    The price of a rank is that of its attention segments, forward and backward (Section 5.3). A
+    segment has a span's tokens as queries, and all tokens up to the span's end as keys. All
+    candidates are priced in one call.
 
-    With another exchange than gather, what ranks wait for it counts as well, and of plans that take
-    equally long the one that moves fewest rows is taken.
+    Linear layers do not matter, because all ranks have equally many rows, and neither does an
+    all-gather, which always moves all rows. Summaries of linear-attention layers do
+    (`SummaryPrices`), because they depend on where documents are cut. If the exchange may be
+    `needed`, the time that ranks wait for it counts too, and of equally fast plans the one that
+    moves fewest rows is taken. Otherwise the first of equally fast plans is taken.
 
     Args:
         plans: Candidates, all over the same ranks.
-        cost: Prices of segments, and of an exchange by need.
-        strategy: The name that the plan takes; "" leaves its own.
-        exchange: How ranks will get each other's keys; "auto" tries both.
+        cost: Prices of segments and of an exchange.
+        strategy: Name that the plan gets. "" keeps the candidate's name.
+        exchange: How ranks get each other's keys. "auto" tries both ways for each plan.
 
     Raises:
-        UserError: The exchange is unknown.
+        UserError: If the exchange is unknown.
     """
     if exchange not in set(ExchangeChoice):
         raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")
@@ -219,7 +251,8 @@ def cheapest(
         names = list(KeyExchange) if is_auto else [KeyExchange(exchange)]
         found: list[tuple[tuple[float, float], int, ShardingPlan]] = []
         for i in map(int, np.argsort(slowest, kind="stable")):
-            # Waits only add to the kernels, so no plan from here on can be the fastest.
+            # Plans come by ascending attention time, and waiting only adds to it. So none of the
+            # remaining plans can be the fastest.
             if found and slowest[i] > found[0][0][0]:
                 break
             tried = [replace(plans[i], exchange=name) for name in names]
@@ -238,8 +271,14 @@ def cheapest(
 def _with_waits(
     plan: ShardingPlan, cost: WorkloadModel, kernels: Sequence[IntArray]
 ) -> tuple[float, float]:
-    """The slowest rank's time of both passes, with what is waited for the exchange, and the rows
-    that travel by need. kernels: forward and backward of each rank, [cp] each.
+    """Return a plan's price with its exchange: (time of the slowest rank in ns, rows that move).
+
+    Rows count 0 for an all-gather.
+
+    Args:
+        plan: The plan, with its exchange.
+        cost: Prices.
+        kernels: Attention time of each rank in forward and in backward, shape [cp] each.
     """
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)
@@ -257,26 +296,29 @@ def shard(
     remainder: Remainder | str = Remainder.MERGED,
     exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
-    """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
+    """Shard a micro-batch by the strategy of this name.
 
     "adaptive" takes the static strategy whose slowest rank is predicted to finish first (Section
-    5.3; per_sequence in a tie), and its plan has the name of that one.
+    5.3), or per_sequence if both are equal. Its plan has the name of the strategy it took.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Ranks of the context-parallel group.
         strategy: One of `NAMES`.
-        cost: Prices by which plans are compared: a `WorkloadModel`, or another form of
-            `wlb.balance.balance_step`'s cost that prices segments, such as a config.json's path.
-        remainder: What per_document does with left-over tokens, also as adaptive's candidate.
-        exchange: How ranks get each other's keys; "auto" decides by `cost`. Strategies take account
-            of it, and one rank needs none.
+        cost: Prices by which plans are compared: a `WorkloadModel`, or any other cost that
+            `wlb.balance.balance_step` takes and that prices segments, such as the path of a
+            config.json.
+        remainder: How per_document assigns left-over tokens, also as a candidate of adaptive.
+        exchange: How ranks get each other's keys. "auto" decides by price.
+
+    Returns:
+        The plan, with each rank's predicted attention time.
 
     Raises:
-        UserError: The strategy or the cost is unknown, or it does not have this remainder.
-        ValueError: The plan would lose or repeat a token.
+        UserError: If the strategy or the cost is unknown, or the strategy lacks this remainder.
+        ValueError: If the plan would lose or repeat a token.
     """
-    # Both build on this file.
+    # These two files import this one.
     from wlb.sharding.balanced import balanced
     from wlb.sharding.hybrid import hybrid
 
