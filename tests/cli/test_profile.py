@@ -107,7 +107,7 @@ def test_records_give_a_node_as_many_ranks_as_is_said_and_no_other_sweep(small, 
     # The records are kept for the same sweep alone.
     assert profile(tmp_path, "--no-plots", "--set", "model.hidden_size=96") == 2
     told = capsys.readouterr().err
-    assert "mine.sweep.jsonl holds the records of another sweep (model.hidden_size: " in told
+    assert "mine.sweep.jsonl has the records of another sweep (model.hidden_size: " in told
     assert " there, 96 now); remove it" in told
     assert "remove it or give another --out" in told
 

@@ -117,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
     best, masks_labels = tuning.recommended, sources.masks_labels(source)
     is_constant = not masks_labels and uneven(best.summary, spec.training.loss_normalizer)
     keys = settings.all_keys(options, best.overrides, is_constant=is_constant)
-    command = shlex.join(["wlb", "train", options.name, "--set", *keys])
+    store = [] if options.corpus else ["data.store=PREFIX"]
+    command = shlex.join(["wlb", "train", options.name, "--set", *store, *keys])
     model = settings.priced_model(options, spec, cost.profile.name)
     chosen = load(options.name, keys)
     why = f"recommended: {best.summary.label}; predicted for {model}"
@@ -153,11 +154,12 @@ def run(options: argparse.Namespace) -> int:
         return 0
     choices = (
         PackingChoice("usual loader", usual_row, 1.0),
-        PackingChoice(f"{options.name} as it is set", own_row, 1 - hours["own"]),
+        PackingChoice(f"of {options.name}", own_row, 1 - hours["own"]),
         PackingChoice("recommended", best.summary, 1 - hours["recommended"]),
     )
     screen = console(markup=False)
-    screen.print(switch_verdict(options.name, switch, steps=len(sample)))
+    saved = {"best": hours["recommended"], "own": hours["own"]}
+    screen.print(switch_verdict(options.name, **saved, error=switch.error, steps=len(sample)))
     for line in _fits(options, filled):
         screen.print(line)
     screen.print(choice_table(choices))
@@ -166,19 +168,22 @@ def run(options: argparse.Namespace) -> int:
     screen.print(f"Use it: {command}", soft_wrap=True)
     if not options.corpus:
         screen.print(
-            "Lengths alone cannot be trained on: add data.store=PREFIX, the token store of your "
-            "documents, to the command."
+            "PREFIX: your documents as a token store, which `wlb prepare` makes; Megatron's .bin and "
+            ".idx files are one. Other training loops take the same settings: wlb/adapters/README.md."
         )
     if is_constant:
         screen.print(
-            f"It sets training.loss_normalizer=constant, so that every label weighs the same in "
-            f"the loss although steps differ in tokens. With the mean over each step's labels, "
-            f"labels of the longest documents would count {best.summary.long_weight:.2f} times as "
-            f"much as the average label."
+            f"training.loss_normalizer=constant: the loss is divided by a constant instead of the "
+            f"step's number of labels, because steps differ in tokens. So every label weighs the "
+            f"same; without it, labels of the longest documents would have "
+            f"{best.summary.long_weight:.2f} of the mean weight."
         )
     for line in (how_chosen(tuning), *left_out, *facts.lines):
         screen.print(line)
-    screen.print(f"Times are predicted for {model}.")
+    screen.print(
+        f"Predicted for {model}. For another model or cluster give its preset or TOML file instead "
+        f"of {options.name}."
+    )
     if options.all:
         screen.print(f"As {options.name} is set: {gain}.")
         screen.print(tuning_table(tuning, rows=options.rows))
@@ -217,10 +222,11 @@ def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
     """Say in a sentence whether the recommended setting fits a GPU's memory; nothing on a CPU."""
     if options.device == "cpu":
         return []
-    need, planned = memory_estimate(chosen).total_bytes, gpu_budget(chosen).planned_bytes
+    need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)
+    planned = budget.planned_bytes
     needs = (
         f"the fullest of {chosen.parallel.world_size:,} GPUs needs {need / GIB:.1f} GiB, and "
-        f"training may use {planned / GIB:.1f} GiB"
+        f"training may use {planned / GIB:.1f} of its {budget.gib:g} GiB"
     )
     if need <= planned:
         return [f"It fits: {needs}."]

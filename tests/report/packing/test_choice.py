@@ -3,34 +3,40 @@
 import pytest
 
 from wlb.report.packing.choice import in_words, switch_verdict
-from wlb.simulate.forecast import SavedShare
 from wlb.spec import PackingSection, Policy
 
 
 @pytest.mark.parametrize(
-    ("share", "said"),
+    ("best", "error", "said"),
     [
-        (SavedShare(0.012, 0.002), "The recommended packing would save 1.2% of the GPU hours of"),
-        (SavedShare(-0.012, 0.002), "Keep 7b as it is set: the best packing that was tried takes"),
-        (SavedShare(0.012, 0.012), "Repeat with --steps 1500 to know."),
-        (SavedShare(0.004, 0.003), "Repeat with --steps 240 to know."),
-        (SavedShare(0.001, 0.002), "Either will do."),
-        (SavedShare(0.012, None), "repeat with more --steps."),
+        (0.076, 0.002, "The difference has a standard error of 0.2% (160 steps)."),
+        (0.052, 0.002, "Keep the packing of 7b: it saves 6.4% of the usual loader's GPU hours"),
+        (0.076, 0.012, "too few to trust the difference, whose standard error is 1.2%: repeat"),
+        (0.076, 0.012, "--steps 1500."),
+        (0.068, 0.003, "--steps 240."),
+        (0.065, 0.002, "Either will do: the difference has a standard error of 0.2%."),
+        (0.076, None, "repeat with more --steps."),
     ],
 )
-def test_a_switch_is_judged_by_its_standard_error(share: SavedShare, said: str) -> None:
-    assert said in switch_verdict("7b", share, steps=160)
+def test_a_switch_is_judged_by_its_standard_error(
+    best: float, error: float | None, said: str
+) -> None:
+    verdict = switch_verdict("7b", best=best, own=0.064, error=error, steps=160)
+    assert said in verdict
+    assert (f"would save {best:.1%}" in verdict) == (error is not None and best > 0.064)
 
 
 def test_settings_in_words() -> None:
     bounded = PackingSection(policy=Policy.BOUNDED, step_tokens=1.1, delay_price=0.01875)
     assert in_words(bounded) == (
-        "policy bounded, micro-batches of at most 1.5 context windows, steps of at most 1.1 global "
-        "batches, and a delay price of 0.019 (documents wait at most 10 steps)"
+        "policy bounded, which lets a long document wait until a step with it is balanced, at most "
+        "10 steps. Micro-batches have at most 1.5 context windows of tokens, and steps at most 1.1 "
+        "global batches"
     )
     assert in_words(PackingSection()) == (
-        "policy var_len, micro-batches of at most 1.5 context windows, and waiting queues for "
-        "documents from 0.2 and 0.63 windows on"
+        "policy var_len (the paper's Algorithm 1), whose queues keep documents from 0.2 and 0.63 "
+        "context windows on until every micro-batch gets one. Micro-batches have at most 1.5 "
+        "context windows of tokens"
     )
     none = PackingSection(queue_thresholds=())
-    assert in_words(none).endswith("and no waiting queue")
+    assert "in which no document waits in a queue" in in_words(none)

@@ -10,7 +10,6 @@ from wlb.packing.study.measure import PackingSummary
 from wlb.packing.study.tune import SAME, Tuning
 from wlb.report.packing.tables import thousands
 from wlb.report.tables import new_table
-from wlb.simulate.forecast import SavedShare
 from wlb.spec import PackingSection, Policy
 
 SIGNIFICANT = 2.0
@@ -28,40 +27,42 @@ class PackingChoice(NamedTuple):
     hours: float  # simulated GPU hours, relative to the usual loader's
 
 
-def switch_verdict(name: str, switch: SavedShare, *, steps: int) -> str:
+def switch_verdict(name: str, *, best: float, own: float, error: float | None, steps: int) -> str:
     """Say whether changing the run to the recommended packing is worth it.
 
     Args:
         name: The preset or file that is tuned.
-        switch: Share of the run's present GPU hours that the recommended packing saves.
+        best: Share of the usual loader's GPU hours that the recommended packing saves.
+        own: The same of the run's present packing.
+        error: Standard error of the difference; None if there are too few steps to know it.
         steps: Global batches that were simulated.
     """
-    saved, error = switch.saved, switch.error
     if error is None:
         return (
             f"{steps} steps are too few to say whether another packing of {name} saves GPU hours: "
             f"repeat with more --steps."
         )
-    known = f"simulated over {steps:,} steps, standard error {error:.1%}"
-    if saved > SIGNIFICANT * error:
-        return (
-            f"The recommended packing would save {saved:.1%} of the GPU hours of {name} as it is "
-            f"set ({known})."
-        )
+    saved = best - own
     if saved < -SIGNIFICANT * error:
         return (
-            f"Keep {name} as it is set: the best packing that was tried takes {-saved:.1%} more "
-            f"GPU hours ({known})."
+            f"Keep the packing of {name}: it saves {own:.1%} of the usual loader's GPU hours, and "
+            f"the best other packing that was tried saves {best:.1%}."
         )
     verdict = (
-        f"{steps:,} steps cannot tell the recommended packing from {name} as it is set: the "
-        f"difference is {saved:.1%} of GPU hours, with a standard error of {error:.1%}."
+        f"The recommended packing would save {best:.1%} of the usual loader's GPU hours; the "
+        f"packing of {name} saves {own:.1%}."
     )
+    if saved > SIGNIFICANT * error:
+        return f"{verdict} The difference has a standard error of {error:.1%} ({steps:,} steps)."
     # A third of the saving, so that the next verdict is unlikely to be another draw.
     enough = max(FINE, abs(saved) / 3)
     if error <= enough:
-        return f"{verdict} Either will do."
-    return f"{verdict} Repeat with --steps {_rounded_up(steps * (error / enough) ** 2)} to know."
+        return f"{verdict} Either will do: the difference has a standard error of {error:.1%}."
+    more = _rounded_up(steps * (error / enough) ** 2)
+    return (
+        f"{verdict} But {steps:,} steps are too few to trust the difference, whose standard error "
+        f"is {error:.1%}: repeat with --steps {more}."
+    )
 
 
 def _rounded_up(number: float) -> int:
@@ -75,9 +76,9 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
         "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "
-        "ends; GPU hours: simulated, relative to it; imbalance: time of the slowest micro-batches "
-        "over the mean of all, 1.000 is perfect; delay: steps that a token waits until it is "
-        "trained; most tokens: of a micro-batch"
+        "ends; GPU hours: of simulated training, relative to it; imbalance: time of a step's "
+        "slowest micro-batch over the mean, 1.000 is perfect; delay: steps that a token waits until "
+        "it is trained; most tokens: of a micro-batch, with all its documents"
     )
     table = new_table("", labels=["packing"], numbers=columns, caption=caption)
     for choice in choices:
@@ -95,19 +96,24 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
 
 
 def in_words(section: PackingSection) -> str:
-    """Describe the settings of a tuned policy, as in "policy bounded, micro-batches of ..."."""
-    said = f"policy {section.policy}, micro-batches of at most {section.s_max:g} context windows"
-    if section.step_tokens:
-        said += f", steps of at most {section.step_tokens:g} global batches"
+    """Return the settings of a tuned policy as text, such as "policy bounded, which ..."."""
     if section.policy == Policy.BOUNDED:
-        return (
-            f"{said}, and a delay price of {section.delay_price:.2g} (documents wait at most "
-            f"{section.max_delay} steps)"
+        said = (
+            f"policy bounded, which lets a long document wait until a step with it is balanced, at "
+            f"most {section.max_delay} steps"
         )
-    if not section.queue_thresholds:
-        return f"{said}, and no waiting queue"
-    queues = " and ".join(f"{t:g}" for t in section.queue_thresholds)
-    return f"{said}, and waiting queues for documents from {queues} windows on"
+    elif section.queue_thresholds:
+        queues = " and ".join(f"{t:g}" for t in section.queue_thresholds)
+        said = (
+            f"policy var_len (the paper's Algorithm 1), whose queues keep documents from {queues} "
+            f"context windows on until every micro-batch gets one"
+        )
+    else:
+        said = "policy var_len (the paper's Algorithm 1), in which no document waits in a queue"
+    said += f". Micro-batches have at most {section.s_max:g} context windows of tokens"
+    if section.step_tokens:
+        return f"{said}, and steps at most {section.step_tokens:g} global batches"
+    return said
 
 
 def how_chosen(tuning: Tuning) -> str:
@@ -115,11 +121,12 @@ def how_chosen(tuning: Tuning) -> str:
     budget, tried = tuning.delay_budget, len(tuning.points)
     if not tuning.is_within_budget:
         return (
-            f"How it was chosen: none of the {tried} settings tried keeps the mean delay within "
+            f"How it was chosen: none of {tried} settings keeps the mean delay within "
             f"{budget:g} steps (--delay-budget), so the one with the least delay is taken."
         )
     return (
-        f"How it was chosen: of the {tried} settings tried, those with a mean delay of at most "
-        f"{budget:g} steps (--delay-budget) were compared by imbalance. Of those within {SAME} of "
-        f"the best, the one with the least delay is taken. --all lists others."
+        f"How it was chosen: {tried} settings were compared by imbalance, if their mean delay is at "
+        f"most {budget:g} steps (--delay-budget; with 0.5 the paper found no loss of quality). Of "
+        f"those whose imbalance is within {SAME} of the least, the one with the least delay is "
+        f"taken. --all lists others."
     )
