@@ -20,7 +20,7 @@ FAMILY = LengthFamily(
     tail_start=0.273,
     tail_exponent=1.0,
     tail_token_share=0.08,
-    atom_token_share=0.19,
+    window_token_share=0.19,
 )
 
 S_MAX = 1.1

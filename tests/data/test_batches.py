@@ -196,7 +196,7 @@ def test_state_of_another_stream_is_refused(other, message):
 
 def test_state_of_another_kind_is_refused():
     batches = GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7)
-    with pytest.raises(ValueError, match=r"the state of a corpus has .*this one"):
+    with pytest.raises(ValueError, match=r"the state of a corpus must have .*but has"):
         batches.next({"step": 1})
     with pytest.raises(ValueError, match="position = -1 must be a whole number"):
         batches.next({**batches.start(), "position": -1})

@@ -191,7 +191,7 @@ def test_refuses_states_of_other_blends(change, message):
 def test_refuses_states_of_a_single_store_and_damaged_ones():
     batches = blend([[4], [5]], [1, 1])
     alone = GlobalBatches(source([4]), tokens_per_batch=5, seed=0)
-    with pytest.raises(ValueError, match=r"the state of a blend has .*data\.blend"):
+    with pytest.raises(ValueError, match=r"the state of a blend must have .*data\.blend"):
         batches.next(alone.start())
     with pytest.raises(ValueError, match="damaged"):
         batches.next({**batches.start(), "tokens_read": [0]})
@@ -326,15 +326,15 @@ def test_open_batches_of_a_blend_has_an_order_only_shuffled(stores):
     assert isinstance(
         open_batches(names[0].rpartition(":")[0], tokens_per_batch=9, seed=0), GlobalBatches
     )
-    with pytest.raises(ValueError, match="no order of its own"):
+    with pytest.raises(ValueError, match="a blend cannot be read without shuffling"):
         open_batches(names, tokens_per_batch=9, seed=0, shuffle=False)
 
 
 @pytest.mark.parametrize(
     ("lengths", "weights", "options", "message"),
     [
-        ([], [], {}, "0 sources with 0 weights"),
-        ([[1]], [1, 2], {}, "1 sources with 2 weights"),
+        ([], [], {}, "0 sources have 0 weights"),
+        ([[1]], [1, 2], {}, "1 sources have 2 weights"),
         ([[1]], [0], {}, "must all be above 0"),
         ([[1], []], [1, 1], {}, "the corpus has no document"),
         ([[1]], [1], {"tokens_per_batch": 0}, "tokens_per_batch = 0"),

@@ -8,7 +8,7 @@ import pytest
 
 from wlb.data import folder
 from wlb.data.folder import attempts, make_and_open, make_folder, refuse_file
-from wlb.data.leftovers import made_and_held
+from wlb.data.leftovers import make_and_lock
 from wlb.plan import UserError
 from wlb.prepare.files import locked, locked_folder
 
@@ -39,7 +39,7 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
 def test_what_never_succeeds_ends_with_a_message() -> None:
     with pytest.raises(UserError, match="x was removed or replaced 20 times"):
         list(attempts(Path("x")))
-    with pytest.raises(UserError, match=r"/proc takes no new folder 'x' \(No such file"):
+    with pytest.raises(UserError, match=r"creating 'x' in /proc fails \(No such file"):
         make_folder(Path("/proc/x/y"))
 
 
@@ -51,7 +51,7 @@ def test_locks_on_a_file_system_without_lasting_inodes_end(monkeypatch: pytest.M
         with pytest.raises(UserError, match="replaced 20 times"), lock:
             pass
     with pytest.raises(UserError, match="replaced 20 times"):
-        made_and_held(Path("x.kept"))
+        make_and_lock(Path("x.kept"))
     assert len(os.listdir("/proc/self/fd")) == opened
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch.ports import descendants
 from wlb.data import leftovers
-from wlb.data.leftovers import made_and_held, own_name, sweep, temporary_folder
+from wlb.data.leftovers import make_and_lock, sweep, temporary_folder, temporary_path
 
 PLANNER = "planner.0123456789abcdef.0"
 
@@ -38,7 +38,7 @@ def test_a_folder_is_swept_once_its_owner_is_gone(place: Path, tmp_path: Path) -
         (place / name).mkdir()
     with temporary_folder("ranks") as folder:
         (folder / "file").touch()
-        held = made_and_held(own_name(PLANNER))
+        held = make_and_lock(temporary_path(PLANNER))
         (place / "wlb.ranks.01234567" / "deep").mkdir(parents=True)
         sweep()
         assert sorted(path.name for path in place.iterdir()) == sorted(

@@ -64,7 +64,7 @@ def test_reads_npy(tmp_path, dtype):
         ([[3]], r"length 0 is \[3\], not a whole number"),
         ([None], "length 0 is None, not a whole number"),
         ([], "has no lengths; the corpus has no document"),
-        ({"lengths": [3]}, "holds a dict; it must hold a list"),
+        ({"lengths": [3]}, "is a dict; it must be a list"),
     ],
 )
 def test_json_that_holds_no_lengths_is_refused(tmp_path, values, message):
@@ -101,16 +101,16 @@ def test_npy_that_holds_no_lengths_is_refused(tmp_path, values, message):
         ("a.csv", b"id,length\n7,3\n8,0\n", "line 3: length is 0; a length is at least 1"),
         ("a.csv", b'id,length\n"a\nb",3\n8,x\n', "line 4: length is 'x', not a whole number"),
         ("a.csv", b"id,length\n7,3\n8\n", "line 3 has 1 of 2 columns"),
-        ("a.csv", b"a,b\n1,2\n", "columns a, b, of which a and b may be lengths .* 'length'"),
+        ("a.csv", b"a,b\n1,2\n", "columns a, b, and .* .integers are in a and b.; .* 'length'"),
         ("a.jsonl", b'{"num_tokens": 3}\n\n{"num_tokens": 2.5}\n', "line 3: length is 2.5"),
         ("a.jsonl", b'{"num_tokens": 3}\n{"text": 2}\n', "line 2 has no key 'num_tokens'"),
-        ("a.jsonl", b'{"text": "a"}\n', "line 1 has the keys text, of which none may be"),
+        ("a.jsonl", b'{"text": "a"}\n', "line 1 has the keys text, and .* .integers are in none"),
         ("a.jsonl", b"3\n{\n", "line 2 is not JSON"),
         ("a.parquet", b"3\n4\n", "a.parquet is not a Parquet file"),
         ("a.txt", b"\x1f\x8b123", r"compressed \(gzip\)"),
-        ("a.txt", b"1\n2\x00\n", "is binary .*byte 3 is zero"),
+        ("a.txt", b"1\n2\x00\n", "is binary, .*byte 3 is zero"),
         ("a.txt", b"\n \n", "has no lengths"),
-        ("a.txt", b"12\xff\xfe", "is binary and none of .npy, .npz, Parquet .byte 2 is no UTF-8"),
+        ("a.txt", b"12\xff\xfe", "is binary, but not .npy, .npz or Parquet .byte 2 is not UTF-8"),
     ],
 )
 def test_files_of_another_kind_are_refused(tmp_path, name, data, message):
@@ -196,7 +196,7 @@ def test_more_lengths_than_are_planned_are_refused_before_they_are_read(tmp_path
     for name in unread:
         monkeypatch.setattr(length_files, name, None)
     for ending in ("npy", "npz", "parquet", "txt", "csv", "jsonl", "json"):
-        said = r"has 4 (lengths|lines|commas), must have at most 3; give a sample"
+        said = r"has 4 (lengths|lines|commas), but may have at most 3; give a random sample"
         with pytest.raises(UserError, match=said):
             lengths_of_file(tmp_path / f"a.{ending}")
 
@@ -206,7 +206,7 @@ def test_files_larger_than_are_read_are_refused(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("3\n" * 501)
     monkeypatch.setattr(sys, "stdin", Piped(b"3\n" * 501))
     for source in (tmp_path / "a.txt", "-"):
-        with pytest.raises(UserError, match="has more than 1,000 bytes; give a sample"):
+        with pytest.raises(UserError, match="has more than 1,000 bytes; give a random sample"):
             lengths_of_file(source)
     np.savez_compressed(tmp_path / "a.npz", length=np.full(5000, 7, np.uint8))
     with pytest.raises(UserError, match="has 5128 bytes, must have at most 1000"):
@@ -226,7 +226,7 @@ def test_reads_npz_by_its_first_bytes(tmp_path, ending):
     assert lengths_of_file(path).lengths.tolist() == [3, 1, 20]
     with path.open("wb") as file:
         np.savez(file, a=np.ones(3), b=np.ones(3))
-    with pytest.raises(ValueError, match="arrays a, b, of which none may be lengths"):
+    with pytest.raises(ValueError, match=r"arrays a, b, and .*integers are in none"):
         lengths_of_file(path)
     with path.open("wb") as file:
         np.savez(file, only=np.array([4, 0]))

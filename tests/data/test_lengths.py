@@ -39,7 +39,7 @@ def test_family_shares_hold_for_any_tail(tail_exponent):
         tail_start=0.2,
         tail_exponent=tail_exponent,
         tail_token_share=0.5,
-        atom_token_share=0.2,
+        window_token_share=0.2,
     )
     lengths = family.sample(300_000, window=1_000_000, seed=0)
     total = lengths.sum()
@@ -52,7 +52,9 @@ def test_family_is_seeded():
         return lengths_of_family(window=1000, num_documents=50, seed=seed).lengths.tolist()
 
     assert draw(1) == draw(1) != draw(2)
-    assert LengthFamily(tail_token_share=0, atom_token_share=1).sample(3, window=9, seed=0).tolist()
+    assert (
+        LengthFamily(tail_token_share=0, window_token_share=1).sample(3, window=9, seed=0).tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ def test_family_is_seeded():
         ({"tail_start": float("nan")}, "tail_start = nan"),
         ({"body_sigma": 0}, "body_sigma = 0 must be above 0"),
         ({"tail_exponent": -1}, "tail_exponent = -1 must be above 0"),
-        ({"tail_token_share": 0.9, "atom_token_share": 0.2}, "at most 1 together"),
-        ({"atom_token_share": float("nan")}, "at most 1 together"),
+        ({"tail_token_share": 0.9, "window_token_share": 0.2}, "at most 1 together"),
+        ({"window_token_share": float("nan")}, "at most 1 together"),
     ],
 )
 def test_family_refuses(options, message):

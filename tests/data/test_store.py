@@ -156,7 +156,9 @@ def test_pickle_holds_no_tokens(tmp_path):
 def test_prefix_may_contain_dots(tmp_path):
     assert write(tmp_path / "v1.5-train", [[1]]).read(0).tolist() == [1]
     (tmp_path / "v1.5-train.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"v1\.5-train\.bin has 0 bytes, its index needs 2"):
+    with pytest.raises(
+        ValueError, match=r"v1\.5-train\.bin has 0 bytes, but its index describes 2"
+    ):
         TokenStore(tmp_path / "v1.5-train")
 
 
@@ -177,13 +179,13 @@ def test_an_empty_store_opens(tmp_path):
         (IDX + b"\0\0", "has 84 bytes, 2 sequences and 3 document indices need 82"),
         (index_bytes([3, 1], [0, 6], [0, 1, 2], counts=(2**62, 3)), "4611686018427387904 seq"),
         (index_bytes([3, -1], [0, 6], [0, 1, 2]), "sequence 1 has length -1"),
-        (index_bytes([3, 1], [0, 4], [0, 1, 2]), "sequence 1 is at byte 4, 6 is expected"),
-        (index_bytes([3, 1], [2, 8], [0, 1, 2]), "sequence 0 is at byte 2, 0 is expected"),
-        (index_bytes([3, 2], [0, 6], [0, 1, 2]), "has 8 bytes, its index needs 10"),
-        (index_bytes([3, 1], [0, 6], [0, 1]), "document indices .0 ... 1. must go from 0 to the 2"),
-        (index_bytes([3, 1], [0, 6], [1, 1, 2]), "document indices .1 ... 2. must go from 0"),
-        (index_bytes([3, 1], [0, 6], []), "document indices .none. must go from 0"),
-        (index_bytes([3, 1], [0, 6], [0, 5, 2]), "document 1 starts at sequence 5, the next"),
+        (index_bytes([3, 1], [0, 4], [0, 1, 2]), "sequence 1 starts at byte 4 instead of 6"),
+        (index_bytes([3, 1], [2, 8], [0, 1, 2]), "sequence 0 starts at byte 2 instead of 0"),
+        (index_bytes([3, 2], [0, 6], [0, 1, 2]), "has 8 bytes, but its index describes 10"),
+        (index_bytes([3, 1], [0, 6], [0, 1]), "document indices .0 ... 1. must start with 0"),
+        (index_bytes([3, 1], [0, 6], [1, 1, 2]), "document indices .1 ... 2. must start with 0"),
+        (index_bytes([3, 1], [0, 6], []), "document indices .none. must start with 0"),
+        (index_bytes([3, 1], [0, 6], [0, 5, 2]), "document 1 starts at sequence 5, but the next"),
     ],
 )
 def test_damaged_index_is_refused(tmp_path, idx, message):
@@ -194,7 +196,7 @@ def test_damaged_index_is_refused(tmp_path, idx, message):
 
 @pytest.mark.parametrize("tokens", [BIN[:-1], BIN[:-2], BIN + b"\0\0", b""])
 def test_bin_of_the_wrong_size_is_refused(tmp_path, tokens):
-    with pytest.raises(ValueError, match=f"has {len(tokens)} bytes, its index needs 8"):
+    with pytest.raises(ValueError, match=f"has {len(tokens)} bytes, but its index describes 8"):
         TokenStore(raw_store(tmp_path, tokens=tokens))
 
 

@@ -117,8 +117,8 @@ def test_a_store_without_targets_trains_all_but_the_first(tmp_path):
         ([[3, 2]], r"span 0 of trained is \[3, 2\)"),
         ([[-1, 2]], r"span 0 of trained is \[-1, 2\)"),
         ([1, 2], r"trained has shape \(2,\)"),
-        ([[1.0, 2.0]], "dtype float64; it is int64"),
-        (None, "document 1 of .* lacks trained spans, the documents before it do not"),
+        ([[1.0, 2.0]], "dtype float64; it must be int64"),
+        (None, "document 1 of .* lacks trained spans, unlike the documents before it"),
     ],
 )
 def test_writer_refuses_spans_that_cannot_be(tmp_path, spans, message):
@@ -146,19 +146,19 @@ def test_damaged_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             TokenStore(tmp_path / "s")
 
-    refused(good[:-8], r"has 112 bytes, 3 spans need 120; copy")
-    refused(good[:20], "does not hold trained tokens")
-    refused(b"x" * len(good), "does not hold trained tokens")
+    refused(good[:-8], r"has 112 bytes, but 3 spans need 120; copy")
+    refused(good[:20], "is not a list of trained tokens")
+    refused(b"x" * len(good), "is not a list of trained tokens")
     refused(good[:8] + b"\x07" + good[9:], "has version 7")
     crossing = good[:-48] + struct.pack("<6q", 1, 3, 6, 2, 6, 7)
-    refused(crossing, r"span 1 is \[3, 6\), which overlaps the one before or lies in no single")
+    refused(crossing, r"span 1 is \[3, 6\), which is empty, overlaps or touches the span before")
     refused(good[:-48] + struct.pack("<6q", 1, 2, 6, 2, 5, 7), r"span 1 is \[2, 5\)")
     other = good[:-48] + struct.pack("<6q", 1, 3, 6, 2, 4, 7)  # plausible, but other tokens
     (tmp_path / "s.targets").write_bytes(other)
     with pytest.raises(ValueError, match="the trained tokens changed"):
         verify_store(str(tmp_path / "s"))
     (tmp_path / "s.targets").unlink()
-    with pytest.raises(ValueError, match="is missing, without which other tokens"):
+    with pytest.raises(ValueError, match="is missing, so wlb cannot know which tokens"):
         TokenStore(tmp_path / "s")
 
 
@@ -170,7 +170,7 @@ def test_targets_of_another_store_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"s\.targets is of another store"):
         TokenStore(tmp_path / "s")
     os.replace(tmp_path / "s.targets", tmp_path / "plain.targets")
-    with pytest.raises(ValueError, match=r"plain\.targets is not of this store"):
+    with pytest.raises(ValueError, match=r"plain\.targets is of another store"):
         TokenStore(tmp_path / "plain")
 
 

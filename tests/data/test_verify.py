@@ -68,7 +68,7 @@ def test_tokens_below_0_are_of_no_vocabulary(tmp_path):
     write(tmp_path / "s", [[1, 2, 3]], vocab_size=70_000)
     (tmp_path / "s.json").unlink()
     (tmp_path / "s.bin").write_bytes(np.array([1, -5, 3], "<i4").tobytes())
-    with pytest.raises(UserError, match=r"token 1 is -5, outside all vocabularies"):
+    with pytest.raises(UserError, match=r"token 1 is -5, outside every vocabulary"):
         check_store(TokenStore(tmp_path / "s"))
 
 

@@ -1,10 +1,14 @@
-"""Global batches: documents in shuffled order until a number of tokens, resumable anywhere.
+"""Group the documents of one corpus into global batches, in shuffled order and resumable.
 
-The stream is the permutation of epoch 0, then that of epoch 1, and so on. Batch i ends with the
-document that brings the stream to (i + 1) * tokens_per_batch: no token is dropped, and batches have
-tokens_per_batch tokens on average. A document longer than a batch is followed by empty batches.
-Guarantees: each document exactly once an epoch; `next` is a pure function of its state, which is a
-JSON-able dict. tokens_per_batch and epochs may change on resume, corpus, seed and order may not.
+The stream is a permutation of the corpus for epoch 0, then another one for epoch 1, and so on.
+Batch i ends with the document that brings the stream to (i + 1) * tokens_per_batch tokens. So no
+token is dropped, and batches have tokens_per_batch tokens on average. For example, documents of 3,
+4, 2 and 5 tokens in batches of 6 give [3, 4], [2, 5], with 7 tokens each: the first batch has 1
+token too many (its surplus), so the second one needs only 5 more. A document longer than a batch is
+followed by empty batches.
+Guarantees: each document comes exactly once per epoch. `next` is a pure function of its state,
+which is a dict that can be saved as JSON. On resume tokens_per_batch and the number of epochs may
+change; corpus, seed and order may not.
 Cost: 2 ms for a batch of 50,000 documents.
 """
 
@@ -34,52 +38,58 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 
 State = dict[str, Any]
+"""Position in a stream of documents, with the identity of the stream; saved in checkpoints."""
 
 BLOCK = 1 << 20
-"""Most documents whose lengths are looked up in one call."""
-IDENTITY = "store"
-"""Key of a state's record of which tokens it is of."""
+"""The most documents whose lengths are looked up in one call, which bounds the memory."""
+# Keys of a state. "epoch" and "position" say how many documents were read, "batch" how many global
+# batches they made, and "surplus" how many tokens the last batch has too many.
 _COUNTS = ("epoch", "position", "batch", "surplus")
+IDENTITY = "store"
+"""The state's key for the identity of the corpus (`TokenStore.identity`)."""
 FILLED = "filled"
-"""Key of a state's count of the tokens that fill its batches: those given, without the surplus.
-States of earlier versions have none."""
+"""The state's key for the number of tokens that were read, less the surplus.
+
+It lets a damaged state be noticed. States of earlier versions do not have it.
+"""
 MOST_COUNT = 2**62
-"""Largest count of a state: sums of counts stay 64-bit integers."""
+"""The largest number that a state may contain, so that sums of two fit into 64-bit integers."""
 MOST_LENGTH = 1 << 62
+"""The longest document, in tokens."""
 EXACT_FLOATS = 2.0**53
-"""From here on a float may stand for another whole number than its writer meant."""
+"""Floats below this represent every whole number exactly; larger ones may have been rounded."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything with document lengths: `TokenStore`, `LengthSource`, or a class of your own."""
+    """A corpus with known document lengths: `TokenStore`, `LengthSource`, or a class of a user."""
 
     @property
-    def num_documents(self) -> int: ...
+    def num_documents(self) -> int:
+        """Number of documents."""
+        ...
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, each at least 1, shape [num_documents]."""
+        """Number of tokens of each document, at least 1, shape [num_documents]."""
         ...
 
     @property
     def source_id(self) -> int:
-        """`Documents.source` of these documents."""
+        """Number of this source, which `Documents.source` stores for each of its documents."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LengthSource:
-    """Document lengths (shape [num_documents]) without text; a `Source` of global batches.
+    """A corpus of which only the document lengths are known.
 
-    It plans, simulates and tunes as a token store does.
-
-    name: for messages. source_id: `Documents.source` of its documents.
+    It serves to plan, simulate and tune a run as with a token store, but not to train.
     """
 
-    name: str
-    lengths: IntArray
-    source_id: int = 0
+    name: str  # for messages
+    lengths: IntArray  # tokens of each document, shape [num_documents]
+    source_id: int = 0  # `Documents.source` of these documents
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", checked_lengths(self.name, self.lengths))
@@ -91,55 +101,61 @@ class LengthSource:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return int(self.lengths.sum())
 
 
 @runtime_checkable
 class TargetSource(Source, Protocol):
-    """A source that knows which tokens are trained, such as `TokenStore`.
-
-    has_targets: False where all tokens but a document's first are. num_targets: shape
-    [num_documents].
-    """
+    """A source that knows which of its tokens are trained, such as `TokenStore`."""
 
     @property
-    def has_targets(self) -> bool: ...
+    def has_targets(self) -> bool:
+        """Whether only some tokens are trained. If False, all are but each document's first."""
+        ...
 
     @property
-    def num_targets(self) -> IntArray: ...
+    def num_targets(self) -> IntArray:
+        """Number of trained tokens of each document, shape [num_documents]."""
+        ...
 
-    def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray: ...
+    def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
+        """Count the trained labels of pieces, given as rows and [start, stop) (`TokenStore`)."""
+        ...
 
 
 @runtime_checkable
 class IdentifiedSource(Protocol):
-    """A source that knows which tokens it has, such as `TokenStore`: a state of one identity is
-    refused by a stream of another. identity: plain values by their names; None = not known.
+    """A source with an identity, such as `TokenStore`.
+
+    States contain the identity, and a stream refuses a state with another one. So a run cannot
+    resume with other tokens by mistake, even if they have the same lengths.
     """
 
     @property
-    def identity(self) -> dict[str, Any]: ...
+    def identity(self) -> dict[str, Any]:
+        """What makes the tokens distinct, for example checksums. None means not known."""
+        ...
 
 
 def identity_of(source: Source) -> dict[str, Any] | None:
-    """Which tokens a source has; None for one that does not say."""
+    """Return the identity of a source, or None if it has no such property."""
     return dict(source.identity) if isinstance(source, IdentifiedSource) else None
 
 
 class BatchStream(ABC):
-    """Global batches with explicit state."""
+    """A stream of global batches whose position is an explicit state instead of a hidden one."""
 
     @abstractmethod
     def start(self) -> State:
-        """The state before the first document."""
+        """Return the state before the first document."""
 
     @abstractmethod
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
-        """The batch after `state` and the state after the batch; None after the last one."""
+        """Return the batch after `state` and the new state, or None at the end of the data."""
 
     def iterate(self, state: State | None = None) -> Iterator[tuple[GlobalBatch, State]]:
-        """(batch, state after it) from `state`, or from the start, to the end of data."""
+        """Yield each batch with the state after it, from `state` (or the start) to the end."""
         item = self.next(self.start() if state is None else state)
         while item is not None:
             yield item
@@ -148,31 +164,45 @@ class BatchStream(ABC):
 
 @runtime_checkable
 class AccountedStream(Protocol):
-    """A stream that knows from a state alone what it has given: what a planner state that is
-    loaded is held against. The three streams of wlb are such; one of your own may be.
+    """A stream that can tell from a state alone what it returned before that state.
+
+    The planner uses this to check a state that it loads from a checkpoint: what it says is carried
+    must have been read. All streams of wlb have these methods; a stream of a user may have them.
     """
 
     def num_batches(self, state: State) -> int:
-        """Global batches given before `state`."""
+        """Return the number of global batches before `state`."""
         ...
 
     def num_tokens(self, state: State) -> int:
-        """Tokens of all documents given before `state`."""
+        """Return the number of tokens of all documents that were read before `state`."""
         ...
 
     def may_have_ended(self, state: State) -> bool:
-        """Whether the data ends at `state` for some number of epochs, not only for this run's."""
+        """Return whether the data ends at `state` for some number of epochs.
+
+        The number of epochs may change on resume, so it is not compared with this run's.
+        """
         ...
 
-    def hold_pieces(self, state: State, pieces: Pieces) -> None:
-        """UserError for a piece of a document that is not the stream's, is shorter than the piece,
-        has other labels, or was not given before `state`.
+    def check_pieces(self, state: State, pieces: Pieces) -> None:
+        """Check that pieces can come from documents that were read before `state`.
+
+        Raises:
+            UserError: A piece's document is not in the corpus or was not read yet, the piece ends
+                behind its document, or it has another number of labels.
         """
         ...
 
 
 class SourceBatches(BatchStream):
-    """Global batches of one source; `ids` tells a document's epoch and its row in the source."""
+    """The base of streams that read one source.
+
+    Attributes:
+        source: The corpus.
+        ids: Converts between a document's id, which differs in each epoch, and its row in the
+            source.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -183,20 +213,24 @@ class SourceBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether the source says which tokens are trained; without, all but the first are."""
+        """Whether only some tokens are trained. If not, all are but each document's first."""
         return self._targets is not None
 
     def count_targets(self, pieces: Pieces) -> IntArray:
-        """Trained labels of pieces of this source's documents, shape [num_pieces]."""
+        """Return the number of trained labels of each piece, shape [num_pieces]."""
         if self._targets is None:
             return pieces.num_targets
         rows = self.ids.row(pieces.document)
         return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
     def _rows_of(self, pieces: Pieces) -> IntArray:
-        """Rows of pieces in the source, shape [num_pieces]; UserError unless they can be its."""
+        """Return the source's row of each piece's document, shape [num_pieces].
+
+        Raises:
+            UserError: A piece cannot come from this source.
+        """
         rows = self.ids.row(pieces.document)
-        hold_documents(
+        check_documents(
             pieces,
             np.asarray(self.source.lengths)[rows],
             source=np.full(len(pieces), self.source.source_id),
@@ -205,12 +239,23 @@ class SourceBatches(BatchStream):
         return rows
 
     def _num_targets(self, lengths: IntArray) -> IntArray:
-        """Labels of whole documents, UNCOUNTED if the source trains only some of their tokens."""
+        """Return the labels of whole documents, UNCOUNTED if only some of them are trained.
+
+        The planner counts those with `count_targets`, once it knows the pieces.
+        """
         return lengths - 1 if self._targets is None else np.full(lengths.size, UNCOUNTED)
 
 
 class GlobalBatches(SourceBatches):
-    """Batches of `source`; epochs = 0 never ends, shuffle = False keeps the source's order."""
+    """Global batches of one source.
+
+    Args:
+        source: The corpus.
+        tokens_per_batch: Tokens of a global batch, on average.
+        seed: Seed of the order.
+        epochs: How many times the corpus is read. 0 means without end.
+        shuffle: Whether each epoch is shuffled. If not, each has the order of the source.
+    """
 
     def __init__(
         self,
@@ -245,11 +290,11 @@ class GlobalBatches(SourceBatches):
             self._identity[IDENTITY] = identity
 
     def start(self) -> State:
-        """The state before the first document."""
+        """Return the state before the first document."""
         return {**dict.fromkeys((*_COUNTS, FILLED), 0), **self._identity}
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
-        """The batch after `state` and the state after the batch; None after the last epoch."""
+        """Return the batch after `state` and the new state, or None after the last epoch."""
         num_documents, first = self._lengths.size, self._first(state)
         missing = self.tokens_per_batch - state["surplus"]
         ids, lengths = self._take(first, missing)
@@ -269,7 +314,11 @@ class GlobalBatches(SourceBatches):
         return batch_after(state, documents, read, missing, identity=identity, is_last=is_last)
 
     def _first(self, state: State) -> int:
-        """Documents of the stream given before `state`; UserError for a state of another one."""
+        """Return how many documents were read before `state`, over all epochs.
+
+        Raises:
+            UserError: The state is of another stream, or it is damaged.
+        """
         check_state(state, {*_COUNTS}, self._identity, what="a corpus", keys="corpus")
         for name in (*_COUNTS, FILLED):
             value = state.get(name, 0)
@@ -288,40 +337,49 @@ class GlobalBatches(SourceBatches):
         return first
 
     def num_batches(self, state: State) -> int:
-        """Global batches given before `state`."""
+        """Return the number of global batches before `state`."""
         self._first(state)
         return state["batch"]
 
     def num_tokens(self, state: State) -> int:
-        """Tokens of all documents given before `state`; 30 ns for each of the epoch's."""
+        """Return the number of tokens that were read before `state`.
+
+        Cost: 30 ns for each document that was read in the current epoch.
+        """
         first, size = self._first(state), self._lengths.size
         whole = first - first % size
         blocks = range(whole, first, BLOCK)
         partial = sum(int(self._block(b, min(BLOCK, first - b))[1].sum()) for b in blocks)
         tokens = first // size * self._identity["num_tokens"] + partial
-        hold_surplus(state, tokens)
+        check_surplus(state, tokens)
         return tokens
 
     def may_have_ended(self, state: State) -> bool:
-        """Whether the data ends at `state` for some number of epochs."""
+        """Return whether `state` is at the end of an epoch."""
         first = self._first(state)
         return first > 0 and first % self._lengths.size == 0
 
-    def hold_pieces(self, state: State, pieces: Pieces) -> None:
-        """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
+    def check_pieces(self, state: State, pieces: Pieces) -> None:
+        """Raise UserError for pieces that were not read (see `AccountedStream.check_pieces`)."""
         first, size = self._first(state), self._lengths.size
         rows, epoch = self._rows_of(pieces), pieces.document // size
         if self._identity["shuffle"]:
             rows = unpermute(rows, size, self._identity["seed"], epoch)
-        hold_given(pieces, epoch * size + rows, np.full(len(pieces), first))
+        check_were_read(pieces, epoch * size + rows, np.full(len(pieces), first))
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
-        """Ids and lengths of the documents from stream position `first` until `missing` tokens."""
+        """Return ids and lengths of documents from position `first` on, of `missing` tokens.
+
+        Args:
+            first: Number of documents that were read before, over all epochs.
+            missing: Tokens that the batch still needs. The last document may exceed them.
+        """
         ids: list[IntArray] = []
         lengths: list[IntArray] = []
         mean = max(1, self._identity["num_tokens"] // self._lengths.size)
         end = self.epochs * self._lengths.size
         while missing > 0:
+            # Look up slightly more documents than are needed on average, so one look-up is enough.
             size = min(BLOCK, missing // mean + missing // (8 * mean) + 64)
             if self.epochs:
                 size = min(size, end - first)
@@ -338,7 +396,7 @@ class GlobalBatches(SourceBatches):
         return np.concatenate([none, *ids]), np.concatenate([none, *lengths])
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
-        """Ids and lengths of `size` documents of the stream, shape [size] each."""
+        """Return ids and lengths of the stream's documents [first, first + size)."""
         identity = self._identity
         epoch, rows = stream_rows(
             first, size, self._lengths.size, seed=identity["seed"], shuffle=identity["shuffle"]
@@ -349,8 +407,19 @@ class GlobalBatches(SourceBatches):
 def stream_rows(
     first: int, size: int, num_documents: int, *, seed: int, shuffle: bool = True
 ) -> tuple[IntArray, IntArray]:
-    """Epoch and row of the stream positions [first, first + size) of a source, shape [size] each:
-    the permutation of epoch 0, then that of epoch 1, and so on.
+    """Return which document is at each of the positions [first, first + size) of a stream.
+
+    The stream is the permutation of the source for epoch 0, then the one for epoch 1, and so on.
+
+    Args:
+        first: First position.
+        size: Number of positions.
+        num_documents: Documents of the source.
+        seed: Seed of the permutations.
+        shuffle: Whether epochs are shuffled. If not, each has the order of the source.
+
+    Returns:
+        The epoch and the row in the source of each position, shape [size] each.
     """
     epoch, position = np.divmod(np.arange(first, first + size), num_documents)
     if not shuffle:
@@ -360,7 +429,7 @@ def stream_rows(
 
 
 def checked_settings(tokens_per_batch: int, epochs: int) -> tuple[int, int]:
-    """Both as plain ints; UserError for a batch without tokens, and for negative epochs."""
+    """Return both as ints; raise UserError for a batch without tokens or a negative number."""
     return (
         whole_number("tokens_per_batch", tokens_per_batch, 1),
         whole_number("epochs", epochs, 0, " (0 = without end)"),
@@ -368,22 +437,28 @@ def checked_settings(tokens_per_batch: int, epochs: int) -> tuple[int, int]:
 
 
 def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:
-    """UserError unless `state` has these counts and this identity.
+    """Raise UserError unless `state` has the given keys and belongs to the same stream.
 
-    what, keys: owner of the state and the keys that select the data, for the message.
+    Args:
+        state: The state to check, perhaps read from a file.
+        counts: Keys that it must have, besides those of `identity`.
+        identity: Entries of the state that must have equal values.
+        what: What the state is of, such as "a corpus", for messages.
+        keys: The configuration keys that select the data, for messages.
     """
     expected = counts | identity.keys()
-    # It may have been read from a file.
+    # A state that was read from a file may be anything.
     if not isinstance(cast(object, state), dict):
         raise UserError(
-            f"the state of {what} has {sorted(expected)}, this one is {type(state).__name__}; "
+            f"the state of {what} must have {sorted(expected)}, but it is a "
+            f"{type(state).__name__}; "
             f"resume with the {keys} of the checkpoint, or start a new run"
         )
-    # A state of an earlier version has no identity of its stores, and not all counts.
+    # States of earlier versions lack the identity of the stores, and the count FILLED.
     if (state.keys() | ({IDENTITY} & expected)) - {FILLED} != expected:
         raise UserError(
-            f"the state of {what} has {sorted(expected)}, this one {sorted(state)}; resume with "
-            f"the {keys} of the checkpoint, or start a new run"
+            f"the state of {what} must have {sorted(expected)}, but has {sorted(state)}; resume "
+            f"with the {keys} of the checkpoint, or start a new run"
         )
     for name, value in identity.items():
         if name == IDENTITY and name in state and state[name] != value:
@@ -400,7 +475,7 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
 
 
 def _difference(theirs: Any, ours: Any) -> str:
-    """The first value in which two identities differ, of a store or of the stores of a blend."""
+    """Describe the first value that differs between two identities, for a message."""
     before, now = _values_of(theirs), _values_of(ours)
     for name in [*now, *before]:
         if before.get(name) != now.get(name):
@@ -409,6 +484,7 @@ def _difference(theirs: Any, ours: Any) -> str:
 
 
 def _values_of(identity: Any) -> dict[str, str]:
+    """Flatten an identity to text by name. With several stores, names start with their number."""
     stores = cast("list[Any]", identity) if isinstance(identity, list) else [identity]
     numbered = len(stores) > 1
     return {
@@ -422,10 +498,15 @@ def _values_of(identity: Any) -> dict[str, str]:
 def batch_after(
     state: State, documents: Documents, read: State, missing: int, *, identity: State, is_last: bool
 ) -> tuple[GlobalBatch, State]:
-    """The batch of these documents and the state after it.
+    """Make a batch of documents, and the state after it.
 
-    read: documents that its sources gave. missing: tokens that the batch needed to be complete.
-    identity: of the stream. is_last: whether no batch follows.
+    Args:
+        state: The state before the batch.
+        documents: Documents of the batch.
+        read: Entries of the new state that say which documents were read.
+        missing: Tokens that the batch needed. The documents may have more, which is the surplus.
+        identity: Entries of the state that identify the stream.
+        is_last: Whether no batch follows.
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}
@@ -435,18 +516,23 @@ def batch_after(
     return batch, {**state, **identity, **after}
 
 
-def hold_surplus(state: State, tokens: int) -> None:
-    """UserError where a state's surplus is not what its `tokens` have beyond its batches."""
+def check_surplus(state: State, tokens: int) -> None:
+    """Raise UserError unless the state's surplus fits the number of tokens that were read.
+
+    Args:
+        state: The state of a stream.
+        tokens: Tokens of all documents that were read before the state.
+    """
     filled = state.get(FILLED)
     if filled is not None and filled + state["surplus"] != tokens:
         raise UserError(
             f"the state of the corpus has surplus = {state['surplus']}, but {tokens} tokens were "
-            f"given and {filled} of them fill its batches"
+            f"read and {filled} of them fill its batches"
         )
 
 
 def check_lengths(lengths: IntArray) -> None:
-    """UserError unless there is a document and each has a token."""
+    """Raise UserError unless there is at least one document and each has at least one token."""
     if not lengths.size:
         raise UserError(
             "the corpus has no document; check data.store or data.corpus, and for held-out data "
@@ -458,13 +544,16 @@ def check_lengths(lengths: IntArray) -> None:
         )
 
 
-def hold_documents(
+def check_documents(
     pieces: Pieces, lengths: IntArray, *, source: IntArray, is_masked: BoolArray
 ) -> None:
-    """UserError for a piece that a document cannot have.
+    """Raise UserError for a piece that cannot be a part of its document.
 
-    lengths, source, is_masked: tokens of each piece's document, the number of its corpus and
-    whether only some of its tokens are trained, shape [num_pieces] each.
+    Args:
+        pieces: The pieces to check.
+        lengths: Tokens of each piece's document, shape [num_pieces].
+        source: Number of the source of each piece's document, shape [num_pieces].
+        is_masked: Whether only some tokens of its document are trained, shape [num_pieces].
     """
     counted = np.minimum(pieces.stop, lengths - 1) - pieces.start
     labels = np.where(is_masked, UNCOUNTED, counted)
@@ -472,49 +561,54 @@ def hold_documents(
         (pieces.document < 0, "has a negative id"),
         (pieces.source != source, "is of another corpus"),
         (pieces.stop > lengths, "ends behind its document"),
-        (pieces.num_targets != labels, "has other labels than its tokens"),
+        (pieces.num_targets != labels, "has another number of labels than its tokens"),
     ):
         if (i := first_true(wrong)) is not None:
-            raise UserError(f"{pieces[i]} {what} of {lengths[i]} tokens")
+            raise UserError(f"{pieces[i]} {what}; its document has {lengths[i]} tokens")
 
 
-def hold_given(pieces: Pieces, at: IntArray, given: IntArray) -> None:
-    """UserError for a piece whose document comes later in its stream.
+def check_were_read(pieces: Pieces, position: IntArray, num_read: IntArray) -> None:
+    """Raise UserError for a piece whose document was not read yet.
 
-    at: place of each piece's document in its stream. given: documents of that stream which were
-    read. Shape [num_pieces] each.
+    Args:
+        pieces: The pieces to check.
+        position: Position of each piece's document in its stream, shape [num_pieces].
+        num_read: Documents of that stream that were read, shape [num_pieces].
     """
-    if (i := first_true(at >= given)) is not None:
+    if (i := first_true(position >= num_read)) is not None:
         raise UserError(
-            f"{pieces[i]} is document {at[i]} of its stream, of which only {given[i]} were read"
+            f"{pieces[i]} is document {position[i]} of its stream, but only {num_read[i]} "
+            f"documents were read"
         )
 
 
 def checked_lengths(
     name: str, values: IntLike | list[Any], *, where: Callable[[int], str] = "length {}".format
 ) -> IntArray:
-    """A read-only int64 copy of lengths, whoever gives them; UserError for the first entry that is
-    none.
+    """Return document lengths as a read-only int64 array, after checking each of them.
 
-    A length is a whole number of tokens in [1, MOST_LENGTH]: an integer, or a float without a
-    fraction that is below `EXACT_FLOATS`. True, None and text are none; files of text have numbers
-    as `wlb.plan.numerals.number_of` reads them.
+    A length is an integer in [1, MOST_LENGTH], or a float below `EXACT_FLOATS` without a fraction.
+    True, None and text are refused.
 
     Args:
-        name: Of the source, for messages.
+        name: Name of the source, for messages.
         values: The lengths, shape [n].
-        where: Names the place of an entry by its index.
+        where: Returns the name of an entry for messages, given its index.
+
+    Raises:
+        UserError: There are no lengths, or one is not a whole number of tokens.
     """
     array = values if isinstance(values, np.ndarray) else np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UserError(
-            f"{name}: lengths are one axis of integers, not {array.dtype} of shape {array.shape}"
+            f"{name}: lengths must be one axis of integers, not {array.dtype} of shape "
+            f"{array.shape}"
         )
     if not isinstance(values, np.ndarray):
         whole = [_whole(name, where, i, value) for i, value in enumerate(values)]
         array = np.array(whole, np.int64)
     elif array.dtype.kind == "f":
-        # Floats of 16 bits cannot be compared with the limits.
+        # Convert 16-bit floats, which cannot represent the limit.
         array = array.astype(np.promote_types(array.dtype, np.float64))
         is_whole = (array == np.round(array)) & (np.abs(array) < EXACT_FLOATS)
         if (i := first_true(~is_whole)) is not None:
@@ -532,7 +626,7 @@ def checked_lengths(
 
 
 def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
-    """`value` as an int64; UserError for what is no whole number."""
+    """Return `value` as an int of at most 64 bits; raise UserError if it is not a whole number."""
     if isinstance(value, float | np.floating):
         exact = float(cast("float", value))
         if exact.is_integer() and abs(exact) < EXACT_FLOATS:
@@ -551,15 +645,17 @@ def _no_length(name: str, where: str, value: Any) -> UserError:
 
 
 class ListedBatches:
-    """A planner's source of a list of global batches, of which it marks the last one."""
+    """A stream that returns the global batches of a list, and marks the last one as the last."""
 
     def __init__(self, batches: Sequence[GlobalBatch]) -> None:
         self.batches: Sequence[GlobalBatch] = batches
 
     def start(self) -> State:
+        """Return the state before the first batch."""
         return {"batch": 0}
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
+        """Return the batch after `state` and the new state, or None at the end of the list."""
         at = int(state["batch"])
         if at >= len(self.batches):
             return None

@@ -1,11 +1,14 @@
-"""Several stores mixed by weights of tokens, as one corpus.
+"""Mix several token stores into one corpus, by weights that count tokens.
 
-Each store gives documents in its own shuffled order. A document that s gives after t of its
-tokens has the tag t / w_s, and the blend is all documents by tag: start-time fair queueing (Goyal,
-SIGCOMM'96). So t_s / w_s of two stores never differ by more than their longest documents over
-their weights. Rows of a blend are those of its stores one after the other; `Documents.source` is
-the store's number.
-Guarantees: as `batches.py`; the state has two counts a store. Cost: also 16 bytes a document.
+The order is start-time fair queueing (Goyal, SIGCOMM'96). Each store s is shuffled for itself. A
+document that comes after t tokens of its store gets the tag t / w_s, where w_s is the weight of the
+store, and the blend is the documents of all stores sorted by tag. For example, with weights 2 and
+1, store A's documents of 4 tokens get the tags 0, 2, 4, ... and store B's get 0, 4, 8, ..., so the
+blend is A B A A B A A B ... Rows of the blend are the rows of its first store, then those of the
+second, and so on. `Documents.source` is the number of the store.
+Guarantees: as in `batches.py`. Also, t_s / w_s of two stores never differ by more than the sum of
+their longest documents over their weights.
+Cost: 16 more bytes of memory per document than one store.
 """
 
 from collections.abc import Sequence
@@ -26,12 +29,12 @@ from wlb.data.batches import (
     State,
     TargetSource,
     batch_after,
+    check_documents,
     check_lengths,
     check_state,
+    check_surplus,
+    check_were_read,
     checked_settings,
-    hold_documents,
-    hold_given,
-    hold_surplus,
     identity_of,
     stream_rows,
 )
@@ -55,15 +58,19 @@ from wlb.spec.blend import parse_blend
 StoreName = str | tuple[str, ...]
 """Prefix of a token store, or the entries of `data.blend`."""
 
+# Store i is shuffled with the run's seed plus i times this, so that stores have different orders.
 _SEED_STEP = 0x9E3779B97F4A7C15
+# Keys of a state that are one number, and keys that are a list with one number per store.
 _COUNTS = ("batch", "surplus")
 _COLUMNS = ("documents_read", "tokens_read")
 
 
 class BlendedStore:
-    """Token stores read as one: rows of the first, then of the second, and so on.
+    """Several token stores that can be read like one, with the rows of all one after the other.
 
-    stores: at least one. weights: of tokens, above 0, one a store.
+    Args:
+        stores: At least one store. All must have the same tokenizer.
+        weights: For each store its share of the tokens, in any unit, above 0.
     """
 
     def __init__(self, stores: Sequence[TokenStore], weights: Sequence[float]) -> None:
@@ -75,70 +82,84 @@ class BlendedStore:
 
     @property
     def prefix(self) -> str:
+        """Prefixes of all stores, for messages."""
         return ", ".join(store.prefix for store in self.stores)
 
     @property
     def num_documents(self) -> int:
+        """Number of documents of all stores."""
         return int(self._first[-1])
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all stores."""
         return sum(store.num_tokens for store in self.stores)
 
     @property
     def summary(self) -> str:
-        """Sizes in words, as `TokenStore.summary`."""
+        """A phrase with the numbers of documents, tokens and empty documents, for messages."""
         num_empty = sum(store.num_empty_documents for store in self.stores)
         return summary_of(self.num_documents, self.num_tokens, num_empty)
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, shape [num_documents]; made anew each time."""
+        """Tokens of each document, shape [num_documents]. Each access makes a new array."""
         return np.concatenate([store.lengths for store in self.stores])
 
     @property
     def identity(self) -> list[dict[str, Any]]:
-        """Which tokens these are, one record a store."""
+        """The identity of each store (see `TokenStore.identity`)."""
         return [store.identity for store in self.stores]
 
     @property
     def vocab_size(self) -> int | None:
+        """Vocabulary size, or None if no store has a description."""
         sizes = [store.vocab_size for store in self.stores]
         return max((size for size in sizes if size), default=None)
 
     @property
     def has_targets(self) -> bool:
+        """Whether a store of the blend says which of its tokens are trained."""
         return any(store.has_targets for store in self.stores)
 
     @property
     def num_targets(self) -> IntArray:
+        """Number of trained tokens of each document, shape [num_documents]."""
         return np.concatenate([store.num_targets for store in self.stores])
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Tokens [start, stop) of a document, as `TokenStore.read`."""
+        """Return tokens [start, stop) of a document, as `TokenStore.read` does."""
         store, row = self._find(document)
         return store.read(row, start, stop)
 
     def trained(
         self, document: int, start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Return which of these tokens are trained, as `TokenStore.trained` does."""
+        """Return a mask of the trained tokens among [start, stop), as `TokenStore.trained` does."""
         store, row = self._find(document)
         return store.trained(row, start, stop)
 
     def _find(self, document: int) -> tuple[TokenStore, int]:
+        """Return the store of a row of the blend, and the row in that store."""
         if not 0 <= document < self.num_documents:
             raise UserError(
-                f"document {document} is not in {self.prefix}, which have {self.num_documents}"
+                f"document {document} is not in the blend of {self.prefix}, which has "
+                f"{self.num_documents} documents"
             )
         at = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.stores[at], document - int(self._first[at])
 
 
 class BlendedBatches(BatchStream):
-    """Global batches of several sources; epochs = 0 never ends.
+    """Global batches that mix several sources by weights of tokens.
 
-    epochs > 0 ends where every source has been passed that often, most of them more often.
+    Args:
+        sources: The corpora to mix.
+        weights: For each source its share of the tokens, in any unit, above 0.
+        tokens_per_batch: Tokens of a global batch, on average.
+        seed: Seed of all orders.
+        epochs: The stream ends when every source was read this many times. Sources with a large
+            weight are then read more often. 0 means without end.
     """
 
     def __init__(
@@ -184,10 +205,11 @@ class BlendedBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
+        """Whether some source says which of its tokens are trained."""
         return bool(self._is_masked.any())
 
     def count_targets(self, pieces: Pieces) -> IntArray:
-        """Trained labels of pieces of these sources' documents, shape [num_pieces]."""
+        """Return the number of trained labels of each piece, shape [num_pieces]."""
         out = pieces.num_targets.copy()
         for number, source in enumerate(self._targets):
             here = np.flatnonzero(pieces.source == number)
@@ -197,12 +219,12 @@ class BlendedBatches(BatchStream):
         return out
 
     def start(self) -> State:
-        """The state before the first document."""
+        """Return the state before the first document."""
         columns = {name: [0] * len(self.sources) for name in _COLUMNS}
         return {**dict.fromkeys((*_COUNTS, FILLED), 0), **columns, **self._identity}
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
-        """The batch after `state` and the state after the batch; None after the last epoch."""
+        """Return the batch after `state` and the new state, or None after the last epoch."""
         read = self._read(state)
         missing = self.tokens_per_batch - state["surplus"]
         has_ended = not self._has_next(read[1])
@@ -221,28 +243,43 @@ class BlendedBatches(BatchStream):
         return batch_after(state, documents, columns, missing, identity=identity, is_last=is_last)
 
     def _read(self, state: State) -> list[IntArray]:
-        """Documents and tokens given of each source before `state`, shape [num_sources] each;
-        UserError for a state of another blend.
+        """Return the documents and the tokens that were read of each source before `state`.
+
+        Returns:
+            Two arrays of shape [num_sources].
+
+        Raises:
+            UserError: The state is of another blend, or it is damaged.
         """
         names = {*_COUNTS, *_COLUMNS}
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
         if not all(isinstance(state[name], list) for name in _COLUMNS):
-            raise UserError(f"the state of a blend has no lists {_COLUMNS}; it is damaged")
+            raise UserError(
+                f"the state of a blend is damaged: {' and '.join(_COLUMNS)} must be lists; resume "
+                f"from another checkpoint"
+            )
         counts = [state.get(name, 0) for name in (*_COUNTS, FILLED)]
         counts += [n for c in _COLUMNS for n in state[c]]
         sizes = {len(state[name]) for name in _COLUMNS}
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
         if sizes != {len(self.sources)} or not valid:
-            raise UserError(f"the state of a blend has counts {counts}; it is damaged")
+            raise UserError(
+                f"the state of a blend is damaged: it has the counts {counts}; resume from another "
+                f"checkpoint"
+            )
         return [np.array(state[name], np.int64) for name in _COLUMNS]
 
     def num_batches(self, state: State) -> int:
-        """Global batches given before `state`."""
+        """Return the number of global batches before `state`."""
         self._read(state)
         return state["batch"]
 
     def num_tokens(self, state: State) -> int:
-        """Tokens of all documents given before `state`; UserError where its counts disagree."""
+        """Return the number of tokens that were read before `state`.
+
+        Raises:
+            UserError: The state's counts of documents and of tokens contradict each other.
+        """
         documents, tokens = self._read(state)
         for number, read in enumerate(documents.tolist()):
             size = self._lengths[number].size
@@ -253,46 +290,48 @@ class BlendedBatches(BatchStream):
             )
             if found != tokens[number]:
                 raise UserError(
-                    f"the first {read} documents of source {number} have {found} tokens, the "
-                    f"state of the blend says {tokens[number]}"
+                    f"the first {read} documents of source {number} have {found} tokens, but the "
+                    f"state of the blend says {tokens[number]}; resume from another checkpoint"
                 )
-        hold_surplus(state, int(tokens.sum()))
+        check_surplus(state, int(tokens.sum()))
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Whether the data ends at `state` for some number of epochs."""
+        """Return whether the data ends at `state` for some number of epochs."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False
         last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
+        # Documents are read in the order of their tags until a tag reaches the end. So at the end
+        # the last document of each source has a tag below it, and the next document does not.
         least = float((tokens / self._weights).min())
-        # The tag of the last document that was taken is below the end, that of the next is not.
         latest = float(((tokens - np.array(last)) / self._weights).max())
         epochs = int(least / self._end_of(1))
         return any(latest < self._end_of(n) <= least for n in (epochs, epochs + 1) if n)
 
-    def hold_pieces(self, state: State, pieces: Pieces) -> None:
-        """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
+    def check_pieces(self, state: State, pieces: Pieces) -> None:
+        """Raise UserError for pieces that were not read (see `AccountedStream.check_pieces`)."""
         documents, _ = self._read(state)
         epoch, row = np.divmod(pieces.document, self.ids.num_documents)
         number = np.searchsorted(self._first, row, side="right") - 1
-        hold_documents(
+        check_documents(
             pieces,
             np.concatenate(self._lengths)[row],
             source=number,
             is_masked=self._is_masked[number],
         )
+        # Position of each piece's document in the shuffled stream of its source.
         at = row - self._first[number]
         for one, lengths in enumerate(self._lengths):
             here = np.flatnonzero(number == one)
             seed = self._seed + one * _SEED_STEP
             at[here] = unpermute(at[here], lengths.size, seed, epoch[here])
             at[here] += epoch[here] * lengths.size
-        hold_given(pieces, at, documents[number])
+        check_were_read(pieces, at, documents[number])
 
     @property
     def _end(self) -> float:
-        """The tag at which every source has been passed `epochs` times."""
+        """The tag at which the stream ends: then every source was read `epochs` times."""
         return self._end_of(self.epochs) if self.epochs else np.inf
 
     def _end_of(self, epochs: int) -> float:
@@ -304,7 +343,16 @@ class BlendedBatches(BatchStream):
     def _take(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Source, id and length of the next documents until `missing` tokens; counts them."""
+        """Return the next documents, until they have `missing` tokens or the stream ends.
+
+        Args:
+            documents_read: Documents read of each source. Updated in place.
+            tokens_read: Tokens read of each source. Updated in place.
+            missing: Tokens that the batch still needs. The last document may exceed them.
+
+        Returns:
+            Source, id and length of each document, shape [num] each.
+        """
         out: list[tuple[IntArray, IntArray, IntArray]] = []
         while missing > 0 and self._has_next(tokens_read):
             source, ids, lengths = self._ordered(documents_read, tokens_read, missing)
@@ -322,7 +370,10 @@ class BlendedBatches(BatchStream):
     def _ordered(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """The next documents of the stream, at least one: source, id and length of each."""
+        """Return the source, id and length of the next documents, at least one, sorted by tag.
+
+        They may have more or fewer than `missing` tokens.
+        """
         shares = self._weights / self._weights.sum()
         ids: list[IntArray] = []
         lengths: list[IntArray] = []
@@ -330,8 +381,10 @@ class BlendedBatches(BatchStream):
         first_unseen: list[tuple[float, int]] = []
         for number, weight in enumerate(self._weights):
             mean = self._tokens[number] / self._lengths[number].size
+            # About as many documents as this source contributes to `missing` tokens.
             size = min(BLOCK, int(1.125 * missing * shares[number] / mean) + 64)
             block_ids, block = self._block(number, int(documents_read[number]), size)
+            # Tokens of this source before each document, from which its tag is computed.
             before = tokens_read[number] + np.cumsum(block) - block
             ids.append(block_ids)
             lengths.append(block)
@@ -339,8 +392,8 @@ class BlendedBatches(BatchStream):
             first_unseen.append((float((before[-1] + block[-1]) / weight), number))
         source = np.repeat(np.arange(len(ids)), [block.size for block in ids])
         tag = np.concatenate(tags)
-        # Documents at or after `limit` are kept for the next call: a document after the end of some
-        # source's block could have to precede them.
+        # Return only documents before `limit`, the smallest tag that was not looked at. Behind it,
+        # a document beyond some source's block could have to come first. Ties: lower source first.
         limit, of = min(first_unseen)
         known = (tag < limit) | ((tag == limit) & (source < of))
         rows = np.flatnonzero(known & (tag < self._end))
@@ -348,7 +401,7 @@ class BlendedBatches(BatchStream):
         return source[rows], np.concatenate(ids)[rows], np.concatenate(lengths)[rows]
 
     def _block(self, number: int, first: int, size: int) -> tuple[IntArray, IntArray]:
-        """Ids and lengths of `size` documents of a source's own stream, shape [size] each."""
+        """Return ids and lengths of `size` documents of source `number`, from position `first`."""
         lengths = self._lengths[number]
         seed = self._seed + number * _SEED_STEP
         epoch, rows = stream_rows(first, size, lengths.size, seed=seed)
@@ -356,7 +409,12 @@ class BlendedBatches(BatchStream):
 
 
 def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedStore:
-    """The store at a prefix, or the stores of a blend as one."""
+    """Open the store at a prefix, or all stores of a blend as one.
+
+    Args:
+        name: Prefix of a store, or the entries of `data.blend`.
+        source_id: `Documents.source` of a single store. Stores of a blend are numbered from 0.
+    """
     if isinstance(name, str):
         return TokenStore(name, source_id=source_id)
     entries = parse_blend(name)
@@ -367,14 +425,25 @@ def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedSt
 def open_batches(
     name: StoreName, *, tokens_per_batch: int, seed: int, epochs: int = 0, shuffle: bool = True
 ) -> GlobalBatches | BlendedBatches:
-    """Global batches of a store or a blend; shuffle = False is for a single store."""
+    """Open a store or a blend, and return its global batches.
+
+    Args:
+        name: Prefix of a store, or the entries of `data.blend`.
+        tokens_per_batch: Tokens of a global batch, on average.
+        seed: Seed of the order.
+        epochs: How many times the data is read. 0 means without end.
+        shuffle: Whether each epoch is shuffled. A blend is always shuffled.
+    """
     store = open_store(name)
     if isinstance(store, TokenStore):
         return GlobalBatches(
             store, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs, shuffle=shuffle
         )
     if not shuffle:
-        raise UserError(f"the blend of {store.prefix} has no order of its own; shuffle it")
+        raise UserError(
+            f"a blend cannot be read without shuffling ({store.prefix}); set shuffle, or read one "
+            f"store"
+        )
     return BlendedBatches(
         store.stores, store.weights, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs
     )
@@ -382,27 +451,36 @@ def open_batches(
 
 def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
     if not num_sources or len(weights) != num_sources:
-        raise UserError(f"{num_sources} sources with {len(weights)} weights; one each is needed")
+        raise UserError(
+            f"{num_sources} sources have {len(weights)} weights; give each source one weight"
+        )
     if not all(0 < weight < np.inf for weight in weights):
-        raise UserError(f"weights {list(weights)} must all be above 0; leave out the others")
+        raise UserError(
+            f"weights {list(weights)} must all be above 0; leave out sources without weight"
+        )
 
 
 def check_tokenizers(stores: Sequence[TokenStore], keys: str) -> None:
-    """UserError for stores of different tokenizers, as far as their sidecars tell.
+    """Raise UserError if stores have different tokenizers.
 
-    keys: those that name the stores, for the message. A store without an eos_id may be used with
-    others.
+    Only descriptions are compared: vocabulary size, EOS id, and checksum of the tokenizer. A value
+    that a store does not know agrees with every other.
+
+    Args:
+        stores: The stores to compare.
+        keys: The configuration keys that name the stores, for messages.
     """
+    # For each property the first store that knows it, with its value.
     first: dict[str, tuple[TokenStore, object]] = {}
     for store in stores:
         if store.info is None:
             continue
-        said = {
+        known = {
             "vocab_size": store.info.vocab_size,
             "eos_id": store.info.eos_id,
             "tokenizer": store.info.preparation.get("tokenizer_checksum"),
         }
-        for what, theirs in said.items():
+        for what, theirs in known.items():
             if theirs is None:
                 continue
             other, ours = first.setdefault(what, (store, theirs))

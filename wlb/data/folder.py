@@ -1,8 +1,8 @@
-"""Folders that output goes to: made where they can be, and refused with the cause where not.
+"""Create folders for output, with error messages that name what is in the way.
 
-Other processes remove and replace folders of wlb at any time, so some steps are tried again. Every
-such loop goes over `attempts`, which ends: an error that stays is told from a race by what is in
-the way (`_obstacle`), or by its staying.
+Other processes may remove or replace folders of wlb at any time, so some operations are retried.
+Every such loop iterates over `attempts`, which is finite. A permanent error differs from a race
+with another process in that something is in the way (`_obstacle`), or in that it never goes away.
 """
 
 import errno
@@ -15,36 +15,48 @@ from pathlib import Path
 from wlb.plan import UserError
 
 TRIES = 1000
-"""Times that something is tried which another process undid meanwhile; each process that waits for
-one lock can undo it once."""
+"""How often an operation is retried that other processes undo.
+
+Each process that waits for the same lock can undo it once, so this must exceed their number.
+"""
 PAUSE_S = 0.002
+# Errors that mean: a file or link is in the way, or another process just removed a folder.
 _IN_THE_WAY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
-"""Errors where something is in the way, or another process removed a folder in this moment."""
 
 
 def attempts(path: Path) -> Iterator[int]:
-    """Numbers to try by, with pauses; UserError when there were `TRIES`. path: what another process
-    removed or replaced while this one made, opened or locked it.
+    """Yield 0, 1, 2, ... with a short pause after each, to bound a loop that retries.
+
+    Args:
+        path: What the loop tries to create, open or lock, for the message.
+
+    Raises:
+        UserError: After `TRIES` numbers, because other processes keep removing `path`.
     """
     for number in range(TRIES):
         yield number
         time.sleep(PAUSE_S)
     raise UserError(
-        f"{path} was removed or replaced {TRIES} times while this process took it; see what "
-        f"removes it, or choose a folder on another file system"
+        f"{path} was removed or replaced {TRIES} times while this process tried to use it; find "
+        f"out what removes it, or choose a folder on another file system"
     )
 
 
 def open_folder(path: Path) -> int:
-    """A descriptor of the folder that `path` leads to, through links as well."""
+    """Open a folder, following links, and return its file descriptor."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make the folder and its parents where they are absent.
+    """Create a folder and its parents, unless they exist.
 
-    UserError names the first component that leads nowhere or is no folder, and what a link points
-    to. Other reasons, such as permissions, stay OSErrors of the system.
+    Args:
+        path: The folder.
+        mode: Its permissions if it is created, before the umask.
+
+    Raises:
+        UserError: A part of the path is a file, or a link to something that does not exist.
+        OSError: For any other reason, such as missing permissions.
     """
     error = OSError()
     for _ in range(TRIES):
@@ -59,13 +71,16 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
         time.sleep(PAUSE_S)
     missing = next((part for part in _components(path) if not part.is_dir()), path)
     raise UserError(
-        f"{path} cannot be made: {missing.parent} takes no new folder {missing.name!r} "
+        f"{path} cannot be made: creating {missing.name!r} in {missing.parent} fails "
         f"({error.strerror}); choose another folder"
     )
 
 
 def make_and_open(path: Path, *, mode: int = 0o777) -> int:
-    """`make_folder`, and a descriptor of it; tries again while its owner removes it."""
+    """Create a folder like `make_folder`, open it, and return its file descriptor.
+
+    Starts over if another process removes the folder before it is open.
+    """
     for _ in attempts(path):
         make_folder(path, mode=mode)
         try:
@@ -76,15 +91,18 @@ def make_and_open(path: Path, *, mode: int = 0o777) -> int:
 
 
 def refuse_nowhere(path: Path) -> None:
-    """UserError where no folder can be made at `path`, whoever may write there."""
+    """Raise UserError if no folder can be created at `path`, regardless of permissions."""
     if reason := _obstacle(path):
         raise UserError(f"{path} cannot be made: {reason}, or choose another folder")
 
 
 def refuse_file(path: Path) -> None:
-    """UserError, before any work, where no file can be written at `path`: it is a folder, or what
-    it or its folder leads to is not there.
+    """Raise UserError if no file can be written at `path`.
+
+    Commands call this before they do any work. It refuses a folder, a path whose folder does not
+    exist, and a link that leads nowhere. It does not check permissions.
     """
+    # A link to a missing file can be written, if the folder that it points to exists.
     folder = path.absolute().parent
     if folder.is_dir() and path.is_symlink() and not path.exists():
         folder = folder.joinpath(os.readlink(path)).parent
@@ -99,7 +117,7 @@ def refuse_file(path: Path) -> None:
 
 
 def _circle(path: Path) -> str:
-    """What is wrong with a file's link that leads back to itself, "" for any other path."""
+    """Return an error message if `path` is a link in a circle of links, otherwise ""."""
     try:
         path.stat()
     except OSError as error:
@@ -112,13 +130,14 @@ def _circle(path: Path) -> str:
 
 
 def _components(path: Path) -> tuple[Path, ...]:
-    """The path and its parents, the root first."""
+    """Return all parents of a path from the root down, and then the path itself."""
     return (*reversed(path.parents), path)
 
 
 def _obstacle(path: Path) -> str:
-    """The first component of `path` that is there and leads to no folder, with the remedy; "" where
-    nothing is in the way.
+    """Return an error message about what prevents a folder at `path`, or "" if nothing does.
+
+    It is about the first part of the path that exists and does not lead to a folder.
     """
     for part in _components(path):
         try:

@@ -1,8 +1,16 @@
-"""The `.idx` of a token store, byte for byte Megatron's: where each document lies in the `.bin`.
+"""Read and write the `.idx` file of a token store, which says where each document begins.
 
-Little-endian: magic, uint64 version, uint8 dtype code, uint64 number of sequences, uint64 number of
-document indices, then int32 sequence lengths, int64 byte offsets of sequences in `.bin`, int64
-document indices (first sequence of each document, then the number of sequences).
+The format is byte for byte that of Megatron's IndexedDataset. All numbers are little-endian:
+
+    magic                        9 bytes
+    version                      uint64
+    dtype code of the tokens     uint8
+    number of sequences          uint64
+    number of document indices   uint64, the number of documents + 1
+    length of each sequence      int32, in tokens
+    offset of each sequence      int64, in bytes of the `.bin` file
+    document indices             int64, the first sequence of each document,
+                                 then the number of sequences
 """
 
 import struct
@@ -29,22 +37,29 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+# The inverse table: Megatron's code of each dtype.
 CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreIndex:
-    """The content of an `.idx`: first token and number of tokens of each document."""
+    """The content of an `.idx` file, without the documents that have no tokens."""
 
-    dtype: np.dtype[Any]
-    start: IntArray
-    length: IntArray
-    num_tokens: int
-    num_empty: int
+    dtype: np.dtype[Any]  # type of the tokens in the `.bin` file
+    start: IntArray  # position of each document's first token in the `.bin`, shape [num_documents]
+    length: IntArray  # tokens of each document, at least 1, read-only, shape [num_documents]
+    num_tokens: int  # tokens in the `.bin` file
+    num_empty: int  # documents without tokens, which `start` and `length` leave out
 
 
 def write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
-    """Writes one sequence a document, as Megatron does without sentence splitting."""
+    """Write an index in which each document is one sequence, as Megatron does by default.
+
+    Args:
+        file: A binary file opened for writing.
+        lengths: Tokens of each document.
+        dtype: Type of the tokens in the `.bin` file.
+    """
     sizes = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
     ends = np.cumsum(sizes)
     file.write(_HEADER.pack(_MAGIC, _VERSION, CODES[dtype], sizes.size, sizes.size + 1))
@@ -54,20 +69,26 @@ def write_index(file: Any, lengths: "array[int]", dtype: np.dtype[Any]) -> None:
 
 
 def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
-    """Reads the index at `path` for a `.bin` of `num_bytes`; UserError if they do not fit."""
+    """Read the index at `path`, and check that it fits a `.bin` file of `num_bytes` bytes.
+
+    Raises:
+        UserError: The file is not an index, is damaged, or belongs to another `.bin` file.
+    """
     dtype, num_sequences, num_indices = _read_layout(path)
-    # The index is copied, not mapped, so that a store which is replaced while open keeps its
-    # documents.
+    # Copy the index instead of mapping it: if another process replaces the store while it is
+    # open, this reader still has the documents that it opened.
     raw = np.fromfile(path, np.uint8, offset=_HEADER.size)
     lengths = raw[: 4 * num_sequences].view("<i4").astype(np.int64)
     offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8").astype(np.int64)
     firsts = raw[12 * num_sequences :].view("<i8").astype(np.int64)
     _check_sequences(path, lengths, offsets, dtype.itemsize, num_bytes)
     _check_documents(path, firsts, num_sequences, num_indices)
+    # A document may have several sequences. They are adjacent, so its tokens reach from the start
+    # of its first sequence to the start of the next document's first sequence.
     boundary = np.append(offsets // dtype.itemsize, num_bytes // dtype.itemsize)[firsts]
     start, length = boundary[:-1], np.diff(boundary)
     keep = length > 0
-    # Indexing copies both columns, so it is done only if there are empty documents.
+    # Indexing copies both columns, so skip it when there are no empty documents.
     if not keep.all():
         start, length = start[keep], length[keep]
     length.flags.writeable = False
@@ -83,9 +104,21 @@ def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
 def read_header(
     path: Path, header: struct.Struct, magic: bytes, version: int, *, what: str, remedy: str
 ) -> tuple[Any, ...]:
-    """The header of a store's file after its magic and version; UserError for another file.
+    """Read the header of one of a store's files, and check its magic bytes and version.
 
-    what, remedy: the message's words for the defect and for the remedy.
+    Args:
+        path: The file.
+        header: Layout of the header. Its first two fields are the magic and the version.
+        magic: Bytes that the file must start with.
+        version: The only version that is supported.
+        what: Part of the error message that says what is wrong when the magic differs.
+        remedy: Part of the same message that says what to do.
+
+    Returns:
+        The fields of the header after the version.
+
+    Raises:
+        UserError: The magic or the version differs, or the file is too short.
     """
     with open(path, "rb") as file:
         data = file.read(header.size)
@@ -100,6 +133,7 @@ def read_header(
 
 
 def _read_layout(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Return the dtype, the number of sequences and the number of document indices."""
     what = "is not the index of a token store"
     remedy = "stores of other formats have to be prepared again"
     header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
@@ -119,34 +153,35 @@ def _read_layout(path: Path) -> tuple[np.dtype[Any], int, int]:
 def _check_sequences(
     path: Path, lengths: IntArray, offsets: IntArray, itemsize: int, num_bytes: int
 ) -> None:
-    """Sequences must follow each other without gap or overlap and fill the `.bin`."""
+    """Raise UserError unless the sequences fill the `.bin` file without gaps or overlaps."""
     if lengths.size and int(lengths.min()) < 0:
         i = int(np.argmin(lengths))
         raise UserError(f"{path}: sequence {i} has length {lengths[i]}; copy the store again")
     ends = np.cumsum(lengths) * itemsize
     if (i := first_true(offsets != ends - lengths * itemsize)) is not None:
         raise UserError(
-            f"{path}: sequence {i} is at byte {offsets[i]}, {ends[i] - lengths[i] * itemsize} is "
-            f"expected (no gap or overlap after sequence {i - 1}); prepare the store again"
+            f"{path}: sequence {i} starts at byte {offsets[i]} instead of "
+            f"{ends[i] - lengths[i] * itemsize}, so sequences overlap or leave a gap; prepare the "
+            f"store again"
         )
     need = int(ends[-1]) if ends.size else 0
     if num_bytes != need:
         raise UserError(
-            f"{path.with_suffix('.bin')} has {num_bytes} bytes, its index needs {need}; the copy "
-            f"is not complete or the two files are of different stores"
+            f"{path.with_suffix('.bin')} has {num_bytes} bytes, but its index describes {need}; "
+            f"the copy is incomplete, or the two files belong to different stores"
         )
 
 
 def _check_documents(path: Path, firsts: IntArray, num_sequences: int, num_indices: int) -> None:
-    """Document indices must start at 0, never go back and end with the number of sequences."""
+    """Raise UserError unless document indices rise from 0 to the number of sequences."""
     if num_indices == 0 or firsts[0] != 0 or firsts[-1] != num_sequences:
         shown = "none" if num_indices == 0 else f"{firsts[0]} ... {firsts[-1]}"
         raise UserError(
-            f"{path}: document indices ({shown}) must go from 0 to the {num_sequences} sequences; "
-            f"write the index with a trailing count, as Megatron does"
+            f"{path}: document indices ({shown}) must start with 0 and end with the number of "
+            f"sequences ({num_sequences}), as Megatron writes them; prepare the store again"
         )
     if (i := first_true(np.diff(firsts) < 0)) is not None:
         raise UserError(
-            f"{path}: document {i} starts at sequence {firsts[i]}, the next one at "
-            f"{firsts[i + 1]}; document indices must not go back, so prepare the store again"
+            f"{path}: document {i} starts at sequence {firsts[i]}, but the next document starts "
+            f"before it, at sequence {firsts[i + 1]}; prepare the store again"
         )

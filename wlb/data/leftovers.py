@@ -1,8 +1,9 @@
-"""Temporary folders and semaphores of this process; the next start removes those of killed ones.
+"""Create temporary folders and semaphores so that a later start can remove those of killed runs.
 
-A folder `wlb.KIND.NAME` is locked as long as its owner lives (flock, which the kernel releases), so
-an unlocked one is nobody's. Named semaphores of multiprocessing carry their owner's process number
-and its namespace; the resource tracker removes them unless it is killed as well.
+A process locks each of its temporary folders `wlb.KIND.NAME` (flock). The kernel releases the lock
+when the process ends, even by a kill, so an unlocked folder is left over and may be removed.
+Named semaphores of multiprocessing get the number and the PID namespace of their process in their
+names. Usually the resource tracker removes them, but it may be killed as well.
 """
 
 import contextlib
@@ -24,17 +25,21 @@ from wlb.data.lock import NoLocks, is_named, lock
 _PREFIX = "wlb."
 _SHARED_MEMORY = Path("/dev/shm")
 _SEMAPHORE = "sem."
+# The longest path of a folder with sockets in it, see `temporary_path`.
 _LONGEST = 60
+# The names that this module gives. Folders that a user called "wlb.something" are never removed.
 _NAME = re.compile(r"wlb\.[a-z]+\.[0-9a-f]{8,16}(\.\d+)?")
-"""Names that this module gives: a folder that somebody else called wlb.something stays."""
 
 
 @contextmanager
 def temporary_folder(kind: str) -> Generator[Path]:
-    """A folder for temporary files that goes with the block, or with the next start of wlb."""
+    """Create a temporary folder for a `with` block, and remove it at the end.
+
+    If the process is killed before, the next start of wlb removes the folder.
+    """
     sweep()
     folder = Path(tempfile.gettempdir(), f"{_PREFIX}{kind}.{secrets.token_hex(4)}")
-    descriptor = made_and_held(folder)
+    descriptor = make_and_lock(folder)
     try:
         yield folder
     finally:
@@ -44,35 +49,45 @@ def temporary_folder(kind: str) -> Generator[Path]:
 
 @functools.cache
 def process_folder(pid: int) -> Path:
-    """The folder of this process (its number is `pid`) for what lasts as long as it."""
+    """Return the temporary folder of this process, which is removed when the process ends.
+
+    Args:
+        pid: Number of this process. The cache uses it, so that a fork gets a folder for itself.
+    """
     sweep()
-    folder = own_name(f"process.{secrets.token_hex(4)}")
-    descriptor = made_and_held(folder)
+    folder = temporary_path(f"process.{secrets.token_hex(4)}")
+    descriptor = make_and_lock(folder)
 
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 
-    # After multiprocessing's own folder in it (-100), which it cannot miss. Forks do not call this.
+    # Lower priorities run later. multiprocessing removes its own folder, which is inside this one,
+    # at -100, and fails if it is gone by then. A fork does not run finalizers of its parent.
     util.Finalize(None, remove, exitpriority=-200)
     return folder
 
 
-def own_name(name: str) -> Path:
-    """The path of a temporary folder that is found by `sweep` when its owner is gone, short enough
-    for sockets in it: their paths have at most 107 bytes, and a batch job's TMPDIR can be long.
+def temporary_path(name: str) -> Path:
+    """Return a path for a temporary folder that is short enough for sockets in it.
+
+    The path of a socket has at most 107 bytes, and the TMPDIR of a batch job can be long. If it is
+    too long, the path is in /tmp. `sweep` looks in both places.
+
+    Args:
+        name: Name of the folder, without the prefix "wlb.".
     """
     roots = (tempfile.gettempdir(), "/tmp")
     return min((Path(root, _PREFIX + name) for root in roots), key=lambda p: len(str(p)) > _LONGEST)
 
 
-def made_and_held(folder: Path) -> int:
-    """Make a folder and lock it for this process; closing the descriptor lets go of it."""
+def make_and_lock(folder: Path) -> int:
+    """Create a folder, lock it, and return its file descriptor, whose close releases the lock."""
     for _ in attempts(folder):
         descriptor = make_and_open(folder, mode=0o700)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Another process may have taken it for left over before it was locked.
+        # Before it was locked, another process may have removed it as left over.
         if is_named(descriptor, folder):
             return descriptor
         os.close(descriptor)
@@ -80,11 +95,11 @@ def made_and_held(folder: Path) -> int:
 
 
 def sweep() -> None:
-    """Remove what killed processes of this user have left behind."""
+    """Remove temporary folders and semaphores of processes of this user that were killed."""
     roots = {Path(tempfile.gettempdir()), Path("/tmp")}
     for folder in (found for root in roots for found in root.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
-            _remove_if_left(folder)
+            _remove_if_unlocked(folder)
     for path in _SHARED_MEMORY.glob(f"{_SEMAPHORE}{_PREFIX}*"):
         namespace, _, owner = path.name.removeprefix(_SEMAPHORE + _PREFIX).partition(".")
         pid = owner.partition("-")[0]
@@ -93,13 +108,14 @@ def sweep() -> None:
                 path.unlink()
 
 
-def _remove_if_left(folder: Path) -> None:
+def _remove_if_unlocked(folder: Path) -> None:
     is_ours = _NAME.fullmatch(folder.name) and not folder.is_symlink()
     if not is_ours or folder.stat().st_uid != os.getuid():
         return
     descriptor = open_folder(folder)
     try:
-        # Where folders cannot be locked (NoLocks is an OSError), owners cannot be told.
+        # `lock` raises NoLocks, an OSError, on file systems without locks. Nothing is removed
+        # there, because the owner may be alive.
         if lock(descriptor):
             shutil.rmtree(folder)
     finally:
@@ -107,15 +123,16 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Give named semaphores that this process makes from now on its number, and remove those of
-    processes that were killed.
+    """Name the semaphores of this process after it, so that `sweep` can tell whose they are.
+
+    Also removes semaphores of processes that were killed.
     """
     sweep()
-    # multiprocessing has no public name for this; its own is "/mp", without an owner.
+    # multiprocessing has no public setting for the prefix. Its default "/mp" names no process.
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = f"/{_PREFIX}{_namespace()}.{os.getpid()}"
 
 
 def _namespace() -> str:
-    """Of process numbers: a container's differ from those of its host."""
+    """Return the PID namespace, because containers count their processes independently."""
     return str(os.stat("/proc/self/ns/pid").st_ino)

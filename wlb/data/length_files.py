@@ -1,8 +1,9 @@
-"""Document lengths from a file or from standard input: text, CSV, JSON, JSONL, NPY, NPZ, Parquet.
+"""Read document lengths from a file or from standard input.
 
-A binary format is known by its first bytes, whatever the file's name says, so that it is never
-read as text. Tables (CSV, JSONL, Parquet, NPZ) need one column of lengths: the only one of numbers,
-or the first that has a name of `NAMES`. Errors name the line of the file, which counts blank ones.
+Formats are text with one length per line, CSV, JSON, JSONL, NPY, NPZ and Parquet. A binary format
+is recognised by its first bytes, whatever the file is called, so it is never read as text. A table
+(CSV, JSONL, Parquet, NPZ) must have one column of lengths: either a column with a name of `NAMES`,
+or the only column of integers. Error messages give the line of the file; blank lines are counted.
 """
 
 import csv
@@ -23,30 +24,37 @@ from wlb.plan.numerals import number_of
 from wlb.plan.read_file import WRONG_SHAPE, describe_error, load_arrays, parse_json
 
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "tokens", "seq_len", "len")
-"""Names of columns that hold lengths, the preferred ones first."""
+"""Column names that mean lengths. If a table has several, the first in this list is used."""
 STDIN = "-"
+# First bytes of each binary format, and of compressed files, which are refused.
 _MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz", b"PAR1": ".parquet"}
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+# Separator of columns by the file's suffix.
 _TABLES = {".csv": ",", ".tsv": "\t"}
 
-
 MOST_DOCUMENTS = 1 << 27
-"""Most lengths of a file. They take 1 GiB in memory, and a sample of them plans alike."""
+"""The most lengths of a file. They take 1 GiB of memory, and planning a sample gives the same."""
 MOST_BYTES = 1 << 31
+"""The most bytes of a file."""
 
 
 class _Found(NamedTuple):
-    """values: as read, not checked yet. where: names the place of a value by its index."""
+    """Lengths as they were read, before they are checked."""
 
-    values: Any
-    where: Callable[[int], str] = "length {}".format
+    values: Any  # array or list of shape [n]
+    where: Callable[[int], str] = "length {}".format  # names a value by its index, for messages
 
 
 def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
-    """The lengths in a file, or in standard input for "-".
+    """Read the document lengths in a file, or in standard input for "-".
 
-    UserError, with the line, for what is no length (`checked_lengths`), for a format that is not
-    known, and for more than `MOST_DOCUMENTS`.
+    Args:
+        path: The file, or "-".
+        source_id: `Documents.source` of the documents.
+
+    Raises:
+        UserError: The format is unknown, an entry is not a length (`checked_lengths`), or there are
+            more than `MOST_DOCUMENTS` lengths or `MOST_BYTES` bytes.
     """
     if str(path) == STDIN:
         if sys.stdin.isatty():
@@ -64,8 +72,8 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
             data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UserError(
-            f"{name} has more than {MOST_BYTES:,} bytes; give a sample of its lengths, which plans "
-            f"alike"
+            f"{name} has more than {MOST_BYTES:,} bytes; give a random sample of its lengths, with "
+            f"which plans are alike"
         )
     found = _read(name, data, suffix)
     lengths = checked_lengths(name, found.values, where=found.where)
@@ -74,18 +82,21 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
 
 
 def _refuse_more(name: str, count: int, what: str = "lengths") -> None:
-    """UserError for too many lengths, before they are read one by one or copied."""
+    """Raise UserError for too many lengths, before they are parsed or copied."""
     if count > MOST_DOCUMENTS:
         raise UserError(
-            f"{name} has {count:,} {what}, must have at most {MOST_DOCUMENTS:,}; give a sample, "
-            f"which plans alike"
+            f"{name} has {count:,} {what}, but may have at most {MOST_DOCUMENTS:,}; give a random "
+            f"sample, with which plans are alike"
         )
 
 
 def _read(name: str, data: bytes, suffix: str) -> _Found:
     for magic, kind in _PACKED.items():
         if data.startswith(magic):
-            raise UserError(f"{name} is compressed ({kind}); decompress it into `--lengths -`")
+            raise UserError(
+                f"{name} is compressed ({kind}); decompress it, or pipe what it contains into "
+                f"`--lengths -`"
+            )
     form = next((form for magic, form in _MAGIC.items() if data.startswith(magic)), suffix)
     match form:
         case ".npy":
@@ -109,7 +120,8 @@ def _npy(name: str, data: bytes) -> _Found:
 def _npz(name: str, data: bytes) -> _Found:
     remedy = "save lengths with numpy.savez"
     arrays = load_arrays(data, name, remedy=remedy, most_bytes=MOST_BYTES)
-    if not data.startswith(b"PK"):  # an .npy file of another name
+    if not data.startswith(b"PK"):
+        # The file has the suffix .npz, but is in the format .npy.
         return _npy(name, data)
     files = list(arrays)
     chosen = _column(name, files, files if len(files) == 1 else (), what="array")
@@ -119,7 +131,7 @@ def _npz(name: str, data: bytes) -> _Found:
 
 def _parquet(name: str, data: bytes) -> _Found:
     try:
-        # pyarrow has no types, so it is imported by name, which pyright does not follow.
+        # Import by name, which pyright does not follow, because pyarrow has no type annotations.
         arrow: Any = import_module("pyarrow")
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
@@ -148,13 +160,14 @@ def _text(name: str, data: bytes, suffix: str) -> _Found:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _binary(name, f"byte {error.start} is no UTF-8") from None
+        raise _binary(name, f"byte {error.start} is not UTF-8") from None
     if "\0" in text:
         raise _binary(name, f"byte {data.index(0)} is zero")
     first = next((line.strip() for line in _lines(data) if line.strip()), "")
     if suffix == ".json" or (first[:1] == "[" and suffix != ".jsonl"):
         return _json(name, text)
-    del text  # lines are read from `data`, one by one
+    # Free the decoded copy: the other formats are read from `data` line by line.
+    del text
     _refuse_more(name, data.count(b"\n"), "lines")
     if suffix == ".jsonl" or first[:1] == "{":
         return _collected(name, _jsonl(name, data))
@@ -170,15 +183,15 @@ def _lines(data: bytes, newline: str | None = None) -> io.TextIOWrapper:
 
 def _binary(name: str, why: str) -> UserError:
     return UserError(
-        f"{name} is binary and none of .npy, .npz, Parquet ({why}); give lengths as one of these, "
-        f"or as text"
+        f"{name} is binary, but not .npy, .npz or Parquet ({why}); give lengths in one of these "
+        f"formats, or as text"
     )
 
 
 def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
-    """The lengths of a text, checked one by one: as objects they would take 20 times the memory.
+    """Collect lengths from a text, given as (line, length), into an array.
 
-    values: (line, length) each.
+    They are checked one by one, because a list of Python integers needs 20 times the memory.
     """
     out = array("q")
     for line, value in values:
@@ -189,7 +202,10 @@ def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
 
 
 def _words(data: bytes, *, has_head: bool) -> Iterator[tuple[int, Any]]:
-    """One word a line. has_head: the first line may be a name."""
+    """Yield the line number and the length in each line of a file with one column.
+
+    has_head: whether the first line may be the name of the column.
+    """
     for i, line in enumerate(_lines(data), 1):
         if word := line.strip():
             if not (has_head and _is_name(word)):
@@ -199,15 +215,15 @@ def _words(data: bytes, *, has_head: bool) -> Iterator[tuple[int, Any]]:
 
 def _json(name: str, text: str) -> _Found:
     _refuse_more(name, text.count(","), "commas")
-    values = parse_json(text, name, remedy="it must hold a list of lengths", wide=True)
+    values = parse_json(text, name, remedy="it must be a list of lengths", wide=True)
     if not isinstance(values, list):
-        raise UserError(f"{name} holds a {type(values).__name__}; it must hold a list of lengths")
+        raise UserError(f"{name} is a {type(values).__name__}; it must be a list of lengths")
     return _Found(cast("list[Any]", values))
 
 
 def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
     chosen = ""
-    # Only a newline ends a record: str.splitlines would also split inside of strings.
+    # Split only at newlines: str.splitlines also splits at characters that strings may contain.
     for i, line in enumerate(_lines(data, "\n"), 1):
         if not line.strip():
             continue
@@ -228,6 +244,8 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
     rows = _rows(name, data, separator)
     if (first := next(rows, None)) is None:
         return
+    # Find the column of lengths by the names in the first row, if it has names, and by which
+    # cells of the first row of data are integers.
     head = first[1]
     has_head = _is_head(head)
     second = next(rows, None) if has_head else first
@@ -243,16 +261,20 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
 
 
 def _is_name(cell: str) -> bool:
-    """Whether a cell of the first row may be a column's name. One like a number is a length, if a
-    wrong one such as 1_000, 10k or nan, which must not be passed over.
+    """Return whether a cell of the first row may be a column's name rather than a length.
+
+    A cell such as 1_000, 10k or nan is a length in a wrong form. It must be refused later, and not
+    be ignored as a name.
     """
     bare = cell.lstrip("+-.").lower()
     return not bare[:1].isdigit() and bare not in ("nan", "inf", "infinity")
 
 
 def _is_head(cells: list[str]) -> bool:
-    """Whether the first row names columns: no cell may be a length, or one has a name of `NAMES`,
-    beside which others may begin with digits.
+    """Return whether the first row contains column names.
+
+    It does if every cell may be a name (`_is_name`). It also does if one cell is in `NAMES` and no
+    cell is an integer; then other names may begin with a digit.
     """
     named = any(cell in NAMES for cell in cells)
     return (named and not any(isinstance(number_of(cell), int) for cell in cells)) or all(
@@ -261,7 +283,7 @@ def _is_head(cells: list[str]) -> bool:
 
 
 def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not blank, each with the line that it ends on."""
+    """Yield the line number and the cells of each row that is not blank."""
     reader = csv.reader(_lines(data, ""), delimiter=separator)
     try:
         for row in reader:
@@ -269,24 +291,36 @@ def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[st
                 yield reader.line_num, [cell.strip() for cell in row]
     except csv.Error as error:
         raise UserError(
-            f"{name}: line {reader.line_num} is no row of a table ({error}); correct it"
+            f"{name}: line {reader.line_num} is not a row of a table ({error}); correct it"
         ) from None
 
 
 def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str) -> str:
-    """The column that holds lengths; UserError where that is not clear."""
+    """Return the name of the column of lengths.
+
+    Args:
+        name: Name of the file, for messages.
+        columns: Names of all columns.
+        numeric: Names of the columns that contain integers.
+        what: What the format calls a column, such as "key", for messages.
+
+    Raises:
+        UserError: No column or several columns may be the lengths.
+    """
     numeric = list(numeric)
     for known in NAMES:
         if columns.count(known) > 1:
-            raise UserError(f"{name} has two {what}s {known!r}; rename the one of no lengths")
+            raise UserError(f"{name} has two {what}s {known!r}; rename the one without lengths")
         if known in columns:
             return known
     if len(numeric) == 1:
         if columns.count(numeric[0]) > 1:
-            raise UserError(f"{name} has two {what}s {numeric[0]!r}; rename the one of no lengths")
+            raise UserError(
+                f"{name} has two {what}s {numeric[0]!r}; rename the one without lengths"
+            )
         return numeric[0]
     raise UserError(
-        f"{name} has the {what}s {', '.join(columns)}, of which "
-        f"{'none' if not numeric else ' and '.join(numeric)} may be lengths in tokens; call the "
-        f"{what} of lengths {NAMES[0]!r}"
+        f"{name} has the {what}s {', '.join(columns)}, and it is unclear which one has the lengths "
+        f"(integers are in {' and '.join(numeric) or 'none'}); rename the {what} of lengths to "
+        f"{NAMES[0]!r}"
     )

@@ -1,10 +1,12 @@
-"""Document lengths drawn from a family of distributions, as a corpus of which only they are known.
+"""Draw document lengths from a distribution, for planning and simulation without a corpus.
 
-`LengthFamily` mixes, by shares of TOKENS, a lognormal body, a Pareto tail up to the window, and
-documents cut at the window. Its defaults reproduce Table 2 and Figure 12 of WLB-LLM; they are
-fitted to printed numbers, so other constants might as well.
-Guarantees: equal arguments give equal lengths, in [1, window].
-Cost: 8 bytes a document; some 30 ns to draw one.
+`LengthFamily` mixes three kinds of documents: a lognormal body, a Pareto tail that ends at the
+context window, and documents that were longer and are cut to exactly the window. Each kind has a
+share of the TOKENS, not of the documents.
+The default constants reproduce Table 2 and Figure 12 of the paper. They are fitted to those printed
+numbers, so other constants may reproduce them equally well.
+Guarantees: equal arguments give equal lengths, all in [1, window].
+Cost: 8 bytes of memory and about 30 ns per document.
 """
 
 import math
@@ -19,19 +21,20 @@ from wlb.plan import IntArray, UserError, check_at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthFamily:
-    """Lengths as a mixture, relative to the window, so that the shape scales with it.
+    """A distribution of document lengths: body, tail, and documents cut to the window.
 
-    body_median, tail_start: in windows. body_sigma: of the logarithm. tail_exponent: of the Pareto
-    survival function. The two shares are of tokens; the body has the rest. Body draws above the
-    window are drawn again.
+    All lengths are fractions of the context window, so one family serves every window.
     """
 
-    body_median: float = 750 / 131072
-    body_sigma: float = 1.4
-    tail_start: float = 0.23
-    tail_exponent: float = 1.0
+    # Lognormal body. Draws above one window are rejected and redrawn.
+    body_median: float = 750 / 131072  # as a fraction of the window
+    body_sigma: float = 1.4  # standard deviation of the logarithm of the length
+    # Pareto tail between `tail_start` and one window.
+    tail_start: float = 0.23  # shortest tail document, as a fraction of the window
+    tail_exponent: float = 1.0  # P(length > x) falls as x ** -tail_exponent
+    # Shares of the tokens. The body has the remaining tokens.
     tail_token_share: float = 0.10
-    atom_token_share: float = 0.146
+    window_token_share: float = 0.146  # tokens in documents of exactly one window
 
     def __post_init__(self) -> None:
         for name in ("body_median", "tail_start"):
@@ -40,32 +43,43 @@ class LengthFamily:
         for name in ("body_sigma", "tail_exponent"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} = {getattr(self, name)} must be above 0")
-        shares = (self.tail_token_share, self.atom_token_share)
+        shares = (self.tail_token_share, self.window_token_share)
         if not (min(shares) >= 0 and sum(shares) <= 1):
             raise UserError(
-                f"tail_token_share = {shares[0]} and atom_token_share = {shares[1]} must be at "
+                f"tail_token_share = {shares[0]} and window_token_share = {shares[1]} must be at "
                 f"least 0 and at most 1 together"
             )
 
     @property
     def document_shares(self) -> tuple[float, float, float]:
-        """Probability that a document is of the body, of the tail, or at the window."""
+        """Probabilities that a document is of the body, of the tail, or as long as the window."""
         shares = (
-            1 - self.tail_token_share - self.atom_token_share,
+            1 - self.tail_token_share - self.window_token_share,
             self.tail_token_share,
-            self.atom_token_share,
+            self.window_token_share,
         )
+        # The shares count tokens. Divided by the mean length, they count documents.
         means = (self._body_mean(), self._tail_mean(), 1.0)
         weights = [max(0.0, share) / mean for share, mean in zip(shares, means, strict=True)]
-        body, tail, atom = (weight / sum(weights) for weight in weights)
-        return body, tail, atom
+        body, tail, at_window = (weight / sum(weights) for weight in weights)
+        return body, tail, at_window
 
     def sample(self, num_documents: int, *, window: int, seed: int) -> IntArray:
-        """`num_documents` lengths in [1, window], in random order."""
+        """Draw `num_documents` lengths in [1, window] tokens, in random order.
+
+        Args:
+            num_documents: Number of lengths to draw, at least 1.
+            window: Context window in tokens, at least 2.
+            seed: Seed of the random numbers.
+
+        Returns:
+            Tokens of each document, shape [num_documents].
+        """
         check_at_least("num_documents", num_documents, 1)
         check_at_least("window", window, 2, " tokens")
         rng = np.random.Generator(np.random.PCG64(seed))
         body, tail, _ = self.document_shares
+        # For each document: 0 = body, 1 = tail, 2 = one whole window, which `out` starts with.
         part = np.searchsorted([body, body + tail], rng.random(num_documents), side="right")
         out = np.ones(num_documents)
         out[part == 0] = self._draw_body(rng, int((part == 0).sum()))
@@ -80,15 +94,18 @@ class LengthFamily:
         return out
 
     def _draw_tail(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
+        # Inverse transform sampling of a Pareto distribution that is truncated at one window.
         cut = 1 - self.tail_start**self.tail_exponent
         return self.tail_start * (1 - cut * rng.random(count)) ** (-1 / self.tail_exponent)
 
     def _body_mean(self) -> float:
+        # Mean of a lognormal distribution that is truncated at 1 (one window).
         z = -math.log(self.body_median) / self.body_sigma
         whole = self.body_median * math.exp(self.body_sigma**2 / 2)
         return whole * _normal_cdf(z - self.body_sigma) / _normal_cdf(z)
 
     def _tail_mean(self) -> float:
+        # Mean of a Pareto distribution that is truncated at 1; exponent 1 is a special case.
         start, exponent = self.tail_start, self.tail_exponent
         cut = 1 - start**exponent
         if exponent == 1:
@@ -101,13 +118,21 @@ def _normal_cdf(z: float) -> float:
 
 
 DRAWN = "wlb_paper"
-"""The family of lengths that are drawn where no documents are given: like the paper's."""
+"""The default family. It imitates the corpus of the paper, which is not public."""
 FAMILIES: dict[str, LengthFamily] = {DRAWN: LengthFamily()}
-"""Named sets of constants."""
+"""All length families by name."""
 
 
 def enough_of_family(name: str = DRAWN, *, window: int, num_tokens: int, seed: int) -> LengthSource:
-    """Drawn lengths of a named family with at least about `num_tokens` tokens."""
+    """Draw enough documents of a named family for about `num_tokens` tokens, usually some more.
+
+    Args:
+        name: A key of `FAMILIES`.
+        window: Context window in tokens.
+        num_tokens: Tokens that the documents should have together.
+        seed: Seed of the random numbers.
+    """
+    # Estimate the mean length from a small sample, then draw 10% more documents than needed.
     some = lengths_of_family(name, window=window, num_documents=4096, seed=0)
     needed = num_tokens * some.num_documents / some.num_tokens
     return lengths_of_family(name, window=window, num_documents=int(1.1 * needed) + 1, seed=seed)
@@ -116,7 +141,15 @@ def enough_of_family(name: str = DRAWN, *, window: int, num_tokens: int, seed: i
 def lengths_of_family(
     name: str = DRAWN, *, window: int, num_documents: int, seed: int, source_id: int = 0
 ) -> LengthSource:
-    """`num_documents` drawn lengths of a named family for context window `window`."""
+    """Draw `num_documents` document lengths of a named family.
+
+    Args:
+        name: A key of `FAMILIES`.
+        window: Context window in tokens, which is also the longest length.
+        num_documents: Number of documents to draw.
+        seed: Seed of the random numbers.
+        source_id: Value of `Documents.source` for these documents.
+    """
     if name not in FAMILIES:
         raise UserError(f"no length family {name!r}; known are {sorted(FAMILIES)}")
     lengths = FAMILIES[name].sample(num_documents, window=window, seed=seed)

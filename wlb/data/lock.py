@@ -1,8 +1,10 @@
-"""Locks of folders and files that hold for their inodes, whatever names lead to them.
+"""Lock files and folders between processes.
 
-They are flocks: the kernel releases one when its process ends, however it ends. A lock file is
-opened without following links. After it was locked its name must still lead to it (`is_named`), as
-another process could lock a newer file of that name. NFS locks files, but not folders.
+The locks are flocks. A lock belongs to the inode, whatever path was used to open it, and the kernel
+releases it when its process ends, even by a kill. Between opening and locking, another process may
+replace the file and lock the new one, so check afterwards that the path still leads to the locked
+inode (`is_named`). Lock files are opened without following links. NFS can lock files, but not
+folders.
 """
 
 import errno
@@ -13,19 +15,29 @@ from pathlib import Path
 
 from wlb.plan import UserError
 
+# Errors of flock on file systems that cannot lock. EBADF is from NFS, which locks only descriptors
+# that are open for writing; those of folders never are.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-"""Errors of file systems without locks; NFS wants a descriptor that can be written (EBADF), which a
-folder's cannot."""
+# Errors of open for a link, a folder, and a device or pipe that nobody reads.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
 class NoLocks(OSError):
-    """The file system cannot lock this."""
+    """The file system does not support locks for this file or folder."""
 
 
 def lock(descriptor: int, *, waits: bool = False) -> bool:
-    """Take the lock; False if another process holds it. waits: wait until it is free instead.
-    NoLocks where the file system cannot lock.
+    """Lock a file or folder that is open.
+
+    Args:
+        descriptor: Its file descriptor. Closing it releases the lock.
+        waits: Whether to wait if another process has the lock.
+
+    Returns:
+        Whether this process has the lock now. False means that another process has it.
+
+    Raises:
+        NoLocks: The file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
@@ -39,9 +51,15 @@ def lock(descriptor: int, *, waits: bool = False) -> bool:
 
 
 def open_lock_file(path: Path, folder: int) -> int:
-    """A descriptor of the lock file `path`, made if it is absent. folder: a descriptor of its
-    folder. UserError for a link or anything else but a file of its own: to write there would change
-    something else.
+    """Open a lock file, creating it if it is absent, and return its file descriptor.
+
+    Args:
+        path: The lock file.
+        folder: File descriptor of its folder.
+
+    Raises:
+        UserError: The path is a link, has several hard links, or is not a regular file. Writing to
+            it would change something else.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -59,14 +77,19 @@ def open_lock_file(path: Path, folder: int) -> int:
 
 def _refusal(path: Path) -> str:
     return (
-        f"{path} is a lock, but a link or no regular file: what it leads to would be overwritten; "
-        f"see what it is and remove it"
+        f"{path} should be a lock file, but is a link or not a regular file, so writing it would "
+        f"overwrite something else; see what it is and remove it"
     )
 
 
 def is_named(descriptor: int, path: Path, folder: int | None = None) -> bool:
-    """Whether `path` still leads to what is open. folder: a descriptor of the folder of a lock
-    file, whose name is then looked up there without following links.
+    """Return whether `path` still leads to the file or folder that is open.
+
+    Args:
+        descriptor: File descriptor of the file or folder.
+        path: The path that was opened.
+        folder: For a lock file, the file descriptor of its folder. The name is then looked up in
+            that folder, without following links.
     """
     try:
         if folder is None:

@@ -1,4 +1,4 @@
-"""Tokens and labels of documents by the ids that plans use."""
+"""Read tokens and labels of documents by the document ids of plans."""
 
 from typing import Any
 
@@ -10,9 +10,14 @@ from wlb.plan import IGNORE, DocumentIds, UserError
 
 
 class StoreReader:
-    """A store or blend as `wlb.parallel.rows.LabelReader`.
+    """Reads a store or a blend by the document ids of plans (`wlb.parallel.rows.LabelReader`).
 
-    Refuses tokens outside the vocabulary: under tensor parallelism they would train as zeros.
+    Raises UserError for a token outside the model's vocabulary. With tensor parallelism such a
+    token would silently get an embedding of zeros, because it is in no rank's part of the table.
+
+    Args:
+        name: Prefix of a store, or the entries of `data.blend`.
+        vocab_size: Vocabulary size of the model.
     """
 
     def __init__(self, name: StoreName, vocab_size: int) -> None:
@@ -23,19 +28,23 @@ class StoreReader:
 
     @property
     def identity(self) -> Any:
-        """Which tokens these are, as `TokenStore.identity`, or a list of such."""
+        """The identity of the store (`TokenStore.identity`), or a list with one per store."""
         return self._store.identity
 
     @property
     def has_targets(self) -> bool:
-        """Whether `labels` differ from tokens: only some are trained."""
+        """Whether the store says which tokens are trained; otherwise all labels are trained."""
         return self._store.has_targets
 
     def length(self, document: int) -> int:
+        """Return the number of tokens of the document with this id."""
         return int(self._lengths[self._ids.row(document)])
 
     def labels(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop), IGNORE where they are not trained, shape [stop - start]."""
+        """Return tokens [start, stop) as labels, shape [stop - start].
+
+        Tokens that are not trained are replaced by IGNORE.
+        """
         tokens = self.read(document, start, stop)
         if not self._store.has_targets:
             return tokens
@@ -43,12 +52,13 @@ class StoreReader:
         return np.where(trained, tokens.astype(np.int64), IGNORE)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
+        """Return tokens [start, stop) of the document with this id, shape [stop - start]."""
         row = self._ids.row(document)
         tokens = self._store.read(row, start, stop)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(
-                f"document {row} of the store {self._store.prefix} holds tokens {tokens.min()} to "
+                f"document {row} of the store {self._store.prefix} has tokens {tokens.min()} to "
                 f"{tokens.max()}, outside the vocabulary of {self._vocab_size}; set "
-                f"model.vocab_size to the store's"
+                f"model.vocab_size to the vocabulary size of the store"
             )
         return tokens

@@ -1,10 +1,12 @@
-"""Seeded permutations of [0, n) that need no memory: a Feistel network with cycle walking.
+"""Compute seeded permutations of [0, n) without memory: a Feistel network with cycle walking.
 
-Each round XORs one half of an index's bits with a keyed hash of the other half, so the network is a
-bijection of [0, 2**bits). An image outside [0, n) is sent through again until it falls inside; as
-2**bits < 2n, that takes fewer than two passes on average.
-Guarantees: a bijection for every 1 <= n <= 2**62 with the same order on every platform and in every
-release (tests hold literal values). It is not cryptography. Cost: 15 to 30 ns an index.
+Each round XORs one half of an index's bits with a keyed hash of the other half. That can be undone,
+so the network is a bijection of [0, 2**bits). If an image is outside [0, n), the network is applied
+to it again until the image is inside (cycle walking). As 2**bits < 2n, this takes fewer than two
+passes on average.
+Guarantees: a bijection for every 1 <= n <= 2**62. The order is the same on every platform and in
+every release; tests compare it with literal values. It is not cryptographic.
+Cost: 15 to 30 ns per index.
 """
 
 from collections.abc import Callable
@@ -18,6 +20,7 @@ _U64 = np.uint64
 _Words = npt.NDArray[np.uint64]
 
 _NUM_ROUNDS = 8
+# The constants of splitmix64: the golden ratio and the two multipliers of its finaliser.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = _U64(0xBF58476D1CE4E5B9)
 _MIX_2 = _U64(0x94D049BB133111EB)
@@ -25,9 +28,16 @@ _MASK_64 = (1 << 64) - 1
 
 
 def permute(index: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> IntArray:
-    """Where the permutation of (seed, epoch) of [0, n) sends each of `index` (shape [m]).
+    """Apply the permutation of [0, n) that belongs to a seed and an epoch.
 
-    epoch: one for all, or one an index (shape [m]).
+    Args:
+        index: Numbers in [0, n), shape [m].
+        n: Size of the permutation.
+        seed: Any integer.
+        epoch: One epoch for all indices, or one for each index, shape [m].
+
+    Returns:
+        The image of each index, shape [m].
     """
     positions = _indices(index, n)
     keys = _round_keys(seed, np.atleast_1d(np.asarray(epoch, np.int64)))
@@ -35,14 +45,24 @@ def permute(index: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> IntA
 
 
 def unpermute(image: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> IntArray:
-    """The inverse of `permute`: the index that it sends to each of `image` (shape [m])."""
+    """Apply the inverse of `permute`.
+
+    Args:
+        image: Numbers in [0, n), shape [m].
+        n: Size of the permutation.
+        seed: Any integer.
+        epoch: One epoch for all images, or one for each image, shape [m].
+
+    Returns:
+        The index whose image each number is, shape [m].
+    """
     positions = _indices(image, n)
     keys = _round_keys(seed, np.atleast_1d(np.asarray(epoch, np.int64)))
     return _walked(_inverse, positions.astype(_U64), keys, n)
 
 
 def _indices(index: IntLike, n: int) -> IntArray:
-    """`index` as int64; UserError unless all are in [0, n), and n itself can be permuted."""
+    """Return `index` as int64; raise UserError unless all numbers are in [0, n)."""
     if not 1 <= n <= 1 << 62:
         raise UserError(f"n = {n} must be in [1, 2**62]")
     positions = np.asarray(index, np.int64)
@@ -55,8 +75,9 @@ def _indices(index: IntLike, n: int) -> IntArray:
 def _walked(
     network: Callable[[_Words, _Words, int], _Words], words: _Words, keys: _Words, n: int
 ) -> IntArray:
-    """`words` through a bijection of [0, 2**bits) until each is in [0, n); walking a cycle the
-    other way, by the inverse, leads back.
+    """Apply `network` to each of `words` until the result is in [0, n) (cycle walking).
+
+    With the inverse network the walk goes the same way back, so the result is the inverse.
     """
     bits = max(2, (n - 1).bit_length())
     out = network(words, keys, bits)
@@ -69,7 +90,7 @@ def _walked(
 
 
 def _round_keys(seed: int, epochs: IntArray) -> _Words:
-    """Keys, shape [rounds, 1 or m], of a seed (any integer, taken modulo 2**64) and epochs."""
+    """Return the round keys of a seed (modulo 2**64), shape [rounds, number of epochs]."""
     start = np.full(1, seed & _MASK_64, _U64)
     stream = _mix(_mix(start + _U64(_GOLDEN)) + epochs.astype(_U64))
     rounds = [(i + 1) * _GOLDEN & _MASK_64 for i in range(_NUM_ROUNDS)]
@@ -77,14 +98,14 @@ def _round_keys(seed: int, epochs: IntArray) -> _Words:
 
 
 def _mix(x: _Words) -> _Words:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    """Apply the finaliser of splitmix64, in which every input bit changes every output bit."""
     x = (x ^ (x >> _U64(30))) * _MIX_1
     x = (x ^ (x >> _U64(27))) * _MIX_2
     return x ^ (x >> _U64(31))
 
 
 def _network(words: _Words, keys: _Words, bits: int) -> _Words:
-    """`_NUM_ROUNDS` rounds over `bits` >= 2 bits; a new array of the shape of `words`."""
+    """Permute numbers of `bits` bits by `_NUM_ROUNDS` Feistel rounds; return a new array."""
     high_bits = bits // 2
     low_bits = bits - high_bits
     high = words >> _U64(low_bits)
@@ -96,7 +117,7 @@ def _network(words: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _inverse(words: _Words, keys: _Words, bits: int) -> _Words:
-    """What `_network` makes `words` of: its rounds in reverse order."""
+    """Undo `_network` by applying its rounds in reverse order."""
     high_bits = bits // 2
     low_bits = bits - high_bits
     high = words >> _U64(low_bits)
@@ -108,7 +129,7 @@ def _inverse(words: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _round(half: _Words, key: _Words, bits: int) -> _Words:
-    """`bits` bits that depend on all of `half` and `key`."""
+    """Hash `half` with `key`, and return the highest `bits` bits of the hash."""
     x = half ^ key
     x *= _MIX_1
     x ^= x >> _U64(32)

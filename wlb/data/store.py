@@ -1,11 +1,17 @@
-"""Token stores: documents as token ids in a `.bin` + `.idx` pair, Megatron's IndexedDataset.
+"""Read and write token stores, which hold the token ids of documents on disk.
 
-Beside them: `<prefix>.json` (`StoreInfo`: vocabulary, EOS id, tokenizer, checksum, origin), which
-Megatron ignores, and for fine-tuning `<prefix>.targets` (`targets.py`).
-Guarantees: a store is seen whole or not at all, since the writer renames the index last; a store
-that does not fit its index is refused. Empty documents, which Megatron permits, are left out and
-counted; without them rows are Megatron's document numbers. Documents of several sequences are one.
-Cost: writing keeps 8 bytes a document; tokens are mapped, so a read copies nothing.
+A store is a set of files with a common prefix:
+
+    <prefix>.bin      the tokens of all documents, one after the other
+    <prefix>.idx      where each document begins (`index.py`)
+    <prefix>.json     vocabulary, EOS id, tokenizer, checksum and origin (`StoreInfo`)
+    <prefix>.targets  which tokens are trained, only for fine-tuning (`targets.py`)
+
+The first two are Megatron's IndexedDataset. Megatron ignores the other two.
+Guarantees: a reader never sees a half-written store, because the writer renames the index into
+place last. A store whose files do not fit each other is refused. Megatron permits empty documents;
+they are left out and counted, so documents are numbered as in Megatron only if none is empty.
+Cost: writing keeps 8 bytes per document in memory. Files are mapped, so reading copies nothing.
 """
 
 import hashlib
@@ -31,37 +37,39 @@ from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema, schem
 
 TokenArray = npt.NDArray[Any]
 
+# Most tokens of a document: the index stores lengths as int32.
 _LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreInfo:
-    """The sidecar `<prefix>.json` of a store.
-
-    eos_id: the token that ends every document, None if there is none. tokenizer: file name beside
-    the store. checksum: blake2b of `.bin`. preparation: `wlb.prepare`'s record of its input.
-    targets: blake2b of `.targets`, None for a store without it.
-    """
+    """The description of a store, which is the content of its file `<prefix>.json`."""
 
     vocab_size: int
-    num_documents: int
+    num_documents: int  # with empty documents
     num_tokens: int
-    checksum: str
-    eos_id: int | None = None
-    tokenizer: str | None = None
-    source: str = ""
+    checksum: str  # blake2b of the `.bin` file, in hexadecimal
+    eos_id: int | None = None  # token that ends every document, or None
+    tokenizer: str | None = None  # name of the tokenizer's file, in the folder of the store
+    source: str = ""  # where the documents come from, for readers
+    # Settings and counts that `wlb prepare` records, such as skipped documents.
     preparation: dict[str, Any] = field(default_factory=dict[str, Any])
-    targets: str | None = None
+    targets: str | None = None  # blake2b of the `.targets` file, None if there is no such file
 
     @classmethod
     def read(cls, path: Path) -> "StoreInfo | None":
-        """The sidecar at `path`; None if there is none, UserError if it cannot be used."""
+        """Read the description at `path`; return None if there is no such file.
+
+        Raises:
+            UserError: The file is not the description of a store, or has impossible values.
+        """
         if not path.exists():
             return None
         remedy = "prepare the store again, or remove this file and set model.vocab_size"
         where = f"{path} is not the description of a token store"
         with malformed(where, remedy):
-            # `preparation` holds the tokenizer_config.json of the tokenizer.
+            # `wide` permits integers of more than 64 bits. `preparation` contains a whole
+            # tokenizer_config.json, and Hugging Face writes such integers there.
             data = read_object(path, remedy=remedy, wide=True)
         check_schema(data, _INFO, where, remedy=remedy)
         of = Fields(data, where, remedy=remedy)
@@ -74,6 +82,7 @@ class StoreInfo:
         return cls(**values)
 
     def write(self, path: Path) -> None:
+        """Write the description to `path`, replacing an older file atomically."""
         temporary = temporary_name(path)
         data = asdict(self)
         if self.targets is None:
@@ -82,6 +91,7 @@ class StoreInfo:
         os.replace(temporary, path)
 
 
+# The parts of `StoreInfo.preparation` that wlb reads. Other keys may hold anything.
 _PREPARATION: Schema = {
     "arguments?": {"encoder?": dict, OTHERS: ANYTHING},
     "tokenizer_config?": dict,
@@ -102,25 +112,34 @@ _INFO: Schema = schema_of(
 
 
 def store_path(prefix: str | Path, suffix: str) -> Path:
-    """`prefix` + `suffix`, for prefixes that contain dots as well."""
+    """Append `suffix` to `prefix`, also to one with a dot, which `Path.with_suffix` would cut."""
     return Path(f"{prefix}{suffix}")
 
 
 def temporary_name(path: Path) -> Path:
-    """A unique name in the folder of `path`."""
+    """Return a unique path for a temporary file in the folder of `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype that Megatron and we write for ids below `vocab_size`."""
+    """Return the dtype that Megatron chooses for token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
 class TokenStoreWriter:
-    """Writes a store document by document; a context manager.
+    """Writes a store document by document; use it as a context manager.
 
-    Leaving the block makes the store visible; an exception removes the files and keeps an older
-    store of the same name. `preparation` goes to the sidecar and may be extended until then.
+    The end of the `with` block makes the store visible. An exception in the block removes the new
+    files, and an older store with the same prefix stays.
+
+    Args:
+        prefix: Path of the store's files without their suffixes.
+        vocab_size: Every token id must be below this.
+        eos_id: Token that ends every document, None if there is none.
+        tokenizer: Name of the tokenizer's file, in the folder of the store.
+        source: Where the documents come from, for readers.
+        preparation: Record of how the store is made. The attribute `preparation` is a copy, to
+            which the caller may add until the block ends.
     """
 
     def __init__(
@@ -152,20 +171,27 @@ class TokenStoreWriter:
 
     @property
     def num_documents(self) -> int:
+        """Number of documents written so far."""
         return len(self._lengths)
 
     def add(self, tokens: IntLike, trained: IntLike | None = None) -> None:
-        """Appends one document (shape [num_tokens]); UserError if it cannot be one.
+        """Append one document.
 
-        trained: int64 [k, 2], half-open spans of trained tokens, for all documents of a store or
-        for none (then all but the first are). The first token of a document is never a label.
+        Args:
+            tokens: Token ids of the document, shape [num_tokens].
+            trained: Half-open spans of the tokens that are trained, int64 of shape [k, 2]. Give
+                them for every document of a store or for none. Without them every token is
+                trained except the first, which no earlier token predicts.
+
+        Raises:
+            UserError: The document is empty, has ids outside the vocabulary, or has wrong spans.
         """
         ids = np.asarray(tokens)
         name = f"document {len(self._lengths)} of {self.prefix}"
         if ids.ndim != 1 or not 1 <= ids.size <= _LONGEST:
             raise UserError(
                 f"{name} has shape {ids.shape}; a document is one axis of 1 to {_LONGEST} tokens, "
-                f"so leave empty ones out"
+                f"so leave out empty documents"
             )
         if ids.dtype.kind not in "iu":
             raise UserError(f"{name} has dtype {ids.dtype}; tokens are integers")
@@ -187,9 +213,9 @@ class TokenStoreWriter:
             self._targets = TargetSpans()
         if (trained is None) != (self._targets is None):
             raise UserError(
-                f"{name} {'lacks' if trained is None else 'has'} trained spans, the documents "
-                f"before it do not; give them for all documents of a store (an empty list for none "
-                f"trained) or for none"
+                f"{name} {'lacks' if trained is None else 'has'} trained spans, unlike the "
+                f"documents before it; give them for all documents of a store (an empty list if no "
+                f"token is trained) or for none"
             )
         if self._targets is not None and trained is not None:
             self._targets.add(trained, first=self.num_tokens, length=length, name=name)
@@ -209,12 +235,16 @@ class TokenStoreWriter:
             self.finish()
 
     def discard(self) -> None:
-        """Removes the temporary file; no effect after `finish`."""
+        """Remove the temporary file. After `finish` this does nothing."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def finish(self) -> StoreInfo:
-        """Makes the store visible: removes the old index and renames the files, the index last."""
+        """Make the store visible, and return its description.
+
+        A store without an index does not exist for readers. So the old index is removed first, the
+        other files are renamed into place, and the new index is renamed last.
+        """
         info = StoreInfo(
             vocab_size=self._vocab_size,
             num_documents=self.num_documents,
@@ -236,6 +266,7 @@ class TokenStoreWriter:
                     self._targets.write(file, **sizes, checksum=info.checksum)
                     _sync_and_close(file)
                 info = replace(info, targets=file_checksum(targets))
+            # From here until the last rename, no reader can open the store.
             index_path.unlink(missing_ok=True)
             os.replace(self._temporary, store_path(self.prefix, ".bin"))
             targets_path.unlink(missing_ok=True)
@@ -253,17 +284,32 @@ class TokenStoreWriter:
 
 
 def _sync_and_close(file: Any) -> None:
+    # Data must be on disk before the rename, so that a power cut cannot leave an empty file.
     file.flush()
     os.fsync(file.fileno())
     file.close()
 
 
 class TokenStore:
-    """A store opened for reading; `source_id` is the value of `Documents.source`.
+    """A store opened for reading, by row: documents are numbered from 0 in the order of the file.
 
-    lengths: int64 tokens of each document, read-only, shape [num_documents]. num_targets: how many
-    of them are trained, likewise; all but the first one, where no `.targets` file says otherwise
-    (`has_targets`). `StoreReader` reads by the ids that plans use.
+    Plans number documents differently, because an epoch gives them new ids. `StoreReader` reads by
+    those ids.
+
+    Args:
+        prefix: Path of the store's files without their suffixes.
+        source_id: Value of `Documents.source` for documents of this store.
+
+    Attributes:
+        lengths: Tokens of each document, int64 of shape [num_documents], read-only.
+        num_targets: Trained tokens of each document, int64 of shape [num_documents], read-only.
+            Without a `.targets` file all tokens but the first are trained.
+        info: The store's description, None for a store that Megatron wrote.
+        dtype: Type of the tokens.
+        num_empty_documents: Documents without tokens, which are left out.
+
+    Raises:
+        UserError: A file is missing, damaged, or does not fit the others.
     """
 
     def __init__(self, prefix: str | Path, *, source_id: int = 0) -> None:
@@ -289,7 +335,9 @@ class TokenStore:
                 f"to another store"
             )
         if self.dtype.kind not in "iu":
-            raise UserError(f"{bin_path} holds {self.dtype}, tokens are integers; prepare it again")
+            raise UserError(
+                f"{bin_path} has the type {self.dtype}, but tokens are integers; prepare it again"
+            )
         whole = index.length.size + index.num_empty
         if self.info and self.info.num_documents != whole:
             raise UserError(
@@ -300,8 +348,9 @@ class TokenStore:
         largest = np.iinfo(self.dtype).max
         if self.info and self.info.vocab_size > largest + 1:
             raise UserError(
-                f"{self.prefix}.json says {self.info.vocab_size} tokens of vocabulary, {bin_path} "
-                f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
+                f"{self.prefix}.json has a vocabulary of {self.info.vocab_size} tokens, but "
+                f"{bin_path} stores {self.dtype}, whose largest value is {largest}; larger ids "
+                f"were truncated, so prepare the store again"
             )
         self._targets = self._open_targets()
         self.num_targets = index.length - 1
@@ -317,18 +366,21 @@ class TokenStore:
         path = store_path(self.prefix, ".targets")
         expected = self.info.targets if self.info else None
         if path.is_file() != (expected is not None):
-            says = "is missing, without which other tokens would be trained"
+            # Training without the file would silently train all tokens.
+            problem = "is missing, so wlb cannot know which tokens to train"
             if expected is None:
-                says = f"is not of this store: {self.prefix}.json does not have its checksum"
-            raise UserError(f"{path} {says}; copy or prepare the store again")
+                problem = f"is of another store: {self.prefix}.json has no checksum of it"
+            raise UserError(f"{path} {problem}; copy or prepare the store again")
         if self.info is None or expected is None:
             return None
         return Targets(path, first=self._start, length=self.lengths, checksum=self.info.checksum)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Which tokens these are, by the store's description: two stores with equal identities
-        train the same. Values are None where it has no description.
+        """What makes this store's tokens distinct: checksums, vocabulary and tokenizer.
+
+        Stores with equal identities train the same tokens. Checkpoints save it, to refuse another
+        store on resume. All values are None for a store without a description.
         """
         info = self.info
         return {
@@ -346,31 +398,40 @@ class TokenStore:
 
     @property
     def has_targets(self) -> bool:
-        """Whether the store says which tokens are trained (`.targets`)."""
+        """Whether a `.targets` file says which tokens are trained."""
         return self._targets is not None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return self._tokens.size
 
     @property
     def summary(self) -> str:
-        """Documents and tokens, and how many documents were left out because they are empty."""
+        """A phrase with the numbers of documents, tokens and empty documents, for messages."""
         return summary_of(self.num_documents, self.num_tokens, self.num_empty_documents)
 
     @property
     def vocab_size(self) -> int | None:
-        """Vocabulary size from the sidecar; None without one: then set model.vocab_size."""
+        """Vocabulary size, or None for a store that has no description."""
         return self.info.vocab_size if self.info else None
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends every document; None if it is not known."""
+        """The token that ends every document, or None if it is not known."""
         return self.info.eos_id if self.info else None
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Tokens [start, stop) of a document as a read-only view of the mapped file."""
+        """Return tokens [start, stop) of a document as a read-only view of the mapped file.
+
+        Args:
+            document: Row of the document.
+            start: First token, counted from the document's beginning.
+            stop: End of the tokens. None means the document's end.
+
+        Raises:
+            UserError: The store has no such tokens.
+        """
         num = self.lengths.size
         if not 0 <= document < num:
             raise UserError(f"document {document} is not in {self.prefix}, which has {num}")
@@ -385,11 +446,20 @@ class TokenStore:
         return self._tokens[first + start : first + stop]
 
     def trained(self, document: int, start: int = 0, stop: int | None = None) -> BoolArray:
-        """Whether each of the tokens [start, stop) of a document is trained, shape [stop - start].
+        """Return whether each of the tokens [start, stop) of a document is trained.
 
-        As labels: each from the token before it, so token 0 never is.
+        A token is trained if its prediction from the tokens before it counts in the loss, so token
+        0 of a document never is.
+
+        Args:
+            document: Row of the document.
+            start: First token, counted from the document's beginning.
+            stop: End of the tokens. None means the document's end.
+
+        Returns:
+            A mask of shape [stop - start].
         """
-        # `read` raises UserError for tokens that do not exist.
+        # `read` checks the arguments.
         size = self.read(document, start, stop).size
         if self._targets is not None:
             return self._targets.trained(document, start, start + size)
@@ -398,9 +468,18 @@ class TokenStore:
         return out
 
     def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
-        """Labels of the pieces [start, stop) of `document`, each of shape [num_pieces].
+        """Count the trained labels of pieces of documents.
 
-        The label of a piece's last token is the document's token `stop`, if it has one.
+        The label of a token is the next token. So the labels of a piece are the document's tokens
+        [start + 1, stop + 1), as far as the document reaches.
+
+        Args:
+            document: Row of each piece's document, shape [num_pieces].
+            start: First token of each piece, shape [num_pieces].
+            stop: End of each piece, shape [num_pieces].
+
+        Returns:
+            Number of trained labels of each piece, shape [num_pieces].
         """
         if self._targets is not None:
             return self._targets.count(document, start, stop)
@@ -409,6 +488,7 @@ class TokenStore:
         return last - np.asarray(start, np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle the prefix, so that another process opens the files itself.
         return partial(TokenStore, source_id=self.source_id), (self.prefix,)
 
     def __repr__(self) -> str:
@@ -416,13 +496,13 @@ class TokenStore:
 
 
 def summary_of(num_documents: int, num_tokens: int, num_empty: int) -> str:
-    """Sizes of a store in words."""
+    """Describe the size of a store, for example "3 documents, 40 tokens"."""
     empty = f"{num_empty:,} empty document{'s' if num_empty > 1 else ''} left out"
     sizes = f"{num_documents:,} documents, {num_tokens:,} tokens"
     return f"{sizes}, {empty}" if num_empty else sizes
 
 
 def file_checksum(path: Path) -> str:
-    """blake2b of a file, 32 bytes in hexadecimal."""
+    """Return the 32-byte blake2b hash of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

@@ -1,11 +1,21 @@
-r"""Which tokens of a store are trained: `<prefix>.targets`, for fine-tuning data.
+r"""Read and write `<prefix>.targets`, which says which tokens of a store are trained.
 
-Trained tokens are labels, so the first token of a document never is one. They are half-open spans
-of positions in the whole `.bin`, none across a document's end; spans that touch are one.
-Little-endian: magic `WLBTGTS\\0`, uint64 version, uint64 number of documents, of tokens and of
-spans, 32 bytes blake2b of the `.bin`, int64 first token of every span, int64 end of every span.
-Guarantees: a file that is cut short, damaged or of another store is refused when it is opened.
-Cost: 16 bytes a span in the file and 24 in memory; a count takes two binary searches.
+Only fine-tuning data has this file. It stores half-open spans of trained tokens, as positions in
+the whole `.bin` file. No span crosses the end of a document, and adjacent spans are merged. A
+trained token is one that is predicted from the tokens before it, so the first token of a document
+never is. All numbers are little-endian:
+
+    magic                  8 bytes, `WLBTGTS\0`
+    version                uint64
+    number of documents    uint64
+    number of tokens       uint64
+    number of spans        uint64
+    blake2b of the `.bin`  32 bytes
+    start of each span     int64
+    end of each span       int64
+
+Guarantees: a file that is truncated, damaged or of another store is refused when it is opened.
+Cost: 16 bytes per span in the file and 24 in memory; counting takes two binary searches per piece.
 """
 
 import struct
@@ -25,30 +35,38 @@ _HEADER = struct.Struct("<8sQQQQ32s")
 
 
 def spans_of(mask: BoolArray) -> IntArray:
-    """Half-open runs of True in `mask` (shape [n]), int64 [k, 2]."""
+    """Return the runs of True in `mask` (shape [n]) as half-open spans, int64 of shape [k, 2]."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     return edges.astype(np.int64).reshape(-1, 2)
 
 
 class TargetSpans:
-    """Collects the trained spans of documents in order, and writes them."""
+    """Collects the trained spans of documents in the order of the store, and writes them."""
 
     def __init__(self) -> None:
         self._start = array("q")
         self._stop = array("q")
 
     def add(self, spans: IntLike, *, first: int, length: int, name: str) -> None:
-        """Spans (int64 [k, 2]) of the next document: `length` tokens from token `first` on.
+        """Add the trained spans of the next document.
 
-        UserError, with `name`, for spans that overlap, are out of order or outside the document.
+        Args:
+            spans: Half-open spans of trained tokens, counted from the document's beginning, int64
+                of shape [k, 2].
+            first: Position of the document's first token in the `.bin` file.
+            length: Tokens of the document.
+            name: The document's name for error messages.
+
+        Raises:
+            UserError: Spans overlap, are out of order, or are outside the document.
         """
         rows = np.asarray(spans)
         if rows.size == 0:
             return
         if rows.ndim != 2 or rows.shape[1] != 2 or rows.dtype.kind not in "iu":
             raise UserError(
-                f"{name}: trained has shape {rows.shape} and dtype {rows.dtype}; it is int64 "
-                f"[k, 2], a half-open span of trained tokens a row"
+                f"{name}: trained has shape {rows.shape} and dtype {rows.dtype}; it must be int64 "
+                f"of shape [k, 2], with a half-open span of trained tokens in each row"
             )
         start, stop = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
         before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
@@ -57,10 +75,11 @@ class TargetSpans:
                 f"{name}: span {i} of trained is [{start[i]}, {stop[i]}); spans lie in [0, "
                 f"{length}), in order, and do not overlap (the one before ends at {before[i]})"
             )
-        # The first token is never a label.
+        # The first token is never a label, because no token comes before it.
         start = np.maximum(start, 1)
         keep = start < stop
         start, stop = start[keep], stop[keep]
+        # Merge spans that touch: only some spans open a merged span, and only some close one.
         opens = np.ones(start.size, bool)
         opens[1:] = start[1:] > stop[:-1]
         closes = np.append(opens[1:], True)
@@ -68,7 +87,14 @@ class TargetSpans:
         self._stop.frombytes((stop[closes[: stop.size]] + first).tobytes())
 
     def write(self, file: Any, *, num_documents: int, num_tokens: int, checksum: str) -> None:
-        """checksum: of the `.bin`, in hexadecimal."""
+        """Write all spans to an open binary file.
+
+        Args:
+            file: A binary file opened for writing.
+            num_documents: Documents of the store.
+            num_tokens: Tokens of the store.
+            checksum: Hash of the `.bin` file, in hexadecimal.
+        """
         num, mark = len(self._start), bytes.fromhex(checksum)
         file.write(_HEADER.pack(_MAGIC, _VERSION, num_documents, num_tokens, num, mark))
         for column in (self._start, self._stop):
@@ -76,15 +102,23 @@ class TargetSpans:
 
 
 class Targets:
-    """The trained tokens of a store, by positions in its `.bin`.
+    """The trained tokens of a store, read from its `.targets` file.
 
-    first, length: int64 [documents], where each document lies there.
+    Args:
+        path: The `.targets` file.
+        first: Position of each document's first token in the `.bin` file, shape [num_documents].
+        length: Tokens of each document, shape [num_documents].
+        checksum: Hash of the `.bin` file, which the `.targets` file must contain.
+
+    Attributes:
+        num_targets: Trained tokens of each document, shape [num_documents], read-only.
     """
 
     def __init__(self, path: Path, *, first: IntArray, length: IntArray, checksum: str) -> None:
         self._first, self._length = first, length
         start, stop = _read(path, length, checksum)
         self._start, self._stop = start, stop
+        # Prefix sums: trained tokens in all spans before each span.
         self._running = offsets_of(stop - start)
         ends = first + length
         _check_spans(path, start, stop, first, ends)
@@ -92,9 +126,18 @@ class Targets:
         self.num_targets.flags.writeable = False
 
     def count(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
-        """Labels of the pieces [start, stop) of `document`, shape [num_pieces] each.
+        """Count the trained labels of pieces of documents.
 
-        The label of a piece's last token is the document's token `stop`, if it has one.
+        The label of a token is the next token. So the labels of a piece are the document's tokens
+        [start + 1, stop + 1), as far as the document reaches.
+
+        Args:
+            document: Row of each piece's document, shape [num_pieces].
+            start: First token of each piece, shape [num_pieces].
+            stop: End of each piece, shape [num_pieces].
+
+        Returns:
+            Number of trained labels of each piece, shape [num_pieces].
         """
         rows = np.asarray(document, np.int64)
         first, length = self._first[rows], self._length[rows]
@@ -103,37 +146,50 @@ class Targets:
         return self._before(first + last) - self._before(first + np.minimum(begin + 1, last))
 
     def trained(self, document: int, start: int, stop: int) -> BoolArray:
-        """Whether each of the tokens [start, stop) of a document is trained, shape [stop-start]."""
+        """Return a mask of the trained tokens among tokens [start, stop) of a document.
+
+        Args:
+            document: Row of the document.
+            start: First token, counted from the document's beginning.
+            stop: End of the tokens.
+
+        Returns:
+            A mask of shape [stop - start].
+        """
         begin = int(self._first[document]) + start
         end = begin + stop - start
+        # The spans that overlap [begin, end).
         rows = slice(
             int(np.searchsorted(self._stop, begin, side="right")),
             int(np.searchsorted(self._start, end, side="left")),
         )
+        # +1 where a span starts and -1 where it ends: the running sum is 1 inside of spans.
         steps = np.zeros(stop - start + 1, np.int64)
         steps[np.maximum(self._start[rows], begin) - begin] += 1
         steps[np.minimum(self._stop[rows], end) - begin] -= 1
         return np.cumsum(steps[:-1]) > 0
 
     def _before(self, position: IntArray) -> IntArray:
-        """Trained tokens at positions below each `position` (shape [n])."""
+        """Count the trained tokens of the `.bin` file before each position (shape [n])."""
         opened = np.searchsorted(self._start, position, side="left")
         if not self._stop.size:
             return np.zeros(position.shape, np.int64)
+        # Sum all spans that start before the position, less the part of the last one behind it.
         last = np.maximum(opened - 1, 0)
         beyond = np.where(opened > 0, np.maximum(self._stop[last] - position, 0), 0)
         return self._running[opened] - beyond
 
 
 def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArray]:
-    """Start and stop of every span, mapped; UserError for a file of another store."""
-    what, remedy = "does not hold trained tokens", "prepare the store again"
+    """Map the start and the end of every span; raise UserError for a file of another store."""
+    what, remedy = "is not a list of trained tokens", "prepare the store again"
     header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
     num_documents, num_tokens, num, mark = header
     size, expected = path.stat().st_size, _HEADER.size + 16 * num
     if size != expected:
         raise UserError(
-            f"{path} has {size} bytes, {num} spans need {expected}; copy or prepare the store again"
+            f"{path} has {size} bytes, but {num} spans need {expected}; copy or prepare the store "
+            f"again"
         )
     total = int(length.sum())
     if (num_documents, num_tokens) != (length.size, total) or mark.hex() != checksum:
@@ -152,7 +208,10 @@ def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArr
 def _check_spans(
     path: Path, start: IntArray, stop: IntArray, first: IntArray, ends: IntArray
 ) -> None:
-    """Spans must be non-empty, ordered, apart, and inside one document but not at its start."""
+    """Raise UserError unless spans are ordered, apart, and each inside one document.
+
+    A span must have a token, and it must not contain the first token of its document.
+    """
     if not start.size:
         return
     row = np.minimum(np.searchsorted(ends, start, side="right"), ends.size - 1)
@@ -160,6 +219,6 @@ def _check_spans(
     wrong = (stop <= start) | (start <= before) | (start <= first[row]) | (stop > ends[row])
     if (i := first_true(wrong)) is not None:
         raise UserError(
-            f"{path}: span {i} is [{start[i]}, {stop[i]}), which overlaps the one before or lies "
-            f"in no single document; copy or prepare the store again"
+            f"{path}: span {i} is [{start[i]}, {stop[i]}), which is empty, overlaps or touches the "
+            f"span before it, or is not inside one document; copy or prepare the store again"
         )

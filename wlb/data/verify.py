@@ -1,7 +1,8 @@
-"""Holds a store's files against what its description says of them, and reads them whole for it.
+"""Verify a store: read all its tokens and compare checksums with those in its description.
 
-`identity` tells from descriptions alone which tokens a run trains; `check_store` proves that the
-files are those. Cost: about a second a GB, once, and no memory.
+Opening a store only trusts its description (`TokenStore.identity`). `check_store` proves that the
+files still have the content that was described.
+Cost: about one second per GB, and a buffer of 8 MiB.
 """
 
 import hashlib
@@ -22,48 +23,59 @@ _FILES = (".bin", ".idx", ".targets", ".json")
 
 @dataclass(frozen=True, slots=True)
 class StoreSums:
-    """Sums of a store's files as they were read: blake2b of the tokens and of the trained spans
-    (None without), and each file's size and times, by which a later change is noticed.
-    """
+    """Checksums of a store's files, and their sizes and times when they were read."""
 
-    tokens: str
-    targets: str | None
-    stamps: dict[str, list[int]]
+    tokens: str  # blake2b of the `.bin` file, in hexadecimal
+    targets: str | None  # blake2b of the `.targets` file, None if there is no such file
+    stamps: dict[str, list[int]]  # from `stamps_of`, to notice later changes without reading
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for a run's record."""
+        """Return the fields as plain values for JSON."""
         return asdict(self)
 
 
 def stamps_of(prefix: str) -> dict[str, list[int]]:
-    """Bytes, and times of the last change of content and of the file, in ns, by suffix."""
+    """Return the size and times of each of a store's files, to notice later changes cheaply.
+
+    Returns:
+        For each suffix such as ".bin": size in bytes, modification time in ns, and inode change
+        time in ns.
+    """
     paths = {end: store_path(prefix, end) for end in _FILES}
     found = {end: path.stat() for end, path in paths.items() if path.exists()}
     return {end: [s.st_size, s.st_mtime_ns, s.st_ctime_ns] for end, s in found.items()}
 
 
 def check_store(store: TokenStore, progress: Callable[[int], None] = lambda _: None) -> StoreSums:
-    """Read a store whole. UserError unless all its tokens are of its vocabulary and its files have
-    the checksums of its description, as far as there is one.
+    """Read a whole store and check its tokens and checksums.
 
-    progress: is called with the bytes read after each block of 8 MiB; what it raises ends the call.
+    A store without a description has no checksums; its tokens must not be negative.
+
+    Args:
+        store: The store.
+        progress: Called after each block of 8 MiB with the number of bytes read so far. It may
+            raise an exception to stop the check.
+
+    Raises:
+        UserError: A token is outside the vocabulary, or a checksum differs from the description.
     """
+    # Take the stamps first, so that a change during the read is noticed later.
     stamps = stamps_of(store.prefix)
     tokens, outside = _read_tokens(store, progress)
     info, targets = store.info, None
     if info is not None:
-        _hold(store, store_path(store.prefix, ".bin"), tokens, info.checksum, "tokens")
+        _compare(store, store_path(store.prefix, ".bin"), tokens, info.checksum, "tokens")
     if info is not None and info.targets is not None:
         path = store_path(store.prefix, ".targets")
         targets = file_checksum(path)
-        _hold(store, path, targets, info.targets, "trained tokens")
+        _compare(store, path, targets, info.targets, "trained tokens")
     if outside:
         raise UserError(outside)
     return StoreSums(tokens, targets, stamps)
 
 
 def verify_store(prefix: str) -> None:
-    """UserError unless the store has its checksum and only tokens of its vocabulary."""
+    """Raise UserError unless the store has the checksums of its description and valid tokens."""
     store = TokenStore(prefix)
     if store.info is None:
         path = store_path(prefix, ".bin")
@@ -72,13 +84,13 @@ def verify_store(prefix: str) -> None:
 
 
 def _read_tokens(store: TokenStore, progress: Callable[[int], None]) -> tuple[str, str]:
-    """blake2b of `.bin`, and what is wrong with the first token outside the vocabulary, or ""."""
+    """Return the blake2b of the `.bin` file, and an error message or "" if all tokens are valid."""
     path, total, done = store_path(store.prefix, ".bin"), hashlib.blake2b(digest_size=32), 0
     outside = ""
     block = bytearray(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(block):
-            # A file system may give less than was asked for, so what is left is read as well.
+            # A file system may return fewer bytes than requested: fill the block.
             while read < len(block) and (more := file.readinto(memoryview(block)[read:])):
                 read += more
             total.update(memoryview(block)[:read])
@@ -91,19 +103,22 @@ def _read_tokens(store: TokenStore, progress: Callable[[int], None]) -> tuple[st
 
 
 def _outside(store: TokenStore, tokens: TokenArray, first: int) -> str:
-    """What is wrong with the first of `tokens` outside the vocabulary; "" if all are in it."""
+    """Return an error message about the first token outside the vocabulary, or "".
+
+    first: position of `tokens[0]` in the `.bin` file.
+    """
     limit = store.vocab_size
     at = first_true(tokens < 0 if limit is None else (tokens < 0) | (tokens >= limit))
     if at is None:
         return ""
-    of = f"the vocabulary [0, {limit}) of {store.prefix}.json" if limit else "all vocabularies"
+    of = f"the vocabulary [0, {limit}) of {store.prefix}.json" if limit else "every vocabulary"
     path = store_path(store.prefix, ".bin")
     return f"{path}: token {first + at} is {tokens[at]}, outside {of}; prepare the store again"
 
 
-def _hold(store: TokenStore, path: Path, found: str, expected: str, what: str) -> None:
+def _compare(store: TokenStore, path: Path, found: str, expected: str, what: str) -> None:
     if found != expected:
         raise UserError(
-            f"{path} has checksum {found[:16]}..., {store.prefix}.json says "
+            f"{path} has checksum {found[:16]}..., but {store.prefix}.json expects "
             f"{expected[:16]}...; the {what} changed, so prepare the store again"
         )

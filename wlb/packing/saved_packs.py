@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from wlb.data import MOST_COUNT, Source, SourceBatches
-from wlb.data.batches import IDENTITY, check_state, hold_given, identity_of
+from wlb.data.batches import IDENTITY, check_state, check_were_read, identity_of
 from wlb.packing.base import PackerOptions, PolicyPacker, Pushed
 from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import (
@@ -231,14 +231,14 @@ class PackedBatches(SourceBatches):
         at = self.num_batches(state)
         return at > 0 and at % self.packs.num_steps == 0
 
-    def hold_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
+    def check_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
         """Raise UserError if a piece is of no document in the batches before `state`."""
         epoch, given = self._given(state)
         rows, size = self.packs.rows, self.packs.rows.size
         place = np.zeros(size, np.int64)
         place[rows] = np.arange(size)
         at = place[self._rows_of(pieces)] + pieces.document // size * size
-        hold_given(pieces, at, np.full(len(pieces), epoch * size + given))
+        check_were_read(pieces, at, np.full(len(pieces), epoch * size + given))
 
     def _given(self, state: dict[str, Any]) -> tuple[int, int]:
         """Return how many epochs, and how many documents of the next one, precede `state`."""

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from wlb.data.leftovers import own_name
+from wlb.data.leftovers import temporary_path
 from wlb.plan import RunError, UserError
 from wlb.plan.processes import process_status
 
@@ -45,7 +45,7 @@ class Address:
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
             return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
-        own = own_name(f"planner.{token[:16]}.{node}")
+        own = temporary_path(f"planner.{token[:16]}.{node}")
         return cls(path=str(own / "socket"), key=token.encode())
 
 

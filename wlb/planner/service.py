@@ -32,7 +32,7 @@ from multiprocessing.connection import (
 )
 from typing import Any
 
-from wlb.data.leftovers import made_and_held, sweep
+from wlb.data.leftovers import make_and_lock, sweep
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 from wlb.planner.liveness import SILENCE_S, Address, PlannerLost, PlanningError, SignsOfLife
@@ -75,7 +75,7 @@ class PlannerProcess:
         self.address = address or Address.new()
         self._folder = self.address.folder
         sweep()
-        self._held = made_and_held(self._folder)
+        self._held = make_and_lock(self._folder)
         job = PlanningJob(
             make=make,
             args=args,
