@@ -176,7 +176,7 @@ def test_a_preempted_job_saves_is_requeued_and_resumes_to_the_same_losses(
         f"stopped after step {stopped} of {STEPS} by the stop file",
         "saved; requeued",
         f"job {job}, start 2 at commit",
-        f"0: going on from {lab.folder}/runs/preempted/checkpoints/step-{int(stopped):08d}",
+        f"0: resuming from {lab.folder}/runs/preempted/checkpoints/step-{int(stopped):08d}",
         " ended\n",
     ]
     places = [log.index(words) for words in in_order]

@@ -121,7 +121,7 @@ def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
     target = folder / "runs" / "again" / "checkpoints" / "step-00000003"
     shutil.copytree(run.folder / "checkpoints" / "step-00000003", target)
     again, said = train(relaid(spec, layout), resume=True)
-    assert f"going on from {target}" in said
+    assert f"resuming from {target}" in said
     first = again.lines[0]
     assert (first["kind"], first["resumed_from"], first["steps_done"]) == ("start", str(target), 3)
     assert apply(RunSpec(), first["spec"], source="start").parallel == relaid(spec, layout).parallel

@@ -123,7 +123,7 @@ def test_resuming_a_decayed_run_says_that_the_rate_rises(corpus: Path, tmp_path:
     spec = small_spec(tmp_path, corpus, training={**training, "steps": 6})
     _, said = train(spec, resume=True)
     assert "step 4 has a learning rate of 0.02, 0.002 by the checkpoint's keys" in said
-    assert "go on from step 1 or before (--resume STEP) for the stable part" in said
+    assert "resume from step 1 or before (--resume STEP) for the stable part" in said
 
 
 def kind(name: str) -> str:

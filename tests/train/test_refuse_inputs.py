@@ -98,7 +98,7 @@ def test_another_choice_of_experts_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         replace(model, experts=replace(model.experts, **others)), Path("saved")
     )
     assert said == (
-        "weights of saved go on with model.experts.per_token = 4 instead of 2, "
+        "weights of saved continue with model.experts.per_token = 4 instead of 2, "
         "model.experts.scoring = sigmoid instead of softmax, "
         "model.experts.normalised = False instead of True"
     )

@@ -148,9 +148,9 @@ def test_a_launcher_of_ranks_leaves_gpus_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a run tries on a GPU is tried in a process that ends, if ranks are other processes."""
-    assert start._in_own_process(_process_or_refusal, False) != os.getpid()
+    assert start._in_new_process(_process_or_refusal, False) != os.getpid()
     with pytest.raises(UserError, match=r"kernels\.fused = triton can't"):
-        start._in_own_process(_process_or_refusal, True)
+        start._in_new_process(_process_or_refusal, True)
 
     class Claimed(Exception):
         """Ends a run where its job would be made."""
@@ -170,4 +170,4 @@ def test_a_launcher_of_ranks_leaves_gpus_to_them(
             with pytest.raises(Claimed):
                 start.train(spec, resume=None, console=Console(), signals=Signals())
     here = start.probe_here
-    assert probes == [here, here, here, start._in_own_process]
+    assert probes == [here, here, here, start._in_new_process]

@@ -1,4 +1,4 @@
-"""Checks that only the machines of a run can answer, in two minutes before a long job."""
+"""Examines the machines of a run, in two minutes before a long job."""
 
 from wlb.doctor.finding import UNFIT as UNFIT
 from wlb.doctor.finding import Finding as Finding

@@ -95,7 +95,7 @@ def _computes(name: AttentionBackend, patient: Patient) -> bool:
 def examine_kernel(
     name: AttentionBackend, patient: Patient, dtype: torch.dtype, *, is_chosen: bool
 ) -> Finding:
-    """Compare a kernel with the definition.
+    """Compare an attention kernel with the definition of attention.
 
     Args:
         name: The kernel.

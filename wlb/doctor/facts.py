@@ -143,7 +143,7 @@ def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """Convert to str, because older releases of nvidia-ml-py return bytes."""
+    """Convert NVML's answer to str, because older releases of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

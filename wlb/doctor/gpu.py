@@ -181,7 +181,7 @@ def _application_clock(nvml: Any, handle: Any) -> tuple[int, int] | None:
 def _judge_clocks(
     name: str, seen: set[str], rates: list[int], application: tuple[int, int] | None
 ) -> Finding:
-    """Judge what was read under load.
+    """Judge the clocks and the reasons of throttling that were read while the GPU was busy.
 
     Args:
         name: Name of the check.
@@ -320,7 +320,7 @@ def equal_software(everyone: Sequence[Facts]) -> Finding:
 
 
 def _by_host(what: str, values: Sequence[str], everyone: Sequence[Facts]) -> str:
-    """Return which hosts have which version."""
+    """Describe which hosts have which version of a software."""
     hosts: dict[str, list[Facts]] = {}
     for value, facts in zip(values, everyone, strict=True):
         hosts.setdefault(value or "none", []).append(facts)

@@ -54,7 +54,7 @@ NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
 
 
 class Options(NamedTuple):
-    """How an examination is made."""
+    """What an examination measures, and how it shows its findings."""
 
     is_quick: bool  # make fewer and smaller measurements, in about ten seconds
     limit_s: float  # seconds that a stage may take
@@ -113,7 +113,7 @@ def _filled(spec: RunSpec, world_size: int) -> RunSpec:
 
 
 def _device_kind(spec: RunSpec, world: World) -> tuple[str, str]:
-    """Choose the kind of device.
+    """Choose the kind of device that this rank computes on.
 
     Returns:
         "cpu" or "cuda", and why it is not the device that the run asks for ("" if it is).
@@ -127,7 +127,7 @@ def _device_kind(spec: RunSpec, world: World) -> tuple[str, str]:
 
 
 def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
-    """Examine as one rank.
+    """Make one rank's part of the examination. All ranks call it together.
 
     Args:
         world: This rank's place among the processes of the launcher.

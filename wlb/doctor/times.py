@@ -76,7 +76,7 @@ def clock_skew(patient: Patient, now: Callable[[], float] = time.time) -> list[F
 
 
 def skew_finding(found: dict[str, tuple[float, float]]) -> Finding:
-    """Judge the differences between clocks.
+    """Return the finding about the clock that differs most from rank 0's.
 
     Args:
         found: Seconds that a clock is ahead and the uncertainty, by rank and host.

@@ -98,7 +98,9 @@ def show(spec: RunSpec, console: Console) -> bool:
 
 
 def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
-    """Say whether the run fits, how long it takes, and what to try first if it does not fit.
+    """Return the answer in words: whether the run fits, and how long it takes.
+
+    If it does not fit, the answer also says what to try first.
 
     Args:
         made: The prediction.

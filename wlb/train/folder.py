@@ -93,7 +93,7 @@ def _move_older_aside(job: Job, console: Console) -> bool:
     """
     directory = job.directory
     if job.resume is not None:
-        console.print(f"going on from {job.resume}")
+        console.print(f"resuming from {job.resume}")
         for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
             console.print(f"a later checkpoint is now {path}")
         if line := aside_remark(job.checkpoints):

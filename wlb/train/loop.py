@@ -173,7 +173,7 @@ class Trainer:
                 hook.after_step(run, step)
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
-        """Run forward and backward of all micro-batches, and sum the step over all ranks."""
+        """Run forward and backward of all micro-batches, and reduce the step's sums over ranks."""
         run, scale = self.context, self.spec.loss_scale(plan.num_targets)
         loss = square = load = None
         if plan.num_targets:

@@ -84,7 +84,7 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
 
 
 def check_budget(spec: RunSpec, budget: Budget | None) -> list[str]:
-    """Compare the estimate with the memory that plans may use.
+    """Compare the estimated memory of the fullest rank with the memory that plans may use.
 
     Args:
         spec: The run.

@@ -77,8 +77,8 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
     begin = before.steps - before.decay_steps
     if new > old and before.schedule == RateSchedule.WSD and step > begin:
         line += (
-            f": its weights have begun to decay, go on from step {begin} or before (--resume STEP) "
-            f"for the stable part"
+            f": its weights have begun to decay, resume from step {begin} or before "
+            f"(--resume STEP) for the stable part"
         )
     return line
 

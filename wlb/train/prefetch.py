@@ -24,7 +24,7 @@ Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
-    """Loads up to `STEPS_LOADED` steps ahead of training.
+    """Loads the inputs of up to `STEPS_LOADED` steps ahead of training.
 
     Args:
         executor: Builds the inputs of a step.
@@ -58,7 +58,7 @@ class InputPrefetcher:
         self._loading[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
     def start_next(self, feed: PlanFeed) -> None:
-        """Begin to load the next `STEPS_LOADED` steps."""
+        """Begin to load the inputs of the next `STEPS_LOADED` steps."""
         for ahead in range(1, STEPS_LOADED + 1):
             for plan, pipeline in feed.peek(ahead):
                 # A step without targets computes nothing, so it needs no inputs.
@@ -96,6 +96,6 @@ class InputPrefetcher:
         return inputs, event
 
     def close(self) -> None:
-        """Drop steps that were loaded and not taken."""
+        """Drop inputs that were loaded and not taken."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._loading.clear()

@@ -102,7 +102,7 @@ class StepReducer:
         done: PipelinePlan | None = None,
         stop: Stop = Stop.NO,
     ) -> StepSums:
-        """Sum a step over all ranks. A collective call.
+        """Sum one step's loss, gradient norm and counts over all ranks. A collective call.
 
         Args:
             ahead: Plans of later steps, which are compared across ranks.
@@ -110,7 +110,7 @@ class StepReducer:
             gradient_square: This rank's share of the squared gradient norm.
             expert_load: Loads of this rank's layers (`wlb.parallel.expert_parallel.load_values`).
             done: This pipeline's plan of the step that was executed, for its counts.
-            stop: The request to stop that this rank has seen.
+            stop: The request to stop that this rank has noticed.
 
         Returns:
             The sums, equal on all ranks.
@@ -155,7 +155,7 @@ class StepReducer:
         )
 
     def _expert_load(self, values: list[float]) -> ExpertLoad | None:
-        """Build the record from reduced `load_values` of all stages."""
+        """Build the record of experts' loads from the reduced `load_values` of all stages."""
         num = self._num_layers
         layers = tuple(layer for layer in range(num) if values[layer])
         if not layers:
@@ -188,7 +188,10 @@ class StepReducer:
         return out
 
     def _digests(self, ahead: Plans) -> FloatArray:
-        """Return x and x^2 of each chunk, in this rank's slots. Other slots are zero."""
+        """Return the digests as sums can compare them: each chunk x of 15 bits as x and x^2.
+
+        Only this rank's slots are filled; other slots are zero.
+        """
         out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0
         for plan, pipeline in ahead:

@@ -23,7 +23,7 @@ from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import PlannerState, UserError
-from wlb.planner import Planner, hold_state, open_heldout_planner, open_planner
+from wlb.planner import Planner, check_planner_state, open_heldout_planner, open_planner
 from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.memory_check import budget_of, check_budget
@@ -94,12 +94,12 @@ def refuse_early(
 
 
 def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
-    """Raise UserError unless a checkpoint's planner state fits itself, the data and the weights.
+    """Raise UserError unless a checkpoint's planner state is consistent and fits the run's data.
 
-    Weights have at most one update per step. They may have fewer, since steps without targets
-    update nothing.
+    It must also fit the weights. They have at most one update per step, and may have fewer, since
+    steps without targets update nothing.
     """
-    hold_state(state, planner.source, own=planner.packers)
+    check_planner_state(state, planner.source, packers=planner.packers)
     run = checkpoint.read_run(saved_in)
     if (updates := run["step"]) > state.next_step:
         raise UserError(
@@ -217,11 +217,14 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
         for name in ours
         if ours[name] != before[name]
     ]
-    return f"weights of {saved_in} go on with {', '.join(changed)}" if changed else ""
+    return f"weights of {saved_in} continue with {', '.join(changed)}" if changed else ""
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:
-    """Return the keys, with values, that change a model's output but no weight's shape."""
+    """Return the keys of a model, with values, that change its output but no weight's shape.
+
+    Two models with equal shapes compute the same if these are equal too.
+    """
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
     # `bounds` fills in the defaults, so that a default and the same explicit values compare equal.
     scaling["rope_scaling.turns"] = model.rope_scaling.bounds

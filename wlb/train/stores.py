@@ -113,7 +113,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
 
 def _docstring_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the options of `prepare_docstrings`, which also decide the store's name."""
+    """Return the options of `prepare_docstrings`. They also decide the store's name."""
     data = spec.data
     return {
         "vocab_size": data.bpe_vocab_size,
@@ -143,7 +143,7 @@ def with_vocabulary(spec: RunSpec) -> RunSpec:
 
 
 def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
-    """Fill in the data-parallel size and the vocabulary size.
+    """Fill in the data-parallel size and the vocabulary size of a run.
 
     Args:
         spec: The run.

@@ -56,7 +56,7 @@ def test_damage_is_refused_and_the_one_before_is_offered(
         train(spec, resume=True)
     # What was offered works, and what was damaged is out of the way.
     run, shown = train(spec, resume="4")
-    assert f"going on from {at(tmp_path, 4)}" in shown
+    assert f"resuming from {at(tmp_path, 4)}" in shown
     assert "a later checkpoint is now" in shown
     assert [line["steps_done"] for line in run.steps][-3:] == [5, 6, 7]
     assert run.losses[-3:-1] == whole.losses[4:]
@@ -257,7 +257,7 @@ def test_auto_goes_on_from_the_one_before_a_damaged_one(
     run, shown = train(spec, resume="auto")
     told = shown + capsys.readouterr().err
     assert f"step-00000006/{name} is corrupt" in told
-    assert f"going on from {at(tmp_path, 2)}" in told
+    assert f"resuming from {at(tmp_path, 2)}" in told
     starts = [line for line in run.lines if line["kind"] == "start"]
     assert starts[-1]["resumed_from"] == str(at(tmp_path, 2))
     assert [line["steps_done"] for line in run.steps][-5:] == [3, 4, 5, 6, 7]
@@ -276,7 +276,7 @@ def test_a_stray_that_nothing_reads_costs_no_checkpoint(
     (at(tmp_path, 6).parent / "aside-1-step-00000009" / "shard").write_bytes(bytes(3 << 20))
     run, shown = train(spec, resume="auto")
     shown = " ".join(shown.split())
-    assert f"going on from {at(tmp_path, 6)}" in shown
+    assert f"resuming from {at(tmp_path, 6)}" in shown
     said = "step-00000006 has files that were not saved with it: NOTES.txt, evaluations, notes.json"
     assert said in shown
     assert "where no run removes them: aside-1-step-00000009 (3 MiB); remove" in shown
@@ -317,7 +317,7 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
     partial = folder / "partial-00000007"
     partial.mkdir()  # of a crash
     run, shown = train(spec, resume=str(at(tmp_path, 4)))
-    assert f"going on from {at(tmp_path, 4)}" in shown
+    assert f"resuming from {at(tmp_path, 4)}" in shown
     assert run.losses[-2:] == whole.losses[-2:]
     assert not partial.exists()
     with pytest.raises(ValueError, match=r"--resume 5: .* is no checkpoint of this run; .*step-0"):
@@ -342,5 +342,5 @@ def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     assert first.lines[0]["resumed_from"] is None
     longer = spec_of(tmp_path, corpus, training={"steps": 3})
     second, shown = train(longer, resume="auto")
-    assert f"going on from {at(tmp_path, 2)}" in shown
+    assert f"resuming from {at(tmp_path, 2)}" in shown
     assert [line["steps_done"] for line in second.steps] == [1, 2, 3]

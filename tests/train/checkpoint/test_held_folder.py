@@ -53,7 +53,7 @@ def test_a_save_in_flight_brings_no_name_back(
     """The moments are before rank 0 makes a folder, before torch does, and before the rename."""
     folder = trainer.job.directory
     place, name = {
-        "before it": (saver.CheckpointSaver, "_make_room"),
+        "before it": (saver.CheckpointSaver, "_make_folder"),
         "once it has begun": (saver.state_dict_saver, "save"),
         "as it ends": (saver.CheckpointSaver, "_publish"),
     }[moment]

@@ -87,5 +87,5 @@ def test_rank_0_alone_holds_the_headers_and_all_ranks_refuse_what_it_found(tmp_p
     found = run_local(loading_fails, 2, folder, start_group=True, timeout_s=600)
     for error, said, _ in found:
         assert error is DamagedCheckpoint
-        assert "w is there more than once in the files of the checkpoint" in said
+        assert "w occurs more than once in the files of the checkpoint" in said
     assert [reads for *_, reads in found] == [1, 0]

@@ -237,7 +237,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
     (told,) = [line for line in done.stderr.splitlines() if "could not be written" in line]
-    assert "make room or correct run.output_dir, and go on with --resume" in told
+    assert "make room or correct run.output_dir, and continue with --resume" in told
     assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
     assert len(Run(spec).steps) == 3
 

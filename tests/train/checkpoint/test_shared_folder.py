@@ -40,7 +40,7 @@ def test_tokens_that_nobody_holds_are_removed(tmp_path: Path) -> None:
     kept = tmp_path / "a file of somebody"
     kept.write_text("1")
     (tmp_path / ".token-00000000000000ff").symlink_to(kept)
-    held = shared_folder._made_and_held(tmp_path / HELD)
+    held = shared_folder._make_locked_token(tmp_path / HELD)
     remove_left_tokens(tmp_path)
     assert tokens(tmp_path) == sorted([HELD, *OTHERS, ".token-00000000000000ff"])
     assert kept.read_text() == "1"
@@ -62,7 +62,7 @@ def test_a_token_that_was_taken_for_left_over_is_made_again(
         return lock(descriptor, **options)
 
     monkeypatch.setattr(shared_folder, "lock", late)
-    os.close(shared_folder._made_and_held(tmp_path / HELD))
+    os.close(shared_folder._make_locked_token(tmp_path / HELD))
     assert len(times) == 2
     assert tokens(tmp_path) == [HELD]
 
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_lock_keeps_its_tokens(
     (tmp_path / LEFT).touch()
     monkeypatch.setattr(shared_folder, "lock", without)
     remove_left_tokens(tmp_path)
-    os.close(shared_folder._made_and_held(tmp_path / HELD))
+    os.close(shared_folder._make_locked_token(tmp_path / HELD))
     assert tokens(tmp_path) == sorted([LEFT, HELD])
 
 

@@ -49,4 +49,4 @@ def test_a_disk_that_fills_up_ends_a_run_in_one_line(
     assert main(["train", str(tmp_path / "run.toml")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"wlb train: {tmp_path / 'trace.json'} cannot be written (No space left")
-    assert line.endswith("go on from the last checkpoint with --resume")
+    assert line.endswith("continue from the last checkpoint with --resume")

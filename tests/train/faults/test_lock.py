@@ -137,7 +137,10 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path, kind: str)
         "folder": lambda: taken.path.mkdir(),
     }
     make[kind]()
-    with pytest.raises(ValueError, match=rf"{taken.path} should be a lock file, but is a link or not a regular file"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{taken.path} should be a lock file, but is a link or not a regular file",
+    ):
         taken.take()
     assert theirs.read_text() == "years of work"
     taken.path.rmdir() if kind == "folder" else taken.path.unlink()

@@ -57,7 +57,7 @@ def test_what_was_read_once_is_read_again_only_if_it_changed(
     run, shown = train(spec_of(tmp_path, store, training={"steps": 2}))
     told = said_by(capsys, shown)
     assert "token stores: reading" in told
-    assert "token stores: they hold what their descriptions say" in told
+    assert "token stores: their contents match their descriptions" in told
     record = json.loads((run.folder / "stores.json").read_text())
     assert sorted(record) == ["held-out", "train"]
     assert record["train"]["tokens"] == TokenStore(store).info.checksum  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def test_other_tokens_without_a_description_are_noticed_on_resume(
     model = {"vocab_size": 320}
     train(spec_of(tmp_path, store, training={"steps": 2}, model=model))
     flip(store)
-    with pytest.raises(UserError, match=r"others than when the run began"):
+    with pytest.raises(UserError, match=r"changed since the run began"):
         train(spec_of(tmp_path, store, training={"steps": 4}, model=model), resume=True)
 
 

@@ -238,7 +238,7 @@ def test_the_summary_says_how_keys_were_exchanged_where_ranks_did() -> None:
 
     assert "keys exchanged" not in said(None)
     text = said(KeyRows(num_by_need=1, received=300, gathered=800))
-    assert "by need in 2 of 4 micro-batches" in text
+    assert "only the needed rows in 2 of 4 micro-batches" in text
     assert "37.5% of an all-gather's rows" in text
 
 

@@ -106,7 +106,7 @@ def replaced_of(directory: Path, step: int) -> Path:
 
 
 def put_back(directory: Path) -> None:
-    """Give checkpoints their names back whose replacement was never completed."""
+    """Give checkpoints their final names back if their replacement was never completed."""
     for replaced in directory.glob("partial-replaced-*"):
         number = replaced.name.rpartition("-")[2]
         if not _STEP.fullmatch(number):

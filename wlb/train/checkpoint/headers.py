@@ -181,5 +181,5 @@ def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
             taken[tuple(cells)] += 1
         if (taken != 1).any():
             what = "more than once" if (taken > 1).any() else "only in parts"
-            raise UserError(f"{where} is there {what} in the files of the checkpoint; {remedy}")
+            raise UserError(f"{where} occurs {what} in the files of the checkpoint; {remedy}")
     return HeaderEntry(parts[0].dtype, shape, (0,) * len(shape))

@@ -60,7 +60,7 @@ def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> Non
         )
     if missing:
         raise DamagedCheckpoint(
-            f"the checkpoint {saved_in} does not hold the tensors of this model: it lacks "
+            f"the checkpoint {saved_in} does not have the tensors of this model: it lacks "
             f"{len(missing)}, such as {missing[0]}; use another one"
         )
 
@@ -147,7 +147,7 @@ class CheckpointReader:
         if isinstance(cause, OSError):
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(
-            f"the checkpoint {self._saved_in} does not hold the tensors of this model "
+            f"the checkpoint {self._saved_in} does not have the tensors of this model "
             f"({describe_error(cause)}); use another one"
         )
 

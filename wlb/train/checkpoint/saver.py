@@ -71,7 +71,7 @@ class CheckpointError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A save that ended, successfully or not."""
+    """Result of one save of a checkpoint, complete or failed."""
 
     step: int  # updates of the weights
     # Seconds that the host kept training waiting, also for the previous save. A GPU is also busy
@@ -85,7 +85,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What the writing thread gets."""
+    """A checkpoint that the writing thread has to save."""
 
     step: int  # updates of the weights
     tensors: dict[str, Any]  # copies in host memory, by their names in files
@@ -419,7 +419,7 @@ def _set_aside(damaged: Path, why: str) -> Path | None:
     """Rename a damaged checkpoint; return the newest sound one before it, or None."""
     before = checkpoint.sound_before(damaged)
     if before is not None:
-        sys.stderr.write(f"wlb train: WARNING: {why}; going on from {before}\n")
+        sys.stderr.write(f"wlb train: WARNING: {why}; resuming from {before}\n")
         for path in checkpoint.prepare_for_resume(damaged.parent, before):
             sys.stderr.write(f"wlb train: the damaged checkpoint is now {path}\n")
         sys.stderr.flush()

@@ -57,7 +57,7 @@ class SaveCheckpoints(Hook):
         self._tallies: dict[int, Tally] = {}
 
     def begin(self, run: RunContext) -> None:
-        """Note the sums at the beginning, to which a rollback may return."""
+        """Note the summary's sums at the beginning, to which a rollback may return."""
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
@@ -108,17 +108,17 @@ class SaveCheckpoints(Hook):
             raise CheckpointError(
                 f"the last checkpoint, after step {ended[-1].step}, could not be written: "
                 f"{ended[-1].error}. Those before it in {run.job.checkpoints} are intact; "
-                f"make room or correct run.output_dir, and go on with --resume"
+                f"make room or correct run.output_dir, and continue with --resume"
             )
         if not is_last and self._failed_too_often():
             raise CheckpointError(
                 f"{MOST_FAILED} saves in a row could not be written, the last one after step "
                 f"{ended[-1].step}: {ended[-1].error}. Those before them in {run.job.checkpoints} "
-                f"are intact; make room or correct run.output_dir, and go on with --resume"
+                f"are intact; make room or correct run.output_dir, and continue with --resume"
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
-        """Start to save the current state; return the save before it if that ended."""
+        """Start to save the current state; return the previous save if it ended only now."""
         assert run.progress is not None
         if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
             self._tallies[run.steps_done] = deepcopy(run.tally)
@@ -160,5 +160,5 @@ class SaveCheckpoints(Hook):
                 if saved.error:
                     run.report.say(
                         f"the checkpoint after step {saved.step} could not be written: "
-                        f"{saved.error}; those that are there are intact"
+                        f"{saved.error}; older checkpoints are intact"
                     )

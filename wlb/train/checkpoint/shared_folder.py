@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 
 
 def remove_left_tokens(directory: Path) -> None:
-    """Remove tokens that killed processes left in `directory`.
+    """Remove token files that killed processes left in `directory`.
 
     On a file system without locks nobody can know whether a token is in use, so it stays.
     """
@@ -38,7 +38,7 @@ def remove_left_tokens(directory: Path) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a token unless another process has it locked."""
+    """Remove a token file unless another process has it locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if lock(descriptor):
@@ -48,7 +48,7 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _make_locked_token(path: Path) -> int:
-    """Make a token, lock it, and return its descriptor; closing that releases the lock."""
+    """Make a token file, lock it, and return its descriptor. Closing that releases the lock."""
     for _ in attempts(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
@@ -57,7 +57,7 @@ def _make_locked_token(path: Path) -> int:
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)
-    raise AssertionError  # attempts has raised
+    raise AssertionError  # not reached: `attempts` raises when it gives up
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:

@@ -60,7 +60,7 @@ def without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Rename the tensors as they are named in files: a tied head is read as the embedding."""
+    """Rename tensors to their names in files, where a tied head is the embedding."""
     if not _has_copy(stages):
         return tensors
     return {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
@@ -85,14 +85,14 @@ def tensors_to_read(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> 
 
 
 def set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
-    """Set weights and buffers from tensors by their names in files."""
+    """Set this rank's weights and buffers from `tensors`, by their names in files."""
     for stage in stages.values():
         names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
         state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
 
 
 def set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
-    """Set the optimisers' moments from tensors by their names in files."""
+    """Set the moments of this rank's optimisers from `tensors`, by their names in files."""
     for index, stage in stages.items():
         optimizer = optimizers.by_stage[index]
         state = state_dict.get_optimizer_state_dict(stage, optimizer, options=_FLAT)

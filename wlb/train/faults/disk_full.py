@@ -29,5 +29,6 @@ def full_disk(error: BaseException) -> FullDisk | None:
     path = f"{cause.filename}" if cause.filename else "a file of this run"
     return FullDisk(
         f"{path} cannot be written ({cause.strerror}): make room there, in run.output_dir and in "
-        f"the folder for temporary files (TMPDIR), and go on from the last checkpoint with --resume"
+        f"the folder for temporary files (TMPDIR), and continue from the last checkpoint "
+        f"with --resume"
     )

@@ -33,15 +33,15 @@ class KeepFolder(Hook):
         self._began_as = _identity(self.directory)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Check the folder."""
+        """Check that the folder still exists under its name."""
         self._check(run)
 
     def end(self, run: RunContext) -> None:
-        """Check the folder before the last checkpoint."""
+        """Check the folder once more before the last checkpoint."""
         self._check(run)
 
     def finished(self, run: RunContext) -> None:
-        """Check the folder after everything was written."""
+        """Check the folder once more after everything was written."""
         self._check(run)
 
     def _check(self, run: RunContext) -> None:
@@ -50,7 +50,7 @@ class KeepFolder(Hook):
         raise FolderLost(
             f"{self.directory} is no longer the folder of this run, after step {run.steps_done}: "
             f"it was removed or renamed, and what the run writes would be lost. If it was renamed, "
-            f"give it its name back and go on from its last checkpoint with --resume"
+            f"give it its name back and continue from its last checkpoint with --resume"
         )
 
 

@@ -33,7 +33,7 @@ NFSv4 servers keep the locks of a lost client for 90 s by default."""
 
 
 class _Held(NamedTuple):
-    """Open descriptors, which have the locks."""
+    """Open descriptors of a locked folder and its lock file."""
 
     folder: int  # descriptor of the run's folder
     file: int  # descriptor of the lock file in it

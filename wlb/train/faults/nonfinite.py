@@ -15,7 +15,7 @@ A run that skips more has diverged, and further steps are wasted."""
 
 @dataclass(slots=True)
 class NonfiniteSteps:
-    """The reaction to steps that are not finite.
+    """Decides what follows a step whose loss or gradient is not finite.
 
     A step that fails once more after a rollback is skipped: its documents are then the cause, not a
     transient hardware fault.

@@ -36,7 +36,7 @@ _CTRL_C_MESSAGE = (
 
 
 class Stop(IntEnum):
-    """Source of a request to stop. The maximum over ranks counts."""
+    """Source of a request to stop. If ranks have noticed different ones, the largest counts."""
 
     NO = 0
     FILE = 1
@@ -87,7 +87,7 @@ class Signals:
             signal.signal(kind, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Handle a signal: note it, or end the process if no step has begun."""
         del frame
         self.came = True
         if number == signal.SIGINT:
@@ -126,7 +126,7 @@ class Signals:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Raise StoppedEarly in this block for a signal, or for one that came before.
+        """Let a signal raise StoppedEarly in this block, also a signal that came before it.
 
         This ends when steps begin: in this process (`steps_begin`), or on a local rank to which
         signals are passed on.

@@ -30,7 +30,7 @@ _AWAITED_BYTES = 1 << 30
 
 
 class StoreCheck:
-    """Reads stores one after the other, and writes what it found to a file.
+    """Reads token stores one after the other, checks them, and records their checksums in a file.
 
     Args:
         stores: Prefixes of the stores, by their use in the run. A store is opened when it is read.
@@ -66,7 +66,7 @@ class StoreCheck:
             # Without a description, only the record says which tokens earlier steps have trained.
             if store.info is None and known and known["tokens"] != sums["tokens"]:
                 raise UserError(
-                    f"the tokens of {prefix} are others than when the run began: checksum "
+                    f"the tokens of {prefix} have changed since the run began: checksum "
                     f"{sums['tokens'][:16]}..., then {known['tokens'][:16]}... ({self.record}); "
                     f"restore the store, or start a new run"
                 )
@@ -137,7 +137,7 @@ class VerifyStores(Hook):
             self._thread.join()
 
     def _end_if_closed(self) -> None:
-        """Raise in the reading thread once the run has ended."""
+        """Raise InterruptedError in the reading thread if the run has ended."""
         if self._closed.is_set():
             raise InterruptedError
 
@@ -150,10 +150,10 @@ class VerifyStores(Hook):
             raise UserError(
                 f"token stores: {self._problem}; the steps of this run so far are not to be trusted"
             ) from self._problem
-        run.report.say("token stores: they hold what their descriptions say")
+        run.report.say("token stores: their contents match their descriptions")
 
     def _read(self) -> None:
-        """Body of the reading thread."""
+        """Read and check all stores. Runs in the reading thread."""
         assert self._check is not None
         try:
             self._check.run()
@@ -180,7 +180,7 @@ def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """Read what earlier parts of the run found; an empty dictionary without a record."""
+    """Read the checksums that earlier parts of the run recorded; {} without a record."""
     if not record.exists():
         return {}
     where, remedy = f"{record} is no record of token stores", "remove it, and they are read anew"

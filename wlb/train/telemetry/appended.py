@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """A file of which each text is passed to the operating system before `write` returns.
+    """A file that passes each text to the operating system before `write` returns.
 
     A text that cannot be written is dropped. The first one is reported on stderr.
 
@@ -40,7 +40,7 @@ class AppendedFile:
         return True
 
     def _lose(self, error: OSError) -> None:
-        """Count a dropped text, and report the first one."""
+        """Count a text that could not be written, and report the first one."""
         self.num_lost += 1
         if self.num_lost == 1:
             # Not sys.stderr, which may copy what is written to this very file.

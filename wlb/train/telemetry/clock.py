@@ -30,20 +30,21 @@ from wlb.parallel.observe import Cell, Part, Pass
 class StepTimes:
     """Computing times of a step on one rank."""
 
-    parts_ns: dict[tuple[Cell, Part], int]  # computing time by cell and part
+    # Computing time by cell and part; a cell is a pass of a micro-batch in a stage.
+    parts_ns: dict[tuple[Cell, Part], int]
     wall_ns: int  # wall time of the whole step
 
     def part_ns(self, cell: Cell, *parts: Part) -> int:
-        """Return the time of some parts of a cell; 0 for parts that did not run."""
+        """Return the time of some parts of one pass; 0 for parts that did not run."""
         return sum(self.parts_ns.get((cell, part), 0) for part in parts)
 
     def total_ns(self, part: Part) -> int:
-        """Return the time of one part over all cells."""
+        """Return the time of one part, such as attention, over all passes of the step."""
         return sum(ns for (_, at), ns in self.parts_ns.items() if at == part)
 
     @cached_property
     def compute_ns(self) -> int:
-        """Time in all cells."""
+        """Time in all passes of the step."""
         return sum(self.parts_ns.values())
 
     @property
@@ -60,7 +61,7 @@ class StepSpans(NamedTuple):
 
     began_ns: int  # Unix time at which the step began
     wall_ns: int  # duration of the step
-    # Each pass: its cell, its begin since the step's begin (ns), its duration (ns).
+    # Each pass: what it was, its begin since the step's begin (ns), its duration (ns).
     spans: tuple[tuple[Cell, int, int], ...]
 
 
@@ -180,7 +181,7 @@ class StepClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time the block. Times of the step before are dropped if `take` was not called."""
+        """Time the block, which is one step. Drop the previous step's times if nobody took them."""
         self._marks.reset()
         self._points, self._seen, self._spans = [], set(), []
         with observing(self):
@@ -196,16 +197,18 @@ class StepClock:
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = Part.LAYERS
     ) -> AbstractContextManager[None]:
-        """Time one cell, a context manager. Its time belongs to `first` until `switch` is called.
+        """Return a context manager that times one pass of a micro-batch in a stage.
+
+        Its time belongs to the part `first` until `switch` is called.
 
         Args:
             kind: Forward, backward or weight-gradient pass.
             stage: Number of the stage.
             micro_batch: Index of the micro-batch in the pipeline's step.
-            first: Part of the cell that begins.
+            first: Part of the pass that begins.
 
         Raises:
-            RuntimeError: If the cell ran before in this step, or begins inside another one.
+            RuntimeError: If the pass ran before in this step, or begins inside another one.
         """
         return self._chunk(Cell(kind, stage, micro_batch), first) if self._is_running else _OFF
 
@@ -226,7 +229,7 @@ class StepClock:
             self._cell = None
 
     def switch(self, part: Part) -> None:
-        """Count time from now on to `part` of the current cell. Does nothing outside of cells."""
+        """Count time from now on to `part` of the current pass. Does nothing between passes."""
         if self._cell is not None:
             self._part = part
             self._points.append(((self._cell, part), self._marks.now()))
@@ -264,7 +267,7 @@ class StepClock:
         return StepTimes(times, self._marks.between_ns(*self._wall))
 
     def spans(self) -> StepSpans:
-        """Return when the cells of the last step ran. It may be called whenever `take` may."""
+        """Return when the passes of the last step ran. It may be called whenever `take` may."""
         origin = self._wall[0]
         return StepSpans(
             began_ns=self._began_ns,

@@ -361,9 +361,10 @@ def _details(table: Table, tally: Tally) -> None:
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
     if tally.key_rows.gathered:
+        num_micro_batches = sum(tally.shardings.values())
         table.add_row(
             "keys exchanged",
-            f"by need in {tally.key_rows.num_by_need} of {sum(tally.shardings.values())} "
+            f"only the needed rows in {tally.key_rows.num_by_need} of {num_micro_batches} "
             f"micro-batches; the CP rank that received most: {tally.key_rows.share:.1%} of an "
             f"all-gather's rows",
         )

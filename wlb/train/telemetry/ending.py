@@ -22,7 +22,9 @@ class TellStop(Hook):
             run.tally.stopped = f"after step {run.steps_done} of {steps} by {asked_by}"
             is_saved = run.saved is not None
             then = (
-                "saved, go on with --resume" if is_saved else "nothing is to save, start it again"
+                "saved; continue with --resume"
+                if is_saved
+                else "there is nothing to save; start it again"
             )
             run.report.say(f"stopped {run.tally.stopped}; {then}")
 

@@ -25,7 +25,7 @@ class CountGraphs(Hook):
             )
 
     def finished(self, run: RunContext) -> None:
-        """Add the numbers to the summary."""
+        """Add the numbers of compiled graphs to the summary."""
         most = torch.tensor(num_graphs() - self._num_before)
         all_reduce_hosts(most, "max")
         if self._num_reported:

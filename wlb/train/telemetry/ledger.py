@@ -41,7 +41,7 @@ class Ledger:
         self._num_reported = 0
 
     def begin(self, step: int) -> None:
-        """Write that `step` is next, with new weights or those of a checkpoint."""
+        """Write that `step` is executed next, with new weights or a checkpoint's."""
         self._write({"begin": step}, before="\n")
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
@@ -167,9 +167,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
-    """Count how often each token was trained that the source gave until the last checkpoint.
+    """Count how often each token was trained, of all tokens read until the last checkpoint.
 
-    The source is read anew up to the checkpoint's state.
+    The source is read anew up to the checkpoint's state, to find the tokens.
 
     Args:
         folder: The run's folder, with its ledger.
@@ -205,7 +205,7 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
 
 
 def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) -> int:
-    """Add one to the count of each token of some pieces; return the number of tokens."""
+    """Count the tokens of some pieces once more in `covered`; return how many there are."""
     num_tokens = 0
     rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
     for document, start, stop, source in rows:

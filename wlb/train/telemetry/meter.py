@@ -32,7 +32,7 @@ from wlb.spec import RunSpec
 from wlb.train.telemetry.clock import StepTimes
 
 _LATENCIES = ("", "predicted_", "whole_")
-"""A micro-batch's time in decoder layers, measured and predicted, and of the whole pass."""
+"""Prefixes of three times: measured and predicted in decoder layers, measured in the whole pass."""
 # Parts of a pass in decoder layers.
 _IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
 _COLUMNS = tuple(f.name for f in fields(Moments))
@@ -234,7 +234,7 @@ class TelemetryMeter:
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
-        """Return the mean rank's time, and the largest time and its rank from their code."""
+        """Decode the largest time and its rank; return them with the mean over ranks."""
         time_ns, behind = divmod(code, self.mesh.world_size)
         rank = self.mesh.world_size - 1 - behind
         return Spread(mean_s=mean_s, max_s=time_ns * 1e-9 / steps, max_rank=rank)

@@ -83,7 +83,9 @@ class StragglerWatch:
 
 
 class RankMeter:
-    """Collects this rank's times. All ranks add the same steps and gather together.
+    """Collects this rank's times for the tables of ranks and the timelines.
+
+    All ranks add the same steps and gather together.
 
     Args:
         spec: The run.
@@ -101,11 +103,11 @@ class RankMeter:
         self._own_ns, self._num_steps = np.zeros(5, np.int64), 0
 
     def add(self, own_ns: np.ndarray, num_steps: int) -> None:
-        """Add steps of this rank.
+        """Add the times of one or more steps of this rank.
 
         Args:
-            own_ns: Their times (`TelemetryMeter.own_ns`), shape [5].
-            num_steps: Their number.
+            own_ns: Sums over the steps (`TelemetryMeter.own_ns`), shape [5].
+            num_steps: Number of steps.
         """
         self._own_ns = self._own_ns + own_ns
         self._num_steps += num_steps
@@ -115,7 +117,7 @@ class RankMeter:
         return self._num_steps > 0 and (is_last or self._num_steps >= RANKS_INTERVAL)
 
     def table(self, step: int, steps_done: int) -> RankTable | None:
-        """Gather the table of the steps since the last one. A collective call.
+        """Gather all ranks' times of the steps since the last table. A collective call.
 
         Args:
             step: Number of the last step.
@@ -194,7 +196,7 @@ def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
 def timeline_of(
     rows: dict[int, np.ndarray], *, step: int, steps_done: int, has_common_clock: bool
 ) -> MeasuredTimeline:
-    """Build a timeline from packed rows.
+    """Build a timeline of a few ranks from their packed passes.
 
     Args:
         rows: What `RankMeter` packed, by rank.

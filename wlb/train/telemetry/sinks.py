@@ -33,7 +33,7 @@ _COUNTS = frozenset(("step", "steps_done"))
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """A destination of a run's records."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record."""
@@ -128,7 +128,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 class TensorBoard:
-    """Writes event files.
+    """Writes event files for TensorBoard.
 
     After a resume, values that an earlier start wrote for the same steps are hidden.
     """

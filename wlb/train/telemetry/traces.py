@@ -21,7 +21,7 @@ Each further rank would write a file of hundreds of megabytes."""
 
 
 class TraceSteps(Hook):
-    """Traces the steps of `telemetry.trace_steps`, which count updates from 1, on this rank."""
+    """Traces this rank in the steps that `telemetry.trace_steps` lists."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.folder, self.rank = directory / FOLDER, rank

@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 
 class WallTimes:
-    """Seconds by phase of one rank.
+    """Adds up the wall time of one rank by phase.
 
     Args:
         started_s: Unix time at which the run began.

@@ -14,7 +14,7 @@ from wlb.spec import RunSpec
 
 
 class WorkMeter:
-    """Adds up the work of steps until `take`.
+    """Adds up model FLOPs and wall time of steps. `take` returns the sums and starts anew.
 
     Attributes:
         peak_tflops: Peak TFLOP/s of one rank's device; 0 if not known.
@@ -38,7 +38,7 @@ class WorkMeter:
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:
-        """Add an executed step: forward and backward of every token.
+        """Add the forward and backward FLOPs of every token of an executed step.
 
         Args:
             plan: The packing of the step.
