@@ -62,7 +62,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a window of a llama": ({"use_sliding_window": True}, "is true, but a llama has no windows"),
     "a window that may be in use": (
         {"sliding_window": 4096},
-        "sliding_window = 4096 is not said to be in use or not",
+        "sliding_window = 4096 has a value, but use_sliding_window",
     ),
     "a layer with a window, and no window": (
         {

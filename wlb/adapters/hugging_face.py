@@ -52,8 +52,8 @@ class Balance:
     # `wlb.workload_of` makes one for a measured GPU.
     cost: WorkloadModel = LLAMA2_7B
     seed: int = 0  # seed of the shuffle
-    # Processes that share each micro-batch, which may then be cp times as long. It must divide the
-    # number of processes.
+    # Number of processes that share each micro-batch, which may then be cp times as long. It must
+    # divide the number of all processes.
     cp: int = 1
     strategy: str = "adaptive"  # sharding strategy, see `ContextSharder`; used only if cp > 1
     # Exchange of keys and values, see `ContextSharder`; used only if cp > 1.

@@ -78,7 +78,7 @@ def thd_batch(
         micro_batch: The documents.
         reader: Reads tokens and labels.
         cp: Context-parallel ranks, which decide the padding.
-        tp: Tensor-parallel ranks, likewise.
+        tp: Tensor-parallel ranks, which decide the padding as well.
         pad_token_id: Token of the padding.
 
     Returns:
@@ -132,7 +132,7 @@ def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
 def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Tensor]:
     """Return the batch with only the rows of a CP rank.
 
-    cu_seqlens remain those of the whole documents, as TE expects them.
+    cu_seqlens still describe whole documents, as TE expects.
     """
     starts = batch["cu_seqlens_padded"].numpy().astype(np.int64)
     rows = torch.from_numpy(cp_rows(starts, cp=cp, rank=rank))
@@ -157,7 +157,7 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
 class PackedSteps(PlannedRank):
     """One data-parallel rank's micro-batches of each global step.
 
-    The state is that of the planner and equal on all ranks, so a run resumes exactly on any number
+    The saved state is the planner's and equal on all ranks, so a run resumes exactly on any number
     of ranks.
 
     Args:

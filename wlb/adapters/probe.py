@@ -111,7 +111,7 @@ def _change(one: Tensor, other: Tensor) -> float:
     """Return the difference of logits at the position where it is largest.
 
     Root mean square over the vocabulary, maximum over positions: a convolution over a few tokens
-    changes only the first ones of the second document.
+    changes only the first positions of the second document.
     """
     return float((one - other).square().mean(-1).sqrt().max())
 

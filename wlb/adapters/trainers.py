@@ -322,7 +322,7 @@ def _check_sequences(trainer: Any) -> None:
 
 
 def _check_loss(trainer: Any, num_ranks: int) -> None:
-    """Raise UserError for a loss that is a mean over fewer tokens than those of the whole step.
+    """Raise UserError for a loss that averages over the tokens of only a part of the step.
 
     Balanced micro-batches and ranks have different numbers of tokens. A mean over one of them would
     give its tokens more weight if it has fewer.

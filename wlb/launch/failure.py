@@ -28,8 +28,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 """Signal at which a rank writes its stacks.
 
 SIGUSR1 is taken: Slurm sends it to let a run save and end."""
-_MOST_CHARACTERS = 4000  # of a line
-_MOST_LINES = 100  # of a traceback
+_MOST_CHARACTERS = 4000  # longer lines are cut
+_MOST_LINES = 100  # of a traceback, only so many last lines are kept
 _FATAL = "Fatal Python error: "  # faulthandler writes this before the signal's name
 _TORCH_STAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
 """Text of the RuntimeError in which torch.distributed.pipelining wraps a stage's exception."""

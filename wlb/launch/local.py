@@ -61,7 +61,7 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# Modules that import slowly. The server imports them if this process has done so.
+# Modules that import slowly. The forkserver imports them only if this process has them.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0

@@ -31,7 +31,7 @@ step, stage, micro-batch, kind of pass, activity, time of the change, number of 
 The number of changes stands at both ends. If a reader finds two different numbers, the rank was
 writing, and it reads the slot once more."""
 _SLOT_BYTES = 512
-_REREADS = 5  # attempts to read a slot that is not being written
+_REREADS = 5  # attempts to read a slot while its rank writes it
 _NAME = "positions-"  # beginning of the files' names
 
 

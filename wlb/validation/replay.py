@@ -58,7 +58,7 @@ class StepWaits:
 
     forward: FloatArray  # forward passes
     backward: FloatArray  # backward passes without weight gradients
-    # Weight gradients: passes of their own in zero-bubble schedules, part of backward in others.
+    # Weight gradients: separate passes in zero-bubble schedules, part of backward in others.
     weight: FloatArray
     rows: IntArray  # rows of a message between stages, scaled down, shape [dp, n]
 
@@ -221,7 +221,7 @@ class _RankTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _WaitingMicroBatch:
-    """A micro-batch of waits, where training has a `Rows` record."""
+    """A replay's micro-batch: how long its passes wait. Training has a `Rows` record here."""
 
     index: int
     seconds: dict[PassKind, FloatArray]  # wait in each stage, shape [num_stages], by kind of pass

@@ -31,9 +31,9 @@ MOST_PROCESSES = 32
 class Agreement:
     """Simulated and replayed time of one step."""
 
-    label: str
+    label: str  # name of the step in a report
     simulated_s: float
-    replayed_s: tuple[float, ...]  # of every repeat
+    replayed_s: tuple[float, ...]  # time of every repeat
 
     @property
     def difference(self) -> float:

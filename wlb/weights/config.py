@@ -267,17 +267,19 @@ def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
     """Return RoPE's scaling as in config.json; None without scaling."""
     if not scaling.is_on:
         return None
-    said: dict[str, Any] = {"rope_type": str(scaling.kind), "factor": scaling.factor}
+    config: dict[str, Any] = {"rope_type": str(scaling.kind), "factor": scaling.factor}
     match scaling.kind:
         case RopeKind.LINEAR:
-            return said
+            return config
         case RopeKind.LLAMA3:
-            said |= dict(zip(("low_freq_factor", "high_freq_factor"), scaling.bounds, strict=True))
+            config |= dict(
+                zip(("low_freq_factor", "high_freq_factor"), scaling.bounds, strict=True)
+            )
         case RopeKind.YARN:
-            said |= dict(zip(("beta_slow", "beta_fast"), scaling.bounds, strict=True))
+            config |= dict(zip(("beta_slow", "beta_fast"), scaling.bounds, strict=True))
             if scaling.attention_factor:
-                said["attention_factor"] = scaling.attention_factor
-    return said | {"original_max_position_embeddings": scaling.original_context}
+                config["attention_factor"] = scaling.attention_factor
+    return config | {"original_max_position_embeddings": scaling.original_context}
 
 
 _FIXED: dict[str, dict[str, Any]] = {
@@ -419,7 +421,7 @@ def _rope(
 
 
 def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float:
-    """Return RoPE's base; raise UserError for unknown keys beside it."""
+    """Return RoPE's base; raise UserError if there are unknown keys among RoPE's."""
     known = f"{_ROPE} {hybrids.ROPE if model_type in hybrids.ARCHITECTURES else ''}".split()
     for name, value in rope.values.items():
         if isinstance(value, dict):

@@ -138,15 +138,15 @@ def _type_without_head_norms(spec: ModelSpec) -> str:
     if spec.num_expert_layers < spec.num_layers:
         raise UserError(
             f"model.experts.every = {experts.every} and model.experts.dense_layers = "
-            f"{list(experts.dense_layers)}: Mixtral and OLMoE, which a model without qk_norm is, "
-            f"have experts in every layer; this model cannot be exported"
+            f"{list(experts.dense_layers)}: a model without qk_norm is exported as Mixtral or "
+            f"OLMoE, which have experts in every layer; this model cannot be exported"
         )
     if spec.qk_norm_rows:
         return "olmoe"
     if not experts.normalised:
         raise UserError(
-            "model.experts.normalised = false: Mixtral, which a model without qk_norm is, divides "
-            "scores by their sum; export one with true"
+            "model.experts.normalised = false: a model without qk_norm is exported as Mixtral, "
+            "which divides scores by their sum; train with true for an export"
         )
     return "mixtral"
 

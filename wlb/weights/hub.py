@@ -35,19 +35,20 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 class StoredTensor:
     """A tensor, or a part of one, in a file."""
 
-    name: str  # of the whole tensor in the file
+    name: str  # name of the whole tensor in the file
     file: Path
-    shape: tuple[int, ...]  # of the part
+    shape: tuple[int, ...]  # shape of the part
     dtype: torch.dtype
-    at: tuple[int | slice, ...] = ()  # which part of the file's tensor; () means all of it
+    at: tuple[int | slice, ...] = ()  # which part of the whole tensor; () means all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
     """The tensors of a folder, known from the files' headers."""
 
-    tensors: dict[str, StoredTensor] = field(repr=False)  # by name in the model
-    # What other tensors belong to -> how many there are.
+    # Where each tensor is, by its name in the model.
+    tensors: dict[str, StoredTensor] = field(repr=False)
+    # Numbers of tensors outside of the text model, by what they belong to (`hybrids.LEFT_OUT`).
     left_out: dict[str, int] = field(default_factory=dict[str, int])
 
     def stored(self, name: str) -> StoredTensor:
@@ -75,7 +76,7 @@ def open_tensors(
     config: Path,
     is_hybrid: bool = False,
 ) -> HubTensors:
-    """Open the tensors of a folder, which must be exactly those of the model, in the right shapes.
+    """Open the tensors of a folder, which must be exactly the tensors of the model.
 
     Args:
         folder: The folder.
@@ -86,7 +87,8 @@ def open_tensors(
             text model.
 
     Raises:
-        UserError: A file is missing or corrupt, or its tensors are not those of the model.
+        UserError: A file is missing or corrupt, or names or shapes of its tensors differ from the
+            model's.
     """
     expected = {name: p for p in parameters for name in p.in_files}
     tensors: dict[str, StoredTensor] = {}

@@ -40,8 +40,8 @@ class Exported:
     folder: Path
     checkpoint: Path  # the checkpoint that was exported
     num_shards: int
-    num_bytes: int  # of all weights
-    dtype: str  # of the weights
+    num_bytes: int  # size of all weights
+    dtype: str  # type of the weights
     tokenizer: str  # where its tokenizer is from, or why it has none
     stops: tuple[int, ...]  # ids of the tokens that end generation
     has_chat: bool  # whether it has a chat template

@@ -36,11 +36,11 @@ class Imported:
     checkpoint: Path
     model: HubModel
     toml: str  # contents of its `model.toml`
-    dtypes: tuple[str, ...]  # of its tensors
+    dtypes: tuple[str, ...]  # types of its tensors
     num_padding_rows: int  # zero rows that pad the vocabulary
-    # Tensor -> number of its values that are NaN or infinite, where there are some.
+    # Number of NaN and infinite values of each tensor that has some.
     not_finite: dict[str, int]
-    # What tensors outside of the text model belong to -> how many there are.
+    # Numbers of tensors outside of the text model, by what they belong to (`hybrids.LEFT_OUT`).
     left_out: dict[str, int]
 
 

@@ -85,14 +85,14 @@ def text_model(keys: Fields) -> Fields:
     if made.values.get("model_type", model_type) != model_type:
         raise made.error("model_type", f"is not {model_type}, which this model's is")
     # Some keys of the whole model apply to the text model as well.
-    said = {k: keys.values[k] for k in ("quantization_config",) if k in keys.values}
+    shared = {k: keys.values[k] for k in ("quantization_config",) if k in keys.values}
     tied = [
         f.values["tie_word_embeddings"] for f in (keys, made) if "tie_word_embeddings" in f.values
     ]
     if tied and tied[0] != tied[-1]:
         raise keys.error("tie_word_embeddings", f"contradicts the {tied[-1]} of text_config")
-    said |= {"tie_word_embeddings": tied[0]} if tied else {}
-    return Fields({**made.values, **said, "model_type": model_type}, made.where)
+    shared |= {"tie_word_embeddings": tied[0]} if tied else {}
+    return Fields({**made.values, **shared, "model_type": model_type}, made.where)
 
 
 def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -
     types = [_LINEAR if spec.is_linear(i) else _FULL for i in range(spec.num_layers)]
     share = {"partial_rotary_factor": spec.rotary_share}
     scaling = rope or {"rope_type": "default"}
-    said: dict[str, Any] = {
+    config: dict[str, Any] = {
         **{name: getattr(linear, field) for name, (field, _) in _SIZES.items()},
         "layer_types": types,
         "attention_bias": False,
@@ -270,22 +270,22 @@ def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -
     }
     if spec.full_every:
         # Older versions of transformers read the period instead of the list.
-        said["full_attention_interval"] = spec.full_every
+        config["full_attention_interval"] = spec.full_every
     if model_type == NEXT:
-        said |= {
+        config |= {
             "decoder_sparse_step": spec.experts.every,
             "mlp_only_layers": list(spec.experts.dense_layers),
             "norm_topk_prob": spec.experts.normalised,
             "num_experts": spec.experts.num,
         }
     if spec.experts.num:
-        said |= {
+        config |= {
             "num_experts": spec.experts.num,
             "num_experts_per_tok": spec.experts.per_token,
             "moe_intermediate_size": spec.experts.hidden_size,
             "shared_expert_intermediate_size": spec.experts.shared_hidden_size,
         }
-    return said
+    return config
 
 
 class TensorPart(NamedTuple):
@@ -298,7 +298,7 @@ class TensorPart(NamedTuple):
 
 @lru_cache
 def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
-    """Return the parameters of a linear layer that a folder's fused tensors hold.
+    """Return the parameters of a linear layer that a folder has inside of fused tensors.
 
     Returns:
         Where each parameter is, by its name after `linear_attn.`.
@@ -349,9 +349,9 @@ _RENAMED["o_proj.weight"] = "out_proj.weight"
 
 
 def name_in_files(name: str, spec: ModelSpec, model_type: str) -> tuple[str, TensorPart | None]:
-    """Return the folder's tensor that holds a parameter, and where in it.
+    """Return which tensor of a folder has a parameter, and which part of that tensor it is.
 
-    The second value is None if the tensor is the whole parameter.
+    The second value is None if the parameter is the whole tensor.
     """
     layer, marker, own = name.partition(".linear_attn.")
     if not marker:

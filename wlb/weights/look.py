@@ -85,7 +85,7 @@ class _CachedAttention:
 class LoadedModel:
     """The model of a checkpoint, in one process."""
 
-    folder: Path  # of the checkpoint
+    folder: Path  # folder of the checkpoint
     module: Llama = field(repr=False)
     tokenizer: FoundTokenizer = field(repr=False)
     stops: tuple[int, ...]  # ids of the tokens that end generation

@@ -29,8 +29,8 @@ NOT_WEIGHTS = (".rotary_emb.inv_freq",)
 class Parameter:
     """A parameter of a model, and the tensors of a folder that have its values."""
 
-    name: str  # in wlb.model and in checkpoints
-    shape: tuple[int, ...]  # in a checkpoint
+    name: str  # name in wlb.model and in checkpoints
+    shape: tuple[int, ...]  # shape in a checkpoint
     unpadded: tuple[int, ...]  # shape without the padding of the vocabulary
     in_files: tuple[str, ...]  # names of its tensors in a folder: one, or one per expert
     # Where it is in that tensor, if the tensor fuses several parameters.

@@ -62,9 +62,10 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _check_all_slide(keys: Fields) -> None:
-    """Raise UserError for a Qwen3-MoE whose first layers are said to have no window.
+    """Raise UserError for a Qwen3-MoE with max_window_layers above 0.
 
-    transformers 5 lets all layers slide whatever the key says, and some versions of 4 did not.
+    By that key its first layers have no window. transformers 5 ignores the key, some versions of 4
+    did not.
     """
     if keys.whole("max_window_layers", 0, at_least=0):
         raise keys.error(
@@ -81,24 +82,27 @@ def _window(keys: Fields, model_type: str) -> int:
     if model_type in _PERIODS and values.get("sliding_window", WINDOW) is None:
         raise keys.error("sliding_window", f"is null, but layers of a {model_type} slide")
     if model_type == "mistral" or model_type in _PERIODS:
-        said = values.get("sliding_window", WINDOW)
-        return 0 if said is None else keys.whole("sliding_window", WINDOW)
+        value = values.get("sliding_window", WINDOW)
+        return 0 if value is None else keys.whole("sliding_window", WINDOW)
     if model_type.startswith("qwen") and is_used:
         is_null = "sliding_window" in values and values["sliding_window"] is None
         return 0 if is_null else keys.whole("sliding_window", WINDOW)
     if is_used:
         raise keys.error("use_sliding_window", f"is true, but a {model_type} has no windows")
     if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
-        raise keys.error("sliding_window", "is not said to be in use or not; set null to leave it")
+        raise keys.error(
+            "sliding_window",
+            "has a value, but use_sliding_window does not say whether it is used; set it to null",
+        )
     return 0
 
 
 def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
     """Return whether each layer slides; None where the list is absent."""
-    said: Any = keys.values.get("layer_types")
-    if said is None or said == []:
+    value: Any = keys.values.get("layer_types")
+    if value is None or value == []:
         return None
-    named = cast("list[Any]", said) if isinstance(said, list) else []
+    named = cast("list[Any]", value) if isinstance(value, list) else []
     if not named or any(one not in (_FULL, _SLIDING) for one in named):
         raise keys.error("layer_types", f"has others than {_FULL} and {_SLIDING}")
     if len(named) != num_layers:
@@ -149,6 +153,6 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
         return {"sliding_window": window, "layer_types": types} | period
     # transformers reads layer_types; other programs read max_window_layers.
-    said = {"use_sliding_window": window is not None, "sliding_window": window}
+    config = {"use_sliding_window": window is not None, "sliding_window": window}
     first = types.index(_SLIDING) if window else spec.num_layers
-    return said | {"max_window_layers": first, "layer_types": types}
+    return config | {"max_window_layers": first, "layer_types": types}

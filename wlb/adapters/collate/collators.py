@@ -39,11 +39,12 @@ class PaddingFreeCollator(FlatOptions):
     """Joins examples to one row [1, T]: input_ids, labels and position_ids, all int64."""
 
     return_position_ids: bool = True  # whether the batch has position_ids
-    # Whether it has cu_seq_lens_q and cu_seq_lens_k (the same int32 tensor, shape [num_segments +
-    # 1]), and max_length_q and max_length_k (int).
+    # Whether the batch has cu_seq_lens_q and cu_seq_lens_k (the same int32 tensor, shape
+    # [num_segments + 1]), and max_length_q and max_length_k (int).
     return_flash_attn_kwargs: bool = False
-    return_seq_idx: bool = False  # whether it has seq_idx, the segment of each token, int32 [1, T]
-    # Whether it has shift_labels, int64 [1, T]: each label at the token that predicts it, as
+    # Whether the batch has seq_idx, the segment of each token, int32 [1, T].
+    return_seq_idx: bool = False
+    # Whether the batch has shift_labels, int64 [1, T]: each label at the token that predicts it, as
     # transformers' losses accept it.
     return_shift_labels: bool = False
     return_tensors: Tensors = "pt"  # "pt" for torch tensors, "np" for arrays

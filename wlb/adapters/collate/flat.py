@@ -70,7 +70,7 @@ class FlatOptions:
             raise UserError(f"dtype = {self.dtype} must be numpy.int64 or numpy.int32")
 
     def padding(self, num_tokens: int) -> int:
-        """Return the padding after `num_tokens`; an empty batch gets a whole multiple."""
+        """Return the padding tokens that follow `num_tokens`; an empty batch gets one multiple."""
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from wlb.parallel.rows import LabelReader, TokenReader
 from wlb.plan import MicroBatch, PlannerState, StepPlan, UserError
-from wlb.planner import Planner, TargetCounter, hold_state
+from wlb.planner import Planner, TargetCounter, check_planner_state
 
 Collate = Callable[[MicroBatch, TokenReader], Any]
 """Makes the loop's batch out of a micro-batch and a reader of its tokens."""
@@ -56,7 +56,7 @@ class PlannedRank:
             UserError: The state contradicts itself or the planner's data.
         """
         resumed = PlannerState.from_json(state)
-        hold_state(resumed, self.planner.source, own=self.planner.packers)
+        check_planner_state(resumed, self.planner.source, packers=self.planner.packers)
         self._state = resumed.reopened()
 
 
@@ -135,7 +135,7 @@ class PlannedLoader(PlannedRank):
     Args:
         open_planner: Makes the planner. It must be picklable if num_workers > 0, for example a
             `functools.partial` of a module's function.
-        open_reader: Makes the reader; likewise.
+        open_reader: Makes the reader. It must be picklable, too.
         dp_rank: This data-parallel rank.
         collate: Makes a batch of each micro-batch.
         num_workers: As in torch's DataLoader.

@@ -35,7 +35,7 @@ class PadTo(StrEnum):
 class PadOptions:
     """Layout of a padded batch.
 
-    Enums may be given as strings.
+    `side` and `pad_to` may be given as strings.
     """
 
     pad_token_id: int  # token of the padding

@@ -69,7 +69,8 @@ class ContextSharder:
     cp: int
     rank: int
     strategy: str = "adaptive"  # sharding strategy, one of `wlb.sharding.NAMES`
-    exchange: str = "gather"  # "gather", "needed" or "auto", as `sharding.exchange`
+    # "gather", "needed" or "auto", the values of the key `sharding.exchange`.
+    exchange: str = "gather"
     cost: WorkloadModel = LLAMA2_7B  # prices for strategies that choose by predicted time
     row_multiple: int = 1  # the rank's rows are padded to a multiple of this
 

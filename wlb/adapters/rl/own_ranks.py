@@ -69,7 +69,7 @@ def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
 
 def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
     """Return this process's place in the group, and the value that each process gave."""
-    # False stands for a group of this process alone.
+    # With `group = False`, this process is balanced without the others.
     if group is False or not (dist.is_available() and dist.is_initialized()):
         return 0, [mine]
     out: list[Any] = [None] * dist.get_world_size(group)
