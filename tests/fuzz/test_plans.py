@@ -20,7 +20,7 @@ from tests.planner.test_compose import planner
 from tests.planner.test_resume import blended, packed, states
 from wlb.plan import Carry, PackingPlan, Pieces, PlannerState, ShardingPlan, StepPlan
 from wlb.plan.read_file import malformed
-from wlb.planner import Planner, hold_state
+from wlb.planner import Planner, check_planner_state
 from wlb.train.checkpoint import folder as checkpoint
 
 MAKERS: dict[str, Callable[[], Planner]] = {
@@ -78,7 +78,7 @@ def read_state(folder: Path, kind: str, text: bytes) -> PlannerState:
     """As a run that resumes does."""
     (folder / checkpoint.PLANNER).write_bytes(text)
     state = checkpoint.planner_state(folder)
-    hold_state(state, middle(kind)[0].source)
+    check_planner_state(state, middle(kind)[0].source)
     return state
 
 

@@ -25,7 +25,7 @@ from wlb.packing import (
 from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.plan.tally import Share
 from wlb.planner import Planner, open_heldout_planner
-from wlb.planner.compose import deal
+from wlb.planner.compose import assign_micro_batches
 from wlb.spec import Policy, load, system_overrides
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
@@ -79,24 +79,26 @@ def planner(
 def test_dealing_gives_equal_numbers_and_near_equal_work() -> None:
     work = int_array("w", [10, 1, 9, 2, 8, 4])
     # 10 to the first, 9 and 8 to the second, 4 and 2 to the first (now full), 1 to the second.
-    assert deal(work, work, 2).tolist() == [[0, 3, 5], [1, 2, 4]]
+    assert assign_micro_batches(work, work, 2).tolist() == [[0, 3, 5], [1, 2, 4]]
     # Heaviest first gives 10 7 2 and 8 8 7; exchanging the 7 for an 8 makes 19 and 23 20 and 22.
     again = int_array("w", [10, 8, 8, 7, 7, 2])
-    assert again[deal(again, again, 2)].sum(1).tolist() == [20, 22]
-    assert deal(work, work, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
-    with pytest.raises(ValueError, match="6 micro-batches cannot be dealt to 4 pipelines"):
-        deal(work, work, 4)
+    assert again[assign_micro_batches(again, again, 2)].sum(1).tolist() == [20, 22]
+    assert assign_micro_batches(work, work, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
+    with pytest.raises(
+        ValueError, match="6 micro-batches cannot be divided equally over 4 pipelines"
+    ):
+        assign_micro_batches(work, work, 4)
 
 
 def test_dealing_evens_out_tokens_where_work_allows_it() -> None:
     work = int_array("w", [100, 100, 100, 100, 100, 100, 100, 100])
     tokens = int_array("t", [10, 10, 10, 10, 20, 20, 20, 20])
-    by_tokens = deal(work, tokens, 2)
+    by_tokens = assign_micro_batches(work, tokens, 2)
     assert tokens[by_tokens].sum(1).tolist() == [60, 60]
     # Work comes first: exchanging a 90 for a 110 would cost 10%.
     work = int_array("w", [110, 90, 110, 90])
     tokens = int_array("t", [20, 10, 20, 10])
-    dealt = deal(work, tokens, 2)
+    dealt = assign_micro_batches(work, tokens, 2)
     assert work[dealt].sum(1).tolist() == [200, 200]
     # A pipeline may get 0.1% more work for the sake of tokens, and no more.
     slightly, very = int_array("t", [101, 99, 100, 100]), int_array("t", [30, 10, 20, 20])
@@ -108,7 +110,7 @@ def test_dealing_evens_out_tokens_where_work_allows_it() -> None:
         (very, 102, [30, 50]),
     ):
         work = int_array("w", [10_000 + more, 10_000 + more, 10_000, 10_000])
-        assert sorted(tokens[deal(work, tokens, 2)].sum(1).tolist()) == expected
+        assert sorted(tokens[assign_micro_batches(work, tokens, 2)].sum(1).tolist()) == expected
 
 
 def test_every_document_token_is_planned_exactly_once() -> None:
@@ -253,7 +255,7 @@ def test_a_baseline_that_was_off_starts_where_the_run_is() -> None:
     ("change", "message"),
     [
         ({"dp": 0}, "dp = 0 must be at least 1"),
-        ({"dp": 3}, "4 micro-batches cannot be dealt to dp = 3"),
+        ({"dp": 3}, "4 micro-batches cannot be divided equally over dp = 3"),
         ({"cp": 0}, "cp = 0"),
         ({"strategy": "ring"}, "unknown sharding strategy 'ring'"),
     ],

@@ -19,7 +19,7 @@ from wlb.data.blend import BlendedBatches
 from wlb.packing import OriginalPacker, PackerOptions, Packs, VarLenPacker
 from wlb.packing.saved_packs import PackedBatches, SavedPacker
 from wlb.plan import PlannerState, UserError
-from wlb.planner import Planner, hold_state
+from wlb.planner import Planner, check_planner_state
 from wlb.spec import WindowCut
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
@@ -81,7 +81,7 @@ def test_states_of_every_policy_pass(policy: str) -> None:
     for longest in (900, 9000):
         made = planner(policy=policy, longest=longest)
         for state in states(made):
-            hold_state(state, made.source)
+            check_planner_state(state, made.source)
 
 
 def test_states_of_every_source_pass(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_states_of_every_source_pass(tmp_path: Path) -> None:
         held = states(made)
         assert len(held) > 10
         for state in held:
-            hold_state(state, made.source)
+            check_planner_state(state, made.source)
 
 
 def test_a_state_goes_on_with_another_policy_and_layout() -> None:
@@ -99,7 +99,7 @@ def test_a_state_goes_on_with_another_policy_and_layout() -> None:
             again = planner(n=6, dp=3, policy=after, longest=9000)
             later = next(again.steps(state), None)
             if later is not None:
-                hold_state(later.state, again.source)
+                check_planner_state(later.state, again.source)
 
 
 @cache
@@ -196,7 +196,7 @@ def _set(carry: dict[str, Any], column: str, at: int, value: int) -> None:
 @pytest.mark.parametrize("what", CONTRADICTIONS)
 def test_a_state_that_contradicts_itself_is_refused(what: str) -> None:
     data, made = _middle()
-    hold_state(PlannerState.from_json(data), made.source)
+    check_planner_state(PlannerState.from_json(data), made.source)
     CONTRADICTIONS[what](data)
     with pytest.raises(UserError):
         next(made.steps(PlannerState.from_json(data)))
@@ -221,16 +221,16 @@ def test_no_changed_number_of_a_state_is_planned_from(data: st.DataObject) -> No
         column = record["pieces"][name]
         column[data.draw(st.integers(0, len(column) - 1))] += delta
     with pytest.raises(UserError):
-        hold_state(PlannerState.from_json(state), made.source)
+        check_planner_state(PlannerState.from_json(state), made.source)
 
 
 def test_a_source_of_ones_own_is_taken_at_its_word() -> None:
     """Without an account of what it gave, the state is still held against itself."""
     data, _ = _middle()
-    hold_state(PlannerState.from_json(data), object())
+    check_planner_state(PlannerState.from_json(data), object())
     _repeat(data["carry"], 0)
     with pytest.raises(UserError, match="wait twice"):
-        hold_state(PlannerState.from_json(data), object())
+        check_planner_state(PlannerState.from_json(data), object())
 
 
 def test_a_blend_whose_counts_disagree_is_refused() -> None:
@@ -238,7 +238,7 @@ def test_a_blend_whose_counts_disagree_is_refused() -> None:
     state = states(made)[5]
     corpus = {**state.corpus, "tokens_read": [n + 1 for n in state.corpus["tokens_read"]]}
     with pytest.raises(UserError, match="documents of source 0 have"):
-        hold_state(replace(state, corpus=corpus), made.source)
+        check_planner_state(replace(state, corpus=corpus), made.source)
 
 
 def test_a_state_without_what_later_versions_keep_goes_on() -> None:
@@ -257,7 +257,7 @@ def test_a_state_of_another_policy_waits_in_no_slot_and_for_no_later_step() -> N
         for state in states(planner(policy=before, longest=9000), 8):
             again = planner(policy="bounded", longest=9000)
             for later in states_from(again, state):
-                hold_state(later, again.source)
+                check_planner_state(later, again.source)
 
 
 @pytest.mark.parametrize("cut", WindowCut)
@@ -266,12 +266,12 @@ def test_open_windows_are_held_to_their_numbers(cut: WindowCut) -> None:
     made = replace(made, packer=OriginalPacker(options=made.packer.options, cut=cut))
     held = states(made)
     for state in held:
-        hold_state(state, made.source)
+        check_planner_state(state, made.source)
     state = next(s for s in held if len(s.carry.pieces) > 2)
     slot = state.carry.slot.copy()
     slot[-1] += len(slot)
     with pytest.raises(UserError, match="where the policy puts no such piece"):
-        hold_state(replace(state, carry=replace(state.carry, slot=slot)), made.source)
+        check_planner_state(replace(state, carry=replace(state.carry, slot=slot)), made.source)
 
 
 def test_an_ended_blend_may_have_ended_and_no_other_state() -> None:

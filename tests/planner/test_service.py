@@ -289,7 +289,7 @@ def test_more_ranks_than_may_queue_learn_that_a_planner_is_stopped() -> None:
 
 
 def test_a_planner_that_ends_at_its_start_is_no_broken_pipe() -> None:
-    with pytest.raises(PlanningError, match="the planner process ended with 1 at its start"):
+    with pytest.raises(PlanningError, match="the planner process ended with exit status 1 before"):
         starts(EndsItsReader(), bytes(1 << 22))
 
 

@@ -1,4 +1,4 @@
-"""The library's front door: lengths in, step plans out; no torch."""
+"""Makes step plans from documents' lengths: packing and sharding together, without torch."""
 
 from wlb.lazy import attach
 

@@ -1,7 +1,7 @@
-"""Holds a planner state that was loaded against what every state of a run has.
+"""Checks a planner state that was loaded from a checkpoint.
 
-A state may be read from a checkpoint that was damaged, edited or mixed with another, and still be
-valid JSON of the right shape. Planning would go on from it and train tokens twice or never.
+A checkpoint may have been damaged, edited or mixed with another one, and its state may still be
+valid JSON of the right shape. A planner that resumed from it would train tokens twice or never.
 """
 
 import math
@@ -16,38 +16,49 @@ from wlb.plan import Carry, PackingPlan, Pieces, PlannerState, StepMetrics, User
 from wlb.plan.arrays import first_true
 
 _MOST_SLOTS = 1024
-"""Slots of a carry beyond one for each waiting piece and batch, of a policy that is not wlb's."""
+"""Policies from outside of wlb may use this many slots more than one per waiting piece or batch."""
 
 
-def hold_state(state: PlannerState, source: object, *, own: Collection[Packer] = ()) -> None:
-    """UserError for a state that contradicts itself or the data that it goes on from.
+def check_planner_state(
+    state: PlannerState, source: object, *, packers: Collection[Packer] = ()
+) -> None:
+    """Raise UserError if a planner state contradicts itself or the data.
 
-    Held: every token that the source gave was trained, is planned or waits, exactly once; pieces
-    are of documents that it gave and wait where their policy puts them; steps follow each other;
-    all numbers are finite. source: what gives a planner its global batches; one that is no
-    `AccountedStream` is taken at its word. own: packers of the planner, known besides wlb's.
-    Cost: 30 ns for each document that the state's epoch has given (a hundred million: 3 s).
+    It checks that
+
+    - every token that was read is either trained, planned or waiting, exactly once,
+    - pieces are parts of documents that were read, in a slot that their policy uses,
+    - steps have consecutive numbers,
+    - all numbers are finite.
+
+    Cost: 30 ns for each document of the epoch that was read, so 3 s for a hundred million.
+
+    Args:
+        state: The loaded state.
+        source: The planner's source of global batches. What was read is only checked if it is an
+            `AccountedStream`.
+        packers: Packers of the planner, whose policies are accepted besides those of wlb.
     """
     try:
-        _hold_counts(state)
-        _hold_steps(state)
+        _check_counts(state)
+        _check_steps(state)
         waiting = Pieces.concat(state.carry.pieces, *(plan.pieces for plan in state.ready))
-        _hold_once(waiting)
-        _hold_once(state.baseline.pieces)
-        packers = {packer.policy: packer for packer in (*own, *PACKERS)}
-        _hold_policies(state, packers)
+        _check_once(waiting)
+        _check_once(state.baseline.pieces)
+        known = {packer.policy: packer for packer in (*packers, *PACKERS)}
+        _check_policies(state, known)
         for carry in (state.carry, state.baseline):
-            _hold_carry(state, carry, packers[carry.policy])
-        waits = getattr(packers[state.carry.policy], "batches_wait", True)
+            _check_carry(state, carry, known[carry.policy])
+        waits = getattr(known[state.carry.policy], "batches_wait", True)
         ahead = state.num_batches if waits else 0
-        _hold_arrival(waiting, state.carry.next_step + ahead)
-        _hold_arrival(state.baseline.pieces, state.carry.next_step + state.num_batches)
+        _check_arrival(waiting, state.carry.next_step + ahead)
+        _check_arrival(state.baseline.pieces, state.carry.next_step + state.num_batches)
         if state.exhausted and len(state.carry.pieces):
             raise UserError(
                 f"exhausted = true, but {len(state.carry.pieces)} pieces wait for a step"
             )
         if isinstance(source, AccountedStream):
-            _hold_source(state, source, waiting)
+            _check_source(state, source, waiting)
     except UserError as error:
         raise UserError(
             f"the planner state contradicts itself: {error}; it is damaged or was edited, so "
@@ -55,7 +66,7 @@ def hold_state(state: PlannerState, source: object, *, own: Collection[Packer] =
         ) from error
 
 
-def _hold_counts(state: PlannerState) -> None:
+def _check_counts(state: PlannerState) -> None:
     counts: dict[str, object] = {
         "num_batches": state.num_batches,
         "num_tokens": state.num_tokens,
@@ -65,16 +76,16 @@ def _hold_counts(state: PlannerState) -> None:
     counts |= {f"ready[{i}].step": plan.step for i, plan in enumerate(state.ready)}
     for name, value in counts.items():
         if type(value) is not int or not 0 <= value <= MOST_COUNT:
-            raise UserError(f"{name} = {value!r} is no count")
+            raise UserError(f"{name} = {value!r} is not a count")
     if type(state.exhausted) is not bool:
         raise UserError(f"exhausted = {state.exhausted!r} is neither true nor false")
     for metrics in state.baseline_made:
-        _hold_metrics(metrics)
+        _check_metrics(metrics)
     for plan in state.ready:
-        _hold_plan(plan)
+        _check_plan(plan)
 
 
-def _hold_metrics(metrics: StepMetrics) -> None:
+def _check_metrics(metrics: StepMetrics) -> None:
     for field in fields(metrics):
         value = getattr(metrics, field.name)
         numbers = value if field.name == "degrees" else (value,)
@@ -88,15 +99,15 @@ def _hold_metrics(metrics: StepMetrics) -> None:
                 raise UserError(f"baseline_made has {field.name} = {value!r}")
 
 
-def _hold_plan(plan: PackingPlan) -> None:
+def _check_plan(plan: PackingPlan) -> None:
     for name in ("num_held_tokens", "num_overdue", "num_joined_targets"):
         value = getattr(plan, name)
         if type(value) is not int or not 0 <= value <= MOST_COUNT:
             raise UserError(f"the plan of step {plan.step} has {name} = {value!r}")
 
 
-def _hold_steps(state: PlannerState) -> None:
-    """Planned steps follow each other, and what the packers carry comes after them."""
+def _check_steps(state: PlannerState) -> None:
+    """Check that planned steps have consecutive numbers, and that the carries continue them."""
     planned = [plan.step for plan in state.ready]
     after = state.carry.next_step
     if planned != list(range(after - len(planned), after)):
@@ -110,13 +121,13 @@ def _hold_steps(state: PlannerState) -> None:
         )
 
 
-def _hold_policies(state: PlannerState, known: Collection[str]) -> None:
-    """What is planned and what waits are of one policy, and one that there is."""
+def _check_policies(state: PlannerState, known: Collection[str]) -> None:
+    """Check that planned and waiting pieces belong to the same, known policy."""
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(
-                f"pieces wait for the policy {policy!r}, which is not known; go on with the packer "
-                f"that made the state, or start a new run"
+                f"pieces wait for the policy {policy!r}, which is not known; resume with the "
+                f"packer that made the state, or start a new run"
             )
     for plan in state.ready:
         if plan.policy != state.carry.policy:
@@ -126,8 +137,15 @@ def _hold_policies(state: PlannerState, known: Collection[str]) -> None:
             )
 
 
-def _hold_carry(state: PlannerState, carry: Carry, packer: object) -> None:
-    """packer: that made the carry, or its class. One of a user's own may say nothing of slots."""
+def _check_carry(state: PlannerState, carry: Carry, packer: object) -> None:
+    """Check that pieces wait in slots that the policy uses.
+
+    Args:
+        state: The state.
+        carry: One of its two carries.
+        packer: The packer of the carry's policy, or its class. Packers from outside of wlb need not
+            declare their slots.
+    """
     slot, length = carry.slot, carry.pieces.length
     most = max(len(carry.pieces), state.num_batches) + _MOST_SLOTS
     slots: CarrySlots = getattr(packer, "slots", CarrySlots.ANY)
@@ -138,7 +156,7 @@ def _hold_carry(state: PlannerState, carry: Carry, packer: object) -> None:
         )
 
 
-def _hold_once(pieces: Pieces) -> None:
+def _check_once(pieces: Pieces) -> None:
     order = np.lexsort((pieces.start, pieces.document))
     document, start, stop = (c[order] for c in (pieces.document, pieces.start, pieces.stop))
     twice = (document[1:] == document[:-1]) & (start[1:] < stop[:-1])
@@ -149,18 +167,18 @@ def _hold_once(pieces: Pieces) -> None:
         )
 
 
-def _hold_arrival(pieces: Pieces, last: int) -> None:
+def _check_arrival(pieces: Pieces, last: int) -> None:
     if (i := first_true((pieces.arrival_step < 0) | (pieces.arrival_step > last))) is not None:
-        raise UserError(f"{pieces[i]} came at a step that has not been")
+        raise UserError(f"{pieces[i]} arrived at a step that is still to come")
 
 
-def _hold_source(state: PlannerState, source: AccountedStream, waiting: Pieces) -> None:
+def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces) -> None:
     if (given := source.num_batches(state.corpus)) != state.num_batches:
         raise UserError(
             f"{state.num_batches} global batches were packed, of {given} that the corpus gave"
         )
     for pieces in (waiting, state.baseline.pieces):
-        source.hold_pieces(state.corpus, pieces)
+        source.check_pieces(state.corpus, pieces)
     if state.exhausted and not source.may_have_ended(state.corpus):
         raise UserError("exhausted = true, but the corpus has not ended there")
     tokens = source.num_tokens(state.corpus)

@@ -1,4 +1,4 @@
-"""The planners of a run: of its steps, of its held-out documents, and of packs made offline."""
+"""Makes the planners of a run: for its steps, for held-out documents and for offline packs."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,12 +18,18 @@ _PLAIN_PACKING: dict[str, Any] = {
     "bin_windows": 1,
     "window_batches": 1,
 }
+"""Settings of [packing] with which held-out documents are packed in every run."""
 
 
 def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
-    """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
+    """Make the planner of a run.
 
-    The planner process calls this, so that it opens its own files and shares none with training.
+    The planner process calls this, so it opens its files itself and shares none with training.
+
+    Args:
+        spec: The run.
+        store: Name of a token store, or of the stores of a blend.
+        device: "cpu" or "cuda", whose prices are used.
     """
     cost = workload_for(spec, device)
     if spec.packing.packs:
@@ -35,7 +41,7 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
 
 
 def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
-    """Steps that were packed offline, checked against the run and its store."""
+    """Make a planner of steps that were packed offline, after checking that they fit the run."""
     if not isinstance(name, str):
         raise UserError("packing.packs are of one store; leave data.blend or packing.packs empty")
     store, options = TokenStore(name), options_for(spec, cost)
@@ -46,7 +52,7 @@ def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
 
 
 def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
-    """One epoch of a store, packed as the run would."""
+    """Pack one epoch of a store as the run would, and return the packs."""
     source = GlobalBatches(
         store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=1
     )
@@ -56,9 +62,16 @@ def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
 
 
 def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of an evaluation reads the held-out store once, in order, in Plain-4D's windows,
-    or for fine-tuning methods whole examples one after the other (next fit). It is always the same,
-    so that the held-out loss does not depend on the run's packing policy.
+    """Make the planner of evaluations, which reads the held-out store once, in order.
+
+    It packs documents into the usual loader's windows, or, for fine-tuning methods, whole examples
+    one after the other (next fit). It does so in every run, so that the held-out loss does not
+    depend on the packing policy.
+
+    Args:
+        spec: The run.
+        store: Name of the held-out store.
+        device: "cpu" or "cuda", whose prices are used.
     """
     source = GlobalBatches(
         TokenStore(store),
@@ -67,7 +80,7 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
         epochs=1,
         shuffle=False,
     )
-    # A fine-tuning method's documents are held out in bins filled in their order.
+    # The method random_posid packs by next fit, in the order of documents.
     is_tuned = bool(spec.packing.method)
     policy, method = (Policy.CAPACITY, "random_posid") if is_tuned else (Policy.ORIGINAL, "")
     packing = replace(spec.packing, policy=policy, method=method, **_PLAIN_PACKING)

@@ -1,10 +1,17 @@
-"""The planner in its own torch-free process, some steps ahead of training; one process a node.
+"""Runs the planner in a separate process on each node, some steps ahead of training.
 
-It listens on a local socket; each local rank asks for step after step and gets `(StepPlan,
-PipelinePlan of its pipeline)`. Every node plans the whole step, so only the digest is exchanged.
-A planning thread instead raised the training thread's launch cost per operation from 3 us to 4 ms.
-`PlannerProcess` runs `python -m wlb.planner.service`, which reads its job as a pickle from standard
-input, from the parent process only.
+    rank 0 --starts--> planner process          ranks 0, 1, ... --"next"--> planner process
+                                                                <-- StepPlan, PipelinePlan --
+
+The process imports no torch. It listens on a local socket. Each rank of the node requests one step
+after the other, and receives the plan of the step and the plan of its pipeline. Every node plans
+the whole step, so nodes exchange only a digest.
+
+A thread would not do: it raised the training thread's launch cost per operation from 3 us to 4 ms,
+because both share the interpreter lock.
+
+`PlannerProcess` starts `python -m wlb.planner.service`, which reads its job as a pickle from
+standard input. Only its parent process can write there.
 """
 
 import contextlib
@@ -38,28 +45,26 @@ from wlb.planner.compose import Planner
 from wlb.planner.liveness import SILENCE_S, Address, PlannerLost, PlanningError, SignsOfLife
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that stop a run. The planner process ignores them; ranks end it."""
 _BEAT_S = 0.25
-"""Seconds between a planner process's signs of life."""
+"""Seconds between two signs of life of a planner process."""
 _DIED = "the planner process of this node has died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningJob:
-    """Job of a planner process: make(*args) builds the planner inside the process."""
+    """What a planner process has to do."""
 
-    make: Callable[..., Planner]
+    make: Callable[..., Planner]  # make(*args) builds the planner inside the process
     args: tuple[Any, ...]
-    state: PlannerState | None
-    address: Address
-    ahead: int
-    num_clients: int
+    state: PlannerState | None  # where planning begins; None = at the start
+    address: Address  # where the process listens
+    ahead: int  # steps that are planned before a rank requests them
+    num_clients: int  # number of ranks that will connect
 
 
 class PlannerProcess:
-    """A running planner process; `close` ends it. It also ends when its last client leaves.
-
-    silence_s: see `SignsOfLife`; PlannerLost if it is stopped before it listens.
-    """
+    """Starts a planner process, which ends by `close` or when its last client disconnects."""
 
     def __init__(
         self,
@@ -72,10 +77,24 @@ class PlannerProcess:
         address: Address | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
+        """Start the process, and wait until it listens.
+
+        Args:
+            make: Builds the planner inside the process.
+            args: Arguments of `make`.
+            state: Where planning begins. None = at the start.
+            ahead: Steps that are planned before a rank requests them.
+            num_clients: Number of ranks that will connect.
+            address: Where the process listens. Defaults to a new address.
+            silence_s: Seconds without a sign of life after which the process is considered stopped.
+
+        Raises:
+            PlannerLost: If the process is stopped before it listens.
+        """
         self.address = address or Address.new()
         self._folder = self.address.folder
         sweep()
-        self._held = make_and_lock(self._folder)
+        self._lock = make_and_lock(self._folder)
         job = PlanningJob(
             make=make,
             args=args,
@@ -84,7 +103,7 @@ class PlannerProcess:
             ahead=ahead,
             num_clients=num_clients,
         )
-        with _held_back():
+        with _stop_signals_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "wlb.planner.service"],
                 stdin=subprocess.PIPE,
@@ -100,28 +119,30 @@ class PlannerProcess:
             raise
 
     def _hand_over(self, job: bytes, signs: SignsOfLife) -> None:
-        """Give the process its job and wait until it listens. A stopped one reads no more than the
-        pipe holds.
-        """
-        given, said = self._process.stdin, self._process.stdout
-        assert given is not None
-        assert said is not None
+        """Send the job to the process, and wait until it listens."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
         signs.begin()
-        os.set_blocking(given.fileno(), False)
+        # Write without blocking, because a stopped process does not read, and the pipe becomes
+        # full.
+        os.set_blocking(stdin.fileno(), False)
         rest = memoryview(job)
-        # A process that ended at its start reads nothing; what it said is read below.
+        # A process that has ended breaks the pipe, and the read below finds no line.
         with contextlib.suppress(BrokenPipeError):
             while rest:
-                signs.await_file(given.fileno(), select.POLLOUT)
-                rest = rest[os.write(given.fileno(), rest) :]
-        given.close()
-        signs.await_file(said.fileno(), select.POLLIN)
-        if said.readline() != b"listening\n":
+                signs.await_file(stdin.fileno(), select.POLLOUT)
+                rest = rest[os.write(stdin.fileno(), rest) :]
+        stdin.close()
+        signs.await_file(stdout.fileno(), select.POLLIN)
+        if stdout.readline() != b"listening\n":
             raise PlanningError(
-                f"the planner process ended with {self._process.wait()} at its start"
+                f"the planner process ended with exit status {self._process.wait()} before it "
+                f"listened; its error is printed above"
             )
 
     def close(self) -> None:
+        """End the process and remove its folder."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -131,13 +152,13 @@ class PlannerProcess:
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        held, self._held = self._held, -1
-        if held >= 0:
-            os.close(held)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
-    """As multiprocessing's Client, but no read waits longer than `signs.silence_s`."""
+    """Connect as multiprocessing's Client does, but let no read wait longer than `silence_s`."""
     with socket.socket(socket.AF_UNIX) as opened:
         whole_s, part_s = divmod(signs.silence_s, 1)
         limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
@@ -145,7 +166,7 @@ def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             opened.connect(address.path)
-        except BlockingIOError:  # Nobody accepts, and no more may queue.
+        except BlockingIOError:  # The process accepts no connection, and its queue is full.
             raise signs.lost() from None
         connection: Connection[Any, Any] = Connection(opened.detach())
     try:
@@ -161,11 +182,10 @@ def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
 
 
 class PlanClient:
-    """One rank's connection: steps in order, with a look at those that follow.
+    """One rank's connection to the planner process: returns steps in order.
 
-    A step is asked for when it is about to be received, never earlier: the single server then never
-    blocks on a rank that is not reading. It plans ahead by itself. needs_state: whether plans come
-    with the planner's state, which holds every waiting document. silence_s: see `SignsOfLife`.
+    It requests a step only when it is about to read the answer. So the server, which has a single
+    thread, never blocks on a rank that is not reading. The server plans ahead on its own.
     """
 
     def __init__(
@@ -176,6 +196,15 @@ class PlanClient:
         needs_state: bool = True,
         silence_s: float = SILENCE_S,
     ) -> None:
+        """Connect to a planner process.
+
+        Args:
+            address: Where the process listens.
+            pipeline: Pipeline of this rank.
+            needs_state: Whether plans include the planner's state, which has every waiting document
+                and is only needed for checkpoints.
+            silence_s: Seconds without a sign of life after which the process is considered stopped.
+        """
         self._signs = SignsOfLife(address, silence_s)
         self._connection = _connected(address, self._signs)
         self._received: list[tuple[StepPlan, PipelinePlan]] = []
@@ -184,25 +213,37 @@ class PlanClient:
         self._connection.send((pipeline, needs_state))
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        """The next step, or None after the last one. PlanningError if it could not be planned."""
+        """Return the next step, or None after the last one.
+
+        Raises:
+            PlanningError: If the step could not be planned.
+        """
         self._fill(1)
         if self._error is not None and not self._received:
             raise self._error
         return self._received.pop(0) if self._received else None
 
     def peek(self, steps_ahead: int) -> tuple[StepPlan, PipelinePlan] | None:
-        """The step `steps_ahead` after the last one `next` gave; None past the end, and where it
-        could not be planned: steps before that one still run.
+        """Return a later step without consuming it.
+
+        Args:
+            steps_ahead: 1 for the step that `next` will return, 2 for the one after it, and so on.
+
+        Returns:
+            None if there is no such step, or if it could not be planned. The error is raised by
+            `next` when its step is due, so steps before it still run.
         """
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
 
     def close(self) -> None:
+        """Disconnect from the planner process."""
         self._connection.close()
 
     def _fill(self, count: int) -> None:
+        """Request steps until `count` of them were received, or the steps have ended."""
         while len(self._received) < count and not self._ended:
-            item = self._ask()
+            item = self._request()
             if isinstance(item, str):
                 self._error = PlanningError.of(item)
             if item is None or isinstance(item, str):
@@ -210,8 +251,8 @@ class PlanClient:
             else:
                 self._received.append(item)
 
-    def _ask(self) -> Any:
-        """The next answer; PlannerLost if the process has died or is stopped."""
+    def _request(self) -> Any:
+        """Request a step and return the answer; raise PlannerLost if the process is gone."""
         self._signs.begin()
         try:
             self._connection.send("next")
@@ -220,25 +261,27 @@ class PlanClient:
             return self._connection.recv()
         except (EOFError, ConnectionError):
             raise PlannerLost(_DIED) from None
-        except BlockingIOError:  # It was stopped within an answer.
+        except BlockingIOError:  # The process was stopped while it sent the answer.
             raise self._signs.lost() from None
 
 
 class PlanServer:
-    """Answers clients; plans one more step whenever nobody asks.
-
-    plans: steps that some client does not have yet, from step index `dropped` on. The last one is
-    None at the end of data, or the text of an error; steps planned before it still run.
-    """
+    """Answers the clients of a planner process, and plans ahead while there are no requests."""
 
     def __init__(self, job: PlanningJob, listener: Listener) -> None:
+        """Accept the connections of all clients."""
         self.job = job
         self.planner: Planner | None = None
         self.state: PlannerState | None = job.state
+        # Plans that some client does not have yet. The first one has index `dropped`. The last one
+        # is None at the end of the data, or a traceback; steps planned before an error still run.
         self.plans: list[StepPlan | str | None] = []
         self.dropped = 0
+        # The plan of each (step, pipeline).
         self.shards: dict[tuple[int, int], PipelinePlan] = {}
+        # Of each client: its pipeline, and whether it needs the planner's state.
         self.clients: dict[Connection[Any, Any], tuple[int, bool]] = {}
+        # Index of the step that each connected client gets next.
         self.cursor: dict[Connection[Any, Any], int] = {}
         for _ in range(job.num_clients):
             try:
@@ -246,10 +289,11 @@ class PlanServer:
                 self.clients[connection] = connection.recv()
                 self.cursor[connection] = 0
             except (EOFError, ConnectionError, AuthenticationError):
-                # That rank is gone; its launcher ends the others.
+                # This rank has died, and its launcher will end the others.
                 continue
 
     def serve(self) -> None:
+        """Answer requests until all clients have disconnected."""
         while self.cursor:
             made = self.dropped + len(self.plans)
             idle = self._has_ended() or made >= max(self.cursor.values()) + self.job.ahead
@@ -261,7 +305,7 @@ class PlanServer:
 
     def _answer(self, connection: "Connection[Any, Any]") -> None:
         try:
-            connection.recv()  # It asks for its next step.
+            connection.recv()  # A client can only request its next step.
             index = self.cursor[connection]
             while self.dropped + len(self.plans) <= index and not self._has_ended():
                 self._plan_one()
@@ -278,6 +322,7 @@ class PlanServer:
         self._forget()
 
     def _plan_one(self) -> None:
+        """Plan one more step, and shard it for the pipelines of all clients."""
         try:
             if self.planner is None:
                 self.planner = self.job.make(*self.job.args)
@@ -289,13 +334,14 @@ class PlanServer:
                     self.shards[plan.step, pipeline] = self.planner.shard(plan, pipeline)
             self.plans.append(plan)
         except Exception:
+            # Send the error to the clients, which raise it when they reach this step.
             self.plans.append(traceback.format_exc())
 
     def _has_ended(self) -> bool:
         return bool(self.plans) and not isinstance(self.plans[-1], StepPlan)
 
     def _forget(self) -> None:
-        """Drop plans that every client has."""
+        """Drop plans that all clients have received."""
         while self.cursor and len(self.plans) > 1 and min(self.cursor.values()) > self.dropped:
             plan = self.plans.pop(0)
             self.dropped += 1
@@ -304,10 +350,12 @@ class PlanServer:
 
 
 @contextlib.contextmanager
-def _held_back() -> Generator[None]:
-    """Block stop signals in processes started inside this context, until they ignore them. Slurm
-    signals all processes of a step, and a terminal all of a job, but ranks save first and then end
-    the planner themselves.
+def _stop_signals_blocked() -> Generator[None]:
+    """Block stop signals in processes that are started inside this context.
+
+    Slurm signals all processes of a job step, and a terminal all of a job. But ranks write a
+    checkpoint first, for which they need the planner, and end it afterwards. The signals stay
+    blocked until the new process has set handlers that ignore them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -321,7 +369,9 @@ def _main() -> None:
         signal.signal(number, signal.SIG_IGN)
     job: PlanningJob = pickle.load(sys.stdin.buffer)
     job.address.alive.write_text(str(os.getpid()))
-    watch = threading.Thread(target=_live_with, args=(os.getppid(), job.address), daemon=True)
+    watch = threading.Thread(
+        target=_beat_while_alive, args=(os.getppid(), job.address), daemon=True
+    )
     watch.start()
     with Listener(job.address.path, authkey=job.address.key) as listener:
         sys.stdout.write("listening\n")
@@ -330,9 +380,10 @@ def _main() -> None:
     shutil.rmtree(job.address.folder, ignore_errors=True)
 
 
-def _live_with(parent: int, address: Address) -> None:
-    """Give signs of life, and end this process when the rank that started it is gone, because no
-    other rank may connect then.
+def _beat_while_alive(parent: int, address: Address) -> None:
+    """Give signs of life while the parent process lives, and then end this process.
+
+    Without its parent, the rank that started it, no other rank may ever connect.
     """
     while os.getppid() == parent:
         with contextlib.suppress(OSError):

@@ -181,7 +181,7 @@ def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
         ),
         ("planner.json", "exhausted", "contradicts itself: exhausted = true"),
         ("planner.json", "surplus", "contradicts itself: the state of the corpus has surplus"),
-        ("planner.json", "arrival", "contradicts itself: .* came at a step that has not been"),
+        ("planner.json", "arrival", "contradicts itself: .* arrived at a step that is still to"),
         ("planner.json", "more", "has the key 'more', which wlb does not write there"),
         ("run.json", "more", r"run\.json: it has the key 'more', which wlb does not write there"),
         ("run.json", "training", r"run\.json: spec lacks the key 'training'"),
