@@ -447,7 +447,7 @@ def _share(keys: Fields, rope: Fields, model_type: str) -> float:
 
 
 def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
-    """Return RoPE's scaling from one of the two forms."""
+    """Return RoPE's scaling from one of config.json's two forms (see `_rope`)."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope.values.get("type") not in (None, kind):
         raise rope.error("type", f"contradicts rope_type = {kind!r}; remove the wrong one")
