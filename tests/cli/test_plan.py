@@ -451,7 +451,8 @@ def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
     out = run(capsys, *words)
     said = re.match(
         r"Balanced packing and sharding would save (\d+\.\d)% of GPU hours on these documents "
-        r"\(7b_128k on (\d+) GPUs with kernel times of h100_runs, simulated; step times of published runs "
+        r"\(7b_128k on (\d+) GPUs with kernel times of h100_runs, simulated; step times of "
+        r"published runs "
         r"were predicted within 6%; the saving's standard error is \d\.\d%: give more --steps\)\. "
         r"It is the policy (.+?); --out my\.toml writes its settings",
         " ".join(out.split()),

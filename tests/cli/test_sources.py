@@ -91,7 +91,8 @@ def test_stores_that_say_what_is_trained(
         own = f"data.blend={json.dumps(blend_of(names, (1, 1)))}"
     packing = ["packing.policy=bounded", "packing.s_max=2", "packing.step_tokens=1.5"]
     words = ["demo", "--steps", "4", "--set", "data.context_window=512", own, *packing]
-    assert main([*command, *words]) == 0
+    more = ["--all"] if command[0] == "tune" else []
+    assert main([*command, *words, *more]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert ("long wt counts all tokens as trained" in told) == (command != ["simulate"])
     assert "of an equal share" not in told

@@ -289,7 +289,9 @@ def _verdict(
     model = f"{options.name}, which stands in for your NAME," if is_default else options.name
     return verdict(
         saving,
-        setting=f"{model} on {gpus:,} GPU{'s' * (gpus > 1)} with kernel times of {cost.profile.name}",
+        setting=(
+            f"{model} on {gpus:,} GPU{'s' * (gpus > 1)} with kernel times of {cost.profile.name}"
+        ),
         simulated=shares or [],
         error=error,
     )

@@ -55,7 +55,10 @@ def priced_model(options: argparse.Namespace, spec: RunSpec, profile: str) -> st
         profile: Name of the kernel profile.
     """
     size = spec.model.num_parameters
-    words = f"{options.name} ({size / 1e9:.3g} billion parameters) with kernel times of profile {profile}"
+    words = (
+        f"{options.name} ({size / 1e9:.3g} billion parameters) with kernel times of profile "
+        f"{profile}"
+    )
     if options.name not in options.words:
         words += "; that model is the default, give NAME for yours"
     return words

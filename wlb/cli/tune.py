@@ -168,8 +168,9 @@ def run(options: argparse.Namespace) -> int:
     screen.print(f"Use it: {command}", soft_wrap=True)
     if not options.corpus:
         screen.print(
-            "PREFIX: your documents as a token store, which `wlb prepare` makes; Megatron's .bin and "
-            ".idx files are one. Other training loops take the same settings: wlb/adapters/README.md."
+            "PREFIX: your documents as a token store, which `wlb prepare` makes; Megatron's .bin "
+            "and .idx files are one. Other training loops take the same settings: see "
+            "wlb/adapters/README.md."
         )
     if is_constant:
         screen.print(

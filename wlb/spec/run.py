@@ -87,8 +87,8 @@ class RunSection:
     stop_file: str = key(
         "",
         "the run stops when this file exists: it finishes its step, saves a checkpoint and exits "
-        "with status 0, as on Ctrl-C, SIGTERM or SIGUSR1; the file output_dir/.stop-NAME always "
-        "stops the run NAME in this way",
+        "with status 4 (0 under Slurm and torchrun), as on Ctrl-C, SIGTERM or SIGUSR1; the file "
+        "output_dir/.stop-NAME always stops the run NAME in this way",
     )
     seed: int = key(
         0,

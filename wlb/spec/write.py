@@ -60,7 +60,9 @@ def _meaning(key: KeyHelp) -> list[str]:
     """Return the comment lines of a key: its help text, unit, type or choices, and default."""
     about = ", ".join(filter(None, (key.unit, key.type.replace("|", ", "))))
     text = f"{key.doc} ({about}; default: {key.default})"
-    return textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
+    return textwrap.wrap(
+        text, 98, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
 
 
 def _tables(

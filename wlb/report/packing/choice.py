@@ -77,8 +77,8 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
     caption = (
         "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "
         "ends; GPU hours: of simulated training, relative to it; imbalance: time of a step's "
-        "slowest micro-batch over the mean, 1.000 is perfect; delay: steps that a token waits until "
-        "it is trained; most tokens: of a micro-batch, with all its documents"
+        "slowest micro-batch over the mean, 1.000 is perfect; delay: steps that a token waits "
+        "until it is trained; most tokens: of a micro-batch, with all its documents"
     )
     table = new_table("", labels=["packing"], numbers=columns, caption=caption)
     for choice in choices:
@@ -125,8 +125,8 @@ def how_chosen(tuning: Tuning) -> str:
             f"{budget:g} steps (--delay-budget), so the one with the least delay is taken."
         )
     return (
-        f"How it was chosen: {tried} settings were compared by imbalance, if their mean delay is at "
-        f"most {budget:g} steps (--delay-budget; with 0.5 the paper found no loss of quality). Of "
-        f"those whose imbalance is within {SAME} of the least, the one with the least delay is "
-        f"taken. --all lists others."
+        f"How it was chosen: {tried} settings were compared by imbalance, if their mean delay is "
+        f"at most {budget:g} steps (--delay-budget; with 0.5 the paper found no loss of "
+        f"quality). Of those whose imbalance is within {SAME} of the least, the one with the least "
+        f"delay is taken. --all lists others."
     )
