@@ -6,8 +6,9 @@ process group that is killed with it. Ranks rendezvous through a file, inherit s
 the current environment, and import `fn` by its name. `wlb.launch.report` explains failures.
 
 torch's launchers are not used, for three reasons. If the launching process is killed, they leave
-behind what a rank has started, such as a planner. They send the ranks SIGINT, at which wlb's ranks
-save a checkpoint and continue. And Elastic's agent needs a store that listens on a port.
+behind what a rank has started, such as a planner. They then send the ranks SIGINT, which wlb's
+ranks take as a request to save a checkpoint before they end. And Elastic's agent needs a store that
+listens on a port.
 """
 
 import contextlib
