@@ -255,7 +255,7 @@ def test_real_times():
 @pytest.mark.parametrize(
     ("model", "tps", "tokens", "message"),
     [
-        (ModelSpec(), (1,), (8,), r"vocab_size is 0"),
+        (ModelSpec(), (1,), (8,), r"vocab_size = 0"),
         (MODEL, (8,), (8,), r"tp = 8 does not divide the model's num_heads, 4"),
         (MODEL, (1,), (), r"tokens \[\]"),
         (MODEL, (1,), (0,), r"tokens \[0\]"),

@@ -49,8 +49,8 @@ def test_the_proof_says_which_transfer_waits_for_which() -> None:
     assert problem == (
         "transfers in pp (0, 1, 2) could be held up by transfers that their rank posted before "
         "them (1 cases): rank 1 posts its recv with rank 2 (step 0, wlb/recv.py:1), which its "
-        "peer may not have posted yet, and behind it its send with rank 0 (step 0, wlb/send.py:1); give "
-        "each pair of ranks a communicator of its own"
+        "peer may not have posted yet, and behind it its send with rank 0 (step 0, "
+        "wlb/send.py:1); give each pair of ranks a communicator of its own"
     )
 
 

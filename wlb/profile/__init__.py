@@ -1,4 +1,4 @@
-"""`python -m wlb.profile`: measures kernels and fits W_a and W_l (Eq. 2, Section 5.3)."""
+"""Measure kernels and fit a kernel profile, which prices W_a and W_l (Eq. 2, Section 5.3)."""
 
 from wlb.profile.build import BuiltProfile as BuiltProfile
 from wlb.profile.build import SweepOrigin as SweepOrigin

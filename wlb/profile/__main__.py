@@ -1,3 +1,5 @@
+"""Run `wlb profile` as `python -m wlb.profile`."""
+
 import sys
 
 from wlb.cli import main

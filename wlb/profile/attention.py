@@ -1,10 +1,13 @@
-"""Sweep of attention kernels: equal segments on a (rows, keys) grid, and random varlen calls.
+"""Measure attention kernels on a grid of equal segments and on random varlen calls.
 
-A grid point is one call on enough equal segments to fill the device, because in training a segment
-shares it with others. Kernels that group similar segments (SDPA) are measured with and without a
-prefix, beside a one-token segment, because equal segments alone need no regrouping. Random batches
-are a rank's share of a sharded micro-batch; held-out ones only test the fit and run twice, first
-and last, for the test-retest error. Kernels run as the executor's custom ops, without autograd.
+- A grid point is a call on equal segments of `q` rows over `kv` keys. There are enough of them to
+  fill the device, because in training a segment shares the device with others.
+- Kernels that group similar segments (SDPA) are measured with and without a prefix (keys before the
+  first row). A one-token segment is added, because equal segments alone would form a single group.
+- A random batch is the segments of one CP rank in a sharded random micro-batch. Held-out batches
+  only test the fit. They run first and last in a sweep, which gives the test-retest error.
+
+Kernels are called through the executor's custom ops, without autograd.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,19 +30,22 @@ from wlb.profile.timing import KernelTimer
 from wlb.sharding import shard
 
 CUDA_TILES = 1024
-"""Number of tiles that fills a GPU with several waves."""
+"""Number of tiles of a call that fills a GPU with several waves."""
 CPU_KEYS, CPU_SEGMENTS = 4096, 256
-"""On a CPU, keys of a call's segments together, which make the call's own cost negligible, and the
-largest number of segments."""
+"""Number of keys that the segments of a call on a CPU have together, and most segments of a call.
+
+With so many keys, the fixed cost of a call is negligible."""
 MOST_BYTES = 24 << 30
-"""Limit of keys, values and their gradients in a call of equal segments."""
+"""Most bytes of keys, values and their gradients in a call of equal segments."""
 NAMED_BY = ("backend", "num_heads", "num_kv_heads", "head_dim")
+"""Fields of a `HeadLayout` that stand in the point of a task."""
 STRATEGIES = ("per_sequence", "per_document", "balanced")
+"""Sharding strategies of random batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLayout:
-    """A kernel and the heads of one rank that it computes."""
+    """An attention kernel, and the heads of one rank that it computes."""
 
     backend: str
     num_heads: int
@@ -50,51 +56,56 @@ class HeadLayout:
 
     @property
     def name(self) -> dict[str, Any]:
-        """The entries of a task's point."""
+        """Entries of a task's point that identify the layout."""
         return {name: getattr(self, name) for name in NAMED_BY}
 
     @property
     def group(self) -> int:
-        """Query heads for each KV head."""
+        """Number of query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def kernel(self) -> tuple[str, int, int]:
-        """Key of layouts whose throughput differs only by their number of heads."""
+        """Equal for layouts that differ only in their number of heads."""
         return self.backend, self.head_dim, self.group
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
-        """Lengths that the backend rounds segments up to."""
+        """Lengths to which the kernel rounds segments up; empty if it does not pad them."""
         return PADDED_LENGTHS if self.backend == "sdpa" else ()
 
     @property
     def tiles(self) -> Tiles:
+        """Tile sizes of the kernel; 1 x 1 for kernels without tiles."""
         is_untiled = self.padded_lengths or self.device.type == "cpu"
         return Tiles(1, 1, 1) if is_untiled else tiles_of(self.backend, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGrid:
-    """Points of the attention sweep. lengths: of rows and of keys. held_pairs: off the grid.
-    batches, held_batches: random varlen calls of batch_tokens rows. budget_s: for the repeats of a
-    point, forward and backward together.
-    """
+    """Points of an attention sweep."""
 
-    lengths: tuple[int, ...]
-    held_pairs: int
-    batches: int
-    held_batches: int
-    batch_tokens: tuple[int, ...]
-    budget_s: float
+    lengths: tuple[int, ...]  # numbers of rows and of keys on the grid, ascending
+    held_pairs: int  # number of random points off the grid, on which errors are measured
+    batches: int  # number of random batches that the fit uses
+    held_batches: int  # number of random batches on which errors are measured
+    batch_tokens: tuple[int, ...]  # numbers of rows from which a random batch draws its own
+    budget_s: float  # time for the repeats of a point, forward and backward together
 
     @property
     def longest(self) -> int:
+        """Largest number of rows and of keys."""
         return self.lengths[-1]
 
 
 def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tuple[int, ...]:
-    """Lengths from `first` to `last`, both included: these multiples of first, 2 * first, ..."""
+    """Return lengths that grow geometrically from `first` to `last`.
+
+    Args:
+        first: Shortest length.
+        last: Longest length, which is always included.
+        per_octave: Multiples of first, 2 * first, 4 * first and so on that are included.
+    """
     found = {last}
     power = first
     while power <= last:
@@ -106,14 +117,25 @@ def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tu
 def time_call(
     layout: HeadLayout, q: IntArray, kv: IntArray, timer: KernelTimer, budget_s: float
 ) -> Numbers:
-    """Forward and backward time of one varlen call of segments of q rows over kv keys."""
+    """Measure the forward and backward time of one varlen call.
+
+    Args:
+        layout: Kernel and heads.
+        q: Rows of each segment, shape [num_segments].
+        kv: Keys of each segment, shape [num_segments].
+        timer: Timer of the device.
+        budget_s: Time for the repeats.
+
+    Returns:
+        Median time and spread (10th to 90th percentile over the median) of each pass.
+    """
     offsets_q, offsets_k = offsets_of(q), offsets_of(kv)
     segments = Segments.from_offsets(offsets_q, offsets_k, device=layout.device)
     generator = torch.Generator().manual_seed(0)
 
     def made(rows: int, heads: int) -> torch.Tensor:
-        # One block of random values is repeated, because drawing all of them would take longer than
-        # the kernels.
+        # Repeat one block of random values, because drawing all of them would take longer than the
+        # kernels.
         block = torch.randn(min(rows, 1024), heads, layout.head_dim, generator=generator)
         block = block.to(layout.device, layout.dtype)
         return block.repeat(-(-rows // block.shape[0]), 1, 1)[:rows].contiguous()
@@ -139,8 +161,10 @@ def time_call(
 
 
 def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, int]]:
-    """(rows, keys) of the grid's points. For kernels that pad, the diagonal has a second point with
-    one row less, because segments with and without a prefix differ there.
+    """Yield (rows, keys) of the grid's points, with at most as many rows as keys.
+
+    Kernels that pad get a second point with one row less for each (n, n), because their segments
+    with and without a prefix differ in speed.
     """
     for i, q in enumerate(grid.lengths):
         yield q, q
@@ -151,7 +175,7 @@ def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, i
 
 
 def count_of(layout: HeadLayout, q: int, kv: int) -> int:
-    """Number of equal segments that fills the device."""
+    """Return the number of equal segments of `q` rows and `kv` keys that fills the device."""
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
     fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tiles.forward_rows)))
@@ -160,7 +184,7 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
 
 
 def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Rows and keys of the equal segments of a task."""
+    """Return rows and keys of the segments of an equal-segments task, given its point."""
     q, kv = (np.full(point["count"], point[name], np.int64) for name in ("q", "kv"))
     if point["has_other"]:
         q, kv = np.insert(q, 0, 1), np.insert(kv, 0, 1)
@@ -168,7 +192,11 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 
 
 def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
-    """Kinds "call" (a tiny segment), "two_groups" (with another), "grid", "held_pair"."""
+    """Return the tasks with equal segments.
+
+    Their kinds are "call" (one tiny segment), "two_groups" (two segments of different groups),
+    "grid", and "held_pair" (random points off the grid).
+    """
     task = partial(_equal_task, layout, grid, timer)
     shortest = grid.lengths[0]
     tasks = [task("call", shortest, shortest, count=1, has_other=False)]
@@ -186,7 +214,7 @@ def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> l
 def head_tasks(
     layout: HeadLayout, others: Sequence[HeadLayout], grid: AttentionGrid, timer: KernelTimer
 ) -> list[Task]:
-    """Kind "heads": a few points at the layout's and at other numbers of heads."""
+    """Return tasks of kind "heads": a few points with the layout's and other numbers of heads."""
     some = [n for n in grid.lengths if 128 <= n <= 8192][::3]
     return [
         _equal_task(at, grid, timer, "heads", q, kv)
@@ -207,8 +235,18 @@ def _equal_task(
     count: int | None = None,
     has_other: bool | None = None,
 ) -> Task:
-    """A call on `count` segments (None: that fill the device). has_other: the call has a one-token
-    segment too; None: if the kernel has groups.
+    """Return a task that times a call on equal segments.
+
+    Args:
+        layout: Kernel and heads.
+        grid: Settings of the sweep.
+        timer: Timer of the device.
+        kind: Kind of the task.
+        q: Rows of a segment.
+        kv: Keys of a segment.
+        count: Number of segments. Defaults to the number that fills the device.
+        has_other: Whether the call also has a one-token segment. Defaults to whether the kernel
+            groups similar segments.
     """
     count = count_of(layout, q, kv) if count is None else count
     has_other = bool(layout.padded_lengths) if has_other is None else has_other
@@ -221,12 +259,16 @@ def _equal_task(
 
 
 def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
-    """Rows and keys of one rank's segments of a random micro-batch, the same for equal `index`."""
+    """Return rows and keys of the segments of one CP rank in a random micro-batch.
+
+    Equal values of `index` give equal segments.
+    """
     rng = np.random.default_rng([7, index])
     cp = int(rng.choice([1, 2, 4, 8]))
     rows = int(rng.choice(grid.batch_tokens))
     tokens = min(rows * cp, 2 * grid.longest)
-    # The family's median document is 1/175 of its window.
+    # The median document of the length family is 1/175 of its window, so a window of 1/8 to 4 times
+    # the micro-batch gives batches of few long and of many short documents.
     window = int(np.exp(rng.uniform(np.log(tokens / 8), np.log(4 * tokens))))
     drawn = LengthFamily().sample(4_000, window=max(64, window), seed=index)
     drawn = np.minimum(drawn, grid.longest)
@@ -242,8 +284,14 @@ def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
 def batch_tasks(
     layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer, *, held: bool, repeat: int = 0
 ) -> list[Task]:
-    """Kinds "batch" and "held_batch", of disjoint micro-batches; repeat: number of the
-    repetition.
+    """Return tasks on random batches.
+
+    Args:
+        layout: Kernel and heads.
+        grid: Settings of the sweep.
+        timer: Timer of the device.
+        held: Whether to return kind "held_batch" instead of "batch". They share no batch.
+        repeat: Number of the repetition, 0 or 1. Both repetitions have the same batches.
     """
 
     def run(index: int) -> Numbers:
@@ -253,7 +301,7 @@ def batch_tasks(
     first = 1000 if held else 0
     tasks: list[Task] = []
     for index in range(first, first + num):
-        # The digest identifies the batch in records.
+        # With the digest in its key, a record is not reused if random_call returns other segments.
         segments = digest(*random_call(grid, index))
         point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
         tasks.append(Task(kind=kind, point=point, run=partial(run, index), may_fail=True))

@@ -1,4 +1,4 @@
-"""From a sweep's records to a KernelProfile, and every fit's error."""
+"""Build a KernelProfile from the records of a sweep, with the error of each fit."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -32,42 +32,47 @@ from wlb.profile.tasks import Record, measured
 from wlb.spec import ModelSpec
 
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
-"""Shipped profiles whose collectives stand in where they were not measured."""
+"""Device -> shipped profile that supplies the cost of collectives that were not measured."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
-"""GPUs per node that are assumed where the machine does not tell."""
+"""Device -> ranks per node that are assumed if the machine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltProfile:
-    """A profile, with the errors and notes that reports show."""
+    """A kernel profile, with the errors and notes that reports show."""
 
     profile: KernelProfile
-    attention: tuple[FittedAttention, ...]
-    residuals: dict[str, float]
-    notes: tuple[str, ...]
+    attention: tuple[FittedAttention, ...]  # fits of the profile's attention tables, in order
+    residuals: dict[str, float]  # relative errors of the first table and of whole layers
+    notes: tuple[str, ...]  # sentences on what is missing, assumed or doubtful
     records: Sequence[Record] = field(repr=False)
 
     @property
     def failed(self) -> list[Record]:
+        """Records of tasks that failed."""
         return [r for r in self.records if r.failed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOrigin:
-    """Name, environment (from `run_sweep`) and nodes of a profile, from which blocks get their
-    provenance. ranks_per_node: None means 8 GPUs, and all of a CPU's processes.
-    """
+    """Where a sweep ran. Each part of a profile gets its provenance from here."""
 
-    name: str
-    environment: Mapping[str, Any]
-    ranks_per_node: int | None = None
+    name: str  # name of the profile
+    environment: Mapping[str, Any]  # header of the records' file with its starts (`run_sweep`)
+    ranks_per_node: int | None = None  # None = 8 on GPUs, and all processes on a CPU
 
     @property
     def dtype(self) -> str:
+        """Data type in which kernels were measured."""
         return self.environment["dtype"]
 
     def provenance(self, source: str, **more: Any) -> Provenance:
-        """A provenance with date, commit and command of the last start that measured something."""
+        """Return a provenance of the last start that measured something.
+
+        Args:
+            source: What the values come from.
+            **more: Further fields of `Provenance`.
+        """
         start = self.environment["starts"][-1]
         return Provenance(
             kind=ProvenanceKind.MEASURED,
@@ -89,8 +94,17 @@ def build(
     grid: AttentionGrid,
     origin: SweepOrigin,
 ) -> BuiltProfile:
-    """Fits all blocks; raises UserError, naming missing measurements, if too little was
-    measured.
+    """Fit a profile to the records of a sweep.
+
+    Args:
+        records: Records of the sweep.
+        model: Model of the sweep.
+        layouts: Head layouts, each of which gets an attention table if enough was measured of it.
+        grid: Settings of the attention sweep.
+        origin: Where the sweep ran.
+
+    Raises:
+        UserError: If too little was measured. The message says what is missing.
     """
     try:
         return _built(records, model, layouts, grid, origin)
@@ -159,7 +173,7 @@ def _attention(
     call_of: Callable[[Record], Call],
     origin: SweepOrigin,
 ) -> tuple[tuple[FittedAttention, ...], list[str]]:
-    """Fits of the layouts with enough records, and notes; raises UserError if there are none."""
+    """Return fits of the layouts with enough records, and notes. Raise UserError without any."""
     found: list[FittedAttention] = []
     notes: list[str] = []
     for layout in layouts:
@@ -182,8 +196,11 @@ def _attention(
 def collectives(
     records: Sequence[Record], origin: SweepOrigin
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
-    """Costs of all collectives, and notes. Without records, or where times do not grow with size
-    (noise, no reason to lose a sweep), costs are of another scope (CPU) or of a shipped profile.
+    """Return the costs of all collectives, and notes.
+
+    Some may have no cost: they were not measured, or their times do not grow with size, which is
+    noise and no reason to lose a sweep. On a CPU these get the cost within a node, otherwise the
+    cost in a shipped profile. Their provenance says so.
     """
     found: dict[tuple[str, str], CollectiveCost] = {}
     why: dict[tuple[str, str], str] = {}
@@ -191,13 +208,13 @@ def collectives(
     pairs = list(itertools.product(Collective, Scope))
     for op, scope in pairs:
         wanted = {"op": op, "scope": scope}.items()
-        mine = [r for r in measured(records, "collective") if wanted <= r.point.items()]
-        if len(mine) < 3:
+        matching = [r for r in measured(records, "collective") if wanted <= r.point.items()]
+        if len(matching) < 3:
             continue
-        ranks = mine[0].point["ranks"]
-        sizes = [r.point["bytes"] for r in mine]
+        ranks = matching[0].point["ranks"]
+        sizes = [r.point["bytes"] for r in matching]
         try:
-            fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in mine], op, ranks)
+            fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in matching], op, ranks)
         except UserError as error:
             notes.append(f"{scope} {error}; its cost in this profile is assumed")
             why[op, scope] = "measured, but without a fit"
@@ -212,14 +229,14 @@ def collectives(
     for op, scope in pairs:
         if (op, scope) in found:
             continue
-        near = found.get((op, Scope.INTRA_NODE))
-        if near is not None and origin.environment["device"] == "cpu":
+        stand_in = found.get((op, Scope.INTRA_NODE))
+        if stand_in is not None and origin.environment["device"] == "cpu":
             source = "as between processes of one machine"
         else:
             other = load_profile(STAND_INS[origin.environment["device"]])
-            near = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
-            source = f"profile {other.name}, which has {near.provenance.source}"
+            stand_in = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))
+            source = f"profile {other.name}, which has {stand_in.provenance.source}"
         source = f"{why.get((op, scope), 'not measured')}: {source}"
         assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=source)
-        found[op, scope] = replace(near, scope=scope, provenance=assumed)
+        found[op, scope] = replace(stand_in, scope=scope, provenance=assumed)
     return tuple(found[pair] for pair in pairs), notes

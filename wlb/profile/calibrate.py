@@ -1,11 +1,13 @@
-"""Refits a kernel profile to a run's measured times, term by term of Eq. 2.
+"""Refit a kernel profile to the times that a run measured, term by term of Eq. 2.
 
-Attention's factor is the median over records, weighted by predicted time, of measured over
-predicted time summed over the record's cells: disturbed steps have little influence. Linear terms
-get a line (slope a token, intercept a micro-batch) where at least half the records tell the two
-apart. Head and loss have a factor of their own, which plans ignore. Only a term's factor relative
-to the others (`Scales.relative`) changes plans; `Scales.common` shows a machine that is slower in
-everything.
+- Attention gets a factor for each pass: the weighted median over records of measured over predicted
+  time, with predicted time as weight. So a few disturbed steps have little influence.
+- Linear work gets a line for each pass if at least half of the records determine it: a factor and a
+  constant time for each micro-batch. Otherwise it gets a factor only.
+- Head and loss get a factor of their own, which plans ignore.
+
+Only the factor of a term relative to the others (`Scales.relative`) changes plans. `Scales.common`
+shows whether the machine is slower in everything.
 """
 
 import re
@@ -28,39 +30,40 @@ from wlb.cost.surface import Curve, Surface
 from wlb.plan import TERMS, Telemetry, UserError
 
 LINEAR = ("linear_forward", "linear_backward")
+"""Terms that may get a constant time besides their factor."""
 _CALL = "{}_call_ns"
 _ATTENTION = ("{}", "square_{}", "launch_{}_ns", "group_{}_ns")
-"""Fields of `LayerCost` and `ElementwiseCost`, and of `AttentionTable`, that have a pass each."""
+"""Names of fields with one value per pass: _CALL of `LayerCost` and `ElementwiseCost`, and
+_ATTENTION of `AttentionTable`. "{}" stands for the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Measured over predicted time by term. *_extra_ns: added once a micro-batch and stage. head:
-    head and loss, 1 where not predicted. num_records, num_steps: those used by the fit.
-    """
+    """Measured over predicted time of each term of a run."""
 
     attention_forward: float
     attention_backward: float
     linear_forward: float
     linear_backward: float
-    linear_forward_extra_ns: float = 0.0
+    linear_forward_extra_ns: float = 0.0  # constant time of each micro-batch in each stage
     linear_backward_extra_ns: float = 0.0
-    head: float = 1.0
-    num_records: int
-    num_steps: int
+    head: float = 1.0  # factor of head and loss; 1 if they were not predicted
+    num_records: int  # records that the fit used
+    num_steps: int  # steps that these records cover
 
     @property
     def by_term(self) -> dict[str, float]:
+        """Factors by the name of their term."""
         return {name: getattr(self, name) for name in TERMS}
 
     @property
     def common(self) -> float:
-        """The median factor: how much slower the whole machine is."""
+        """Median factor, which says how much slower the whole machine is than predicted."""
         return median(self.by_term.values())
 
     @property
     def relative(self) -> dict[str, float]:
-        """Each term's factor over the median of the others'."""
+        """Factor of each term over the median factor of the other terms."""
         factors = self.by_term
         return {
             name: factor / median(f for other, f in factors.items() if other != name)
@@ -68,12 +71,16 @@ class Scales:
         }
 
     def drifted(self, threshold: float) -> tuple[str, ...]:
-        """Terms whose relative factor differs from 1 by more than `threshold`."""
+        """Return the terms whose relative factor differs from 1 by more than `threshold`."""
         return tuple(name for name, r in self.relative.items() if abs(r - 1) > threshold)
 
 
 def fit_scales(records: Sequence[Telemetry]) -> Scales:
-    """Raises UserError if no record has a measured and predicted time of some term."""
+    """Fit the factor of each term to the records of a run.
+
+    Raises:
+        UserError: If no record has a measured and a predicted time of some term.
+    """
     scales: dict[str, float] = {}
     for name in TERMS:
         known = [dict(record.terms)[name] for record in records]
@@ -100,7 +107,10 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
 
 
 def _weighted_median(pairs: list[tuple[float, float]]) -> float:
-    """Weighted median of (value, weight) pairs; two values' mean at exactly half the weight."""
+    """Return the weighted median of (value, weight) pairs.
+
+    If two values divide the weight exactly in half, it is their mean.
+    """
     half, below = sum(weight for _, weight in pairs) / 2, 0.0
     ordered = sorted(pairs)
     for i, (value, weight) in enumerate(ordered):
@@ -128,13 +138,28 @@ def scaled_profile(
     backend: str | None = None,
     collectives: bool = True,
 ) -> KernelProfile:
-    """`profile` with every time of a term multiplied by that term's factor.
+    """Return `profile` with all times of each term multiplied by the term's factor.
 
-    *_extra_ns: added to a layer's call. table: the attention table to scale (None: all). backend:
-    the measured kernel; if `table` is another kernel's, it stays and a scaled copy is added.
-    collectives: linear factors apply to all-gathers and reduce-scatters too (False if they were not
-    part of the measurement), averaged over passes by calls under TP. Linear factors scale
-    `LayerCost`, because single operators were not measured. The embedding stays.
+    Linear factors scale `LayerCost`, because single operators were not measured. The cost of the
+    embedding is not changed.
+
+    Args:
+        profile: The profile that predicted the times.
+        attention_forward: Factor of attention's forward times.
+        attention_backward: Factor of attention's backward times.
+        linear_forward: Factor of forward times of all other work in layers.
+        linear_backward: Factor of backward times of all other work in layers.
+        linear_forward_extra_ns: Added to the forward time of each call of a layer.
+        linear_backward_extra_ns: Added to the backward time of each call of a layer.
+        head: Factor of head and loss.
+        name: Name of the new profile.
+        provenance: Provenance of the scaled parts.
+        table: Attention table to scale. None scales all tables.
+        backend: The kernel that the run measured. Other kernels that use a scaled table keep an
+            unscaled copy of it. None scales the table for all its kernels.
+        collectives: Whether linear factors also apply to all-gathers and reduce-scatters. Pass
+            False if the measurement did not include them. The factors of both passes are averaged
+            by their number of calls under TP.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
@@ -166,15 +191,20 @@ def scaled_profile(
 
 
 def calibrated_name(name: str) -> str:
-    """ "cpu" -> "cpu-calibrated" -> "cpu-calibrated-2" -> "cpu-calibrated-3"."""
-    again = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
-    return f"{again[1]}-{int(again[2] or 1) + 1}" if again else f"{name}-calibrated"
+    """Return the name of a calibrated profile: "cpu", "cpu-calibrated", "cpu-calibrated-2", ..."""
+    match = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
+    return f"{match[1]}-{int(match[2] or 1) + 1}" if match else f"{name}-calibrated"
 
 
 def _slower(cost: Any, factors: tuple[float, float], *names: str) -> dict[str, Any]:
-    """Fields of `cost` ("{}" stands for the pass) if passes take `factors` times as long.
+    """Return fields of `cost` as they are if its passes take `factors` times as long.
 
-    Times and factors grow, throughput on axes falls.
+    Times and factors grow; throughput in surfaces and curves falls.
+
+    Args:
+        cost: A part of a profile.
+        factors: Factors of forward and of backward.
+        *names: Names of fields, in which "{}" stands for the pass.
     """
     found: dict[str, Any] = {}
     for one_pass, factor in zip(("forward", "backward"), factors, strict=True):
@@ -195,7 +225,7 @@ def _slower_tables(
     factors: tuple[float, float],
     provenance: Provenance,
 ) -> tuple[AttentionTable, ...]:
-    # The first table is also the one that `auto` uses.
+    # Scaled tables come first, because `auto` uses the first table.
     first: list[AttentionTable] = []
     rest: list[AttentionTable] = []
     for table in tables:
@@ -229,6 +259,7 @@ def _slower_layer(
 def _slower_collectives(
     costs: tuple[CollectiveCost, ...], forward: float, backward: float
 ) -> tuple[CollectiveCost, ...]:
+    # A collective has one cost for both passes, so average the factors by the calls of each pass.
     passes = (sum(TP_FORWARD), sum(TP_BACKWARD))
     both = (passes[0] * forward + passes[1] * backward) / sum(passes)
     in_layers = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

@@ -1,10 +1,12 @@
-"""Measures collectives and fits alpha + bytes on the wire / bandwidth.
+"""Measure collectives and fit time = alpha + bytes on the wire / bandwidth.
 
-Buffer sizes follow nccl-tests (gathered, or before scattering); calls are the trainer's own
-(`wlb.parallel.collectives`). A time is the slowest rank's, median over repeats: wall time after a
-barrier on CPU, events after a small all-reduce on CUDA. Under torchrun or srun rank 0 runs the
-tasks and the others `follow` (intra_node: rank 0's node; inter_node: one rank of each node); a
-process alone starts local ranks once.
+- Sizes are those of the gathered buffer, or of the buffer before scattering, as in nccl-tests.
+- The calls are those of the trainer (`wlb.parallel.collectives`).
+- A time is the median over repeats of the slowest rank's time. On a CPU it is wall time after a
+  barrier, on CUDA the time between events after a small all-reduce.
+- Under torchrun or srun, rank 0 runs the tasks and the other ranks take part (`follow`).
+  Collectives within a node are measured on rank 0's node, and between nodes on one rank of each
+  node. A process alone starts local ranks once, for all points.
 """
 
 import time
@@ -30,31 +32,32 @@ from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import Repeats, Timing, spin
 
 SMALLEST_BYTES = 1 << 12
+"""Smallest measured buffer."""
 CPU_LARGEST_BYTES = 1 << 24
 CUDA_LARGEST_BYTES = 1 << 30
 SHARE_OF_FREE_MEMORY = 8
-"""The largest buffer takes at most one part in this many of a GPU's free memory, because it is
-copied."""
+"""The largest buffer has at most 1 / this of a GPU's free memory, because it is copied."""
 LOCAL_RANKS = 2
+"""Ranks that a process alone starts on a CPU."""
 WARM_UPS = 3
 HEAD_START_CYCLES = 400_000
-"""The device spins for about 200 us while the host issues the barrier and the collective."""
+"""Cycles for which the device spins (about 200 us) while the host issues a repeat."""
 TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint:
-    """A collective to measure. size_bytes: a multiple of ranks x the bytes of a value."""
+    """A collective to measure, with the size of its buffer."""
 
     op: Collective
     scope: Scope
     num_ranks: int
-    size_bytes: int
+    size_bytes: int  # a multiple of num_ranks x bytes of a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """A group, this rank's device, and how collectives between its ranks are measured."""
+    """The process group and device with which this rank measures."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -64,20 +67,19 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class CollectiveSweep:
-    """Tasks of rank 0 (none on other ranks) and a note on what is measured.
+    """The tasks of rank 0, and how the other ranks take part.
 
-    A context manager: the other ranks are released when rank 0 leaves the block.
+    It is a context manager. When rank 0 leaves the block, the other ranks are released.
 
         with collective_tasks(world, device, dtype=dtype) as sweep:
-            sweep.follow()  # other ranks measure along until rank 0 leaves; rank 0 passes
+            sweep.follow()  # returns at once on rank 0, on others when rank 0 leaves the block
             for record in file.run(sweep.tasks): ...
     """
 
-    tasks: list[Task]
-    note: str
-    follow: Callable[[], None] = lambda: None
-    release: Callable[[], None] = lambda: None
-    """Releases the other ranks, also before the block ends."""
+    tasks: list[Task]  # empty on ranks other than 0
+    note: str  # a sentence on what is measured
+    follow: Callable[[], None] = lambda: None  # takes part until rank 0 releases this rank
+    release: Callable[[], None] = lambda: None  # releases the other ranks; called by rank 0
 
     def __enter__(self) -> Self:
         return self
@@ -96,13 +98,20 @@ def collective_tasks(
     least: int = 10,
     most: int = 200,
 ) -> CollectiveSweep:
-    """Tasks of kind "collective", point {op, scope, ranks, bytes}, numbers ns, low_ns, high_ns,
-    count.
+    """Return the tasks that measure collectives, of kind "collective".
 
-    world: this process among started ranks (`worlds.init` done; every rank calls this), or None.
-    device: the rank's own; for local ranks only its kind counts. sizes: buffer bytes, rounded down
-    to whole values a rank; default powers of 4 from 4 KiB to 16 MiB on CPU, 1 GiB on CUDA.
-    budget_s, least, most: repeats of one point.
+    Their points have op, scope, ranks and bytes; their numbers are ns, low_ns, high_ns and count.
+
+    Args:
+        world: This process among the ranks of a launcher, all of which must call this; None for a
+            process alone.
+        device: Device of this rank. For local ranks only its kind matters.
+        dtype: Data type of buffers.
+        sizes: Sizes of buffers in bytes, rounded down to whole values on each rank. Defaults to
+            powers of 4 from 4 KiB to 16 MiB on a CPU, and to 1 GiB on CUDA.
+        budget_s: Time for the repeats of a point.
+        least: Fewest repeats of a point.
+        most: Most repeats of a point.
     """
     repeats = Repeats(budget_s=budget_s, least=least, most=most)
     if world is not None and world.world_size > 1:
@@ -123,6 +132,7 @@ def collective_tasks(
 
 
 def default_sizes(device: torch.device) -> list[int]:
+    """Return the sizes of buffers to measure on a device, in bytes."""
     largest = CPU_LARGEST_BYTES
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -134,7 +144,7 @@ def default_sizes(device: torch.device) -> list[int]:
 def _points(
     scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int
 ) -> list[CollectivePoint]:
-    """Return all points. scopes: number of ranks in each scope's group."""
+    """Return all points to measure. `scopes` gives the number of ranks in each scope's group."""
     points: list[CollectivePoint] = []
     for (scope, num_ranks), op, size in product(scopes.items(), Collective, sorted(sizes)):
         whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
@@ -162,7 +172,10 @@ def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers])
 def _of_local_ranks(
     kind: str, num_ranks: int, dtype: torch.dtype, points: list[CollectivePoint], repeats: Repeats
 ) -> Callable[[CollectivePoint], Numbers]:
-    """Measures a point on local ranks, which the first one starts and which measure all points."""
+    """Return a function that measures a point on local ranks.
+
+    Its first call starts the ranks, which measure all points at once.
+    """
 
     @cache
     def found() -> dict[CollectivePoint, Numbers | str]:
@@ -203,13 +216,14 @@ def _sweep_of_world(
     repeats: Repeats,
 ) -> CollectiveSweep:
     mine = sizes or default_sizes(device)
-    told: list[Any] = [None] * world.world_size
-    dist.all_gather_object(told, (world.node_rank, mine), group=host_group())
-    agreed = [size for size in told[0][1] if all(size in there for _, there in told)]
-    scopes = _scopes([node for node, _ in told])
+    # GPUs may have unequal free memory, so measure the sizes that all ranks can take.
+    of_ranks: list[Any] = [None] * world.world_size
+    dist.all_gather_object(of_ranks, (world.node_rank, mine), group=host_group())
+    agreed = [size for size in of_ranks[0][1] if all(size in there for _, there in of_ranks)]
+    scopes = _scopes([node for node, _ in of_ranks])
     places: dict[Scope, _Place] = {}
     for scope, members in scopes.items():
-        # Ranks outside a group must create it too.
+        # new_group is collective: ranks outside the group must call it too.
         group = dist.new_group(list(members))
         if isinstance(group, dist.ProcessGroup):
             places[scope] = _Place(group=group, device=device, dtype=dtype, repeats=repeats)
@@ -222,56 +236,65 @@ def _sweep_of_world(
 
 
 def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
-    """Ranks of each scope's group; nodes: by rank. Groups of one rank are left out."""
-    own = tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
+    """Return the ranks of each scope's group, without groups of one rank.
+
+    Args:
+        nodes: Node of each rank.
+    """
+    first_node = tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
     firsts = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
-    groups = {Scope.INTRA_NODE: own, Scope.INTER_NODE: firsts}
+    groups = {Scope.INTRA_NODE: first_node, Scope.INTER_NODE: firsts}
     return {scope: ranks for scope, ranks in groups.items() if len(ranks) > 1}
 
 
 @dataclass(slots=True, kw_only=True)
 class _LedRanks:
-    """Ranks that rank 0 leads; they wait in a broadcast, at most for the group's timeout."""
+    """Measures points on all ranks, led by rank 0.
+
+    The other ranks wait in a broadcast for the next point, at most for the group's timeout.
+    """
 
     world: worlds.World
     places: dict[Scope, _Place]
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Measures on rank 0, which is in every scope's group, and on the ranks that follow."""
-        self._tell(point)
+        """Measure a point. Rank 0 calls this; it is in the group of every scope."""
+        self._broadcast(point)
         return _numbers(measure(point, self.places[point.scope]))
 
     def follow(self) -> None:
-        """Measures along on other ranks until they are released; returns at once on rank 0."""
+        """Take part in measuring until this rank is released. Return at once on rank 0."""
         while self.world.rank and not self.released:
-            point = self._tell(None)
+            point = self._broadcast(None)
             if point is None:
                 self.released = True
             elif point.scope in self.places:
                 measure(point, self.places[point.scope])
 
     def release(self) -> None:
+        """Let the other ranks return from `follow`. Does nothing on them."""
         if not self.world.rank and not self.released:
-            self._tell(None)
+            self._broadcast(None)
             self.released = True
 
-    def _tell(self, point: CollectivePoint | None) -> CollectivePoint | None:
-        told = [point]
-        dist.broadcast_object_list(told, src=0, group=host_group())
-        return told[0]
+    def _broadcast(self, point: CollectivePoint | None) -> CollectivePoint | None:
+        """Send rank 0's next point to all ranks; None releases them."""
+        points = [point]
+        dist.broadcast_object_list(points, src=0, group=host_group())
+        return points[0]
 
 
 # The following functions measure a point; every rank of the group calls them at the same time.
 
 
 def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
-    """Times of one point, equal on all ranks of the group, or an error text if one lacks memory."""
+    """Measure a point, or return an error text if any rank lacks memory."""
     problem, call = "", None
     try:
         call = _call(point, place)
-        # Reserve room for the result: a rank that ran out of memory inside the collective would
-        # leave the others waiting there.
+        # Allocate room for the result now. A rank that ran out of memory inside the collective
+        # would leave the others waiting there.
         torch.empty(2 * point.size_bytes, dtype=torch.uint8, device=place.device)
     except torch.OutOfMemoryError as error:
         problem = str(error).partition("\n")[0] or "out of memory"
@@ -288,6 +311,7 @@ def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
 
 
 def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
+    """Return a function that calls the collective once."""
     num_values = point.size_bytes // place.dtype.itemsize
     group, rank = place.group, dist.get_rank(place.group)
 
@@ -306,7 +330,7 @@ def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
 
 
 def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """Sends from the group's first rank to its second, as the pipeline does."""
+    """Send from the group's first rank to its second, as the pipeline does."""
     if rank > 1:
         return
     act = dist.irecv if rank else dist.isend
@@ -316,17 +340,18 @@ def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _times(call: Callable[[], Any], place: _Place) -> np.ndarray:
-    """Ns of the slowest rank in each repeat; ranks agree on the number of repeats."""
+    """Return the nanoseconds of the slowest rank in each repeat."""
     sample = _cuda_samples if place.device.type == "cuda" else _cpu_samples
     start = time.perf_counter()
     sample(call, place, WARM_UPS)
     took_s = (time.perf_counter() - start) / WARM_UPS
+    # All ranks must make the same number of calls, so they agree on the slowest rank's time.
     count = place.repeats.count(float(_slowest(np.array([took_s]), place)[0]))
     return _slowest(sample(call, place, count), place)
 
 
 def _slowest(values: np.ndarray, place: _Place) -> np.ndarray:
-    """Maximum of each value over the ranks."""
+    """Return the maximum of each value over the ranks of the group."""
     tensor = torch.from_numpy(values.astype(np.float64)).to(place.device)
     return collectives.all_reduce(tensor, place.group, "max").cpu().numpy()
 
@@ -342,12 +367,13 @@ def _cpu_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarr
 
 
 def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
-    """Issues all repeats ahead of the device and waits once, at the end."""
+    """Issue all repeats, then wait for the device once and return their nanoseconds."""
     flag = torch.zeros(1, device=place.device)
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(count):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         spin(HEAD_START_CYCLES)
+        # A small all-reduce makes the ranks' devices start together.
         dist.all_reduce(flag, group=place.group)
         before.record()
         call()
@@ -362,23 +388,30 @@ def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlphaBeta:
-    """Fitted costs: time = alpha_ns + bytes on the wire / bytes_per_s, as in `CollectiveCost`.
-
-    residuals: relative errors of the fit, and of each time as predicted by a fit to the others
-    (leave one out).
-    """
+    """Fitted cost: time = alpha_ns + bytes on the wire / bytes_per_s, as in `CollectiveCost`."""
 
     alpha_ns: float
     bytes_per_s: float
+    # Relative errors of the fit, and of predicting each time by a fit to the others (leave one
+    # out), each as median and maximum.
     residuals: tuple[tuple[str, float], ...]
 
 
 def fit_alpha_beta(
     sizes: Sequence[int], times_ns: Sequence[float], op: Collective, num_ranks: int
 ) -> AlphaBeta:
-    """Non-negative least squares of relative errors, because sizes span six orders of magnitude.
+    """Fit alpha and bandwidth by non-negative least squares of relative errors.
 
-    Raises UserError with fewer than 3 sizes, or where times do not grow with size.
+    Errors are relative, because sizes span six orders of magnitude.
+
+    Args:
+        sizes: Buffer sizes in bytes.
+        times_ns: Time of each.
+        op: The collective.
+        num_ranks: Ranks of its group.
+
+    Raises:
+        UserError: With fewer than 3 sizes, or if times do not grow with size.
     """
     wire = np.asarray(sizes, np.float64) * op.wire_share(num_ranks)
     times = np.asarray(times_ns, np.float64)
@@ -408,7 +441,7 @@ def fit_alpha_beta(
 
 
 def _solve(wire: np.ndarray, times: np.ndarray) -> tuple[float, float]:
-    """(alpha in ns, ns a byte); columns are scaled to equal size for precision."""
+    """Return alpha in ns and the ns of a byte. Columns are scaled to equal size for precision."""
     scale = times.max() / wire.max()
     design = np.stack([1 / times, scale * wire / times], axis=1)
     height = times.min()

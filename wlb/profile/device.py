@@ -1,7 +1,8 @@
-"""The machine of a sweep (`describe`) and its clocks, power and throttling meanwhile (`Monitor`).
+"""Describe the machine of a sweep, and monitor its GPU's clocks, power and throttling.
 
-`describe` gives equal values at every start on one machine, so it can head a file of records.
-`Monitor` needs NVML (package nvidia-ml-py); without it, or on CPU, its record says why it is empty.
+`describe` returns equal values at every start on one machine, so a file of records can begin with
+them. `Monitor` needs NVML (package nvidia-ml-py). Without it, or on a CPU, its record says why it
+is empty.
 """
 
 import contextlib
@@ -33,12 +34,13 @@ THROTTLE_REASONS = {
     "nvmlClocksThrottleReasonHwThermalSlowdown": "hardware_thermal",
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power_brake",
 }
-"""NVML's constant -> name in a record, in NVML's older names, which all versions have."""
+"""NVML constant -> name of the reason in a record. All versions of NVML have these constants."""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Device, versions and sizes as plain JSON values; sizes are 0 where the system does not tell
-    them, packages are the installed attention packages.
+    """Return device, versions and sizes as plain JSON values.
+
+    Sizes that the system does not tell are 0. "packages" are the installed attention packages.
     """
     found: dict[str, Any] = {
         "device": device.type,
@@ -66,7 +68,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_l2_bytes() -> int:
-    """L2 cache of the first core; 0 if unknown."""
+    """Return the size of the first core's L2 cache in bytes, or 0 if it is unknown."""
     with contextlib.suppress(OSError):
         found = re.fullmatch(r"(\d+)([KM]?)", CPU_L2_SIZE.read_text("utf-8").strip())
         if found is not None:
@@ -95,7 +97,7 @@ def _packages() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Version of the NVIDIA driver, from NVML or the kernel module's file."""
+    """Return the version of the NVIDIA driver, from NVML or the kernel module's file."""
     nvml, _ = start_nvml()
     if nvml is not None:
         try:
@@ -111,21 +113,24 @@ def _driver() -> str:
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of torch's UUID: CUDA_VISIBLE_DEVICES reorders GPUs for torch, not for NVML."""
+    """Return NVML's handle of the GPU with this UUID, as torch gives it.
+
+    Indices would not do: CUDA_VISIBLE_DEVICES reorders GPUs for torch, but not for NVML.
+    """
     by_uuid = nvml.nvmlDeviceGetHandleByUUID
     if uuid.startswith(("GPU-", "MIG-")):
         return by_uuid(uuid)
     try:
         return by_uuid(f"GPU-{uuid}")
     except nvml.NVMLError:
-        # MIG slices have another prefix.
+        # UUIDs of MIG slices have another prefix.
         return by_uuid(f"MIG-{uuid}")
 
 
 class Monitor:
-    """Samples a GPU's clocks (MHz), power (W), temperature (C) and throttling during its block.
+    """Samples clocks (MHz), power (W), temperature (C) and throttling of a GPU in a `with` block.
 
-    A thread asks NVML every `every_s` seconds, for about a millisecond without the GIL.
+    A thread reads NVML every `every_s` seconds. That takes about a millisecond, without the GIL.
     """
 
     def __init__(self, device: torch.device, *, every_s: float = 1.0) -> None:
@@ -164,6 +169,7 @@ class Monitor:
         self.stop()
 
     def stop(self) -> None:
+        """Stop sampling."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -171,9 +177,12 @@ class Monitor:
             self._thread = None
 
     def record(self) -> dict[str, Any]:
-        """Samples as plain JSON values, after the block or `stop`: [min, median, max] of each
-        quantity, the share of samples for each reason of throttling, NVML's messages for
-        unavailable quantities, and why the record is empty ("" if it is not).
+        """Return a summary of the samples as plain JSON values. Call it after `stop`.
+
+        Returns:
+            Quantities by name, each as [min, median, max]; "throttled", the share of samples with
+            each reason of throttling; "unavailable", NVML's messages for quantities that it cannot
+            read; and "why_empty", why there are no samples, or "".
         """
         assert self._thread is None, "stop first"
         throttled = self._samples.get("throttling", [])

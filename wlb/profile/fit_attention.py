@@ -1,12 +1,15 @@
-"""Fits an AttentionTable to measured calls and reports its errors on held-out calls.
+"""Fit an AttentionTable to measured calls, and report its errors on held-out calls.
 
-A tiny call gives the cost of a call and of a group; grid points give throughput (tile-quantised
-FLOPs over the call's time without that cost). Robust least squares on random batches then fits
-factors for short and long segments (with and without a prefix) and divides a call's own cost. Of
-kernels whose blocks are tiles it also fits what a call's grid of blocks takes (`BlockCost`); the
-grid points are then read again without that, and batches fitted again. Growth is limited so that
-predicted time never falls. Errors are of the finished table, by the path that runs use, over all
-held-out points. wlb/profile/README.md has the steps.
+1. Tiny calls give the fixed cost of a call and of a group of similar segments.
+2. Grid points give throughput: tile-quantised FLOPs over the call's time without the fixed cost.
+3. Robust least squares on random batches fits factors for short and for long segments (with and
+   without a prefix), and corrects the fixed costs.
+4. For kernels whose thread blocks compute tiles, step 3 also fits the cost of a call's grid of
+   blocks (`BlockCost`). Steps 2 and 3 are then repeated with that cost subtracted.
+
+The growth of throughput is limited so that predicted time never falls as segments grow. Errors are
+those of the finished table on all held-out calls, predicted in the way that runs do. The page of
+this folder explains the steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,17 +37,18 @@ from wlb.profile.tasks import Record, measured
 PASSES = ("forward", "backward")
 FLOPS = {"forward": FORWARD_FLOPS_PER_PAIR, "backward": BACKWARD_FLOPS_PER_PAIR}
 LONG_ROWS = 256
-"""Segments of at least this many rows are long for the fit of factors."""
+"""Fewest rows of a segment that counts as long in the fit of factors."""
 EQUAL_CALLS_WEIGHT = 0.3
 """Weight of all calls on equal segments relative to that of all random batches."""
 MOST_FACTOR = 2.0
-"""Factors are clipped to [1 / this, this] with a note: outside it grid and batches contradict each
-other, as after a sweep on a busy machine."""
+"""Largest factor. Factors are clipped to [1 / MOST_FACTOR, MOST_FACTOR], with a note.
+
+Outside this range grid and batches contradict each other, as after a sweep on a busy machine."""
 
 NUM_FACTORS_FROM = 4
-"""Columns of features before those of segments: a call, its groups, its blocks, its tail."""
+"""Number of features of a call before those of its segments: call, groups, blocks, tail."""
 FIRST_BLOCK_NS = 0.1
-"""Where the fit of a block's and of a tail's cost begins."""
+"""Initial value of the cost of a block and of the tail in the fit, in nanoseconds."""
 
 Call = tuple[IntArray, IntArray]
 """Rows and keys of a call's segments, shape [num_segments] each."""
@@ -52,45 +56,55 @@ Call = tuple[IntArray, IntArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRecords:
-    """Attention records of one head layout; call_of: segments of a record's call."""
+    """The attention records of one head layout."""
 
     layout: HeadLayout
-    records: Sequence[Record]
-    call_of: Callable[[Record], Call]
+    records: Sequence[Record]  # of the whole sweep
+    call_of: Callable[[Record], Call]  # returns the segments of a record's call
 
     def of(self, kind: str) -> list[Record]:
+        """Return the records of a kind for this layout that did not fail."""
         mine = self.layout.name.items()
         return [r for r in measured(self.records, kind) if mine <= r.point.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCall:
-    """A held-out call for reports, with ns of (forward, backward)."""
+    """A held-out call, with its measured and predicted time."""
 
     kind: str
-    label: Mapping[str, int]
-    measured_ns: tuple[float, float]
+    label: Mapping[str, int]  # sizes of the call
+    measured_ns: tuple[float, float]  # forward, backward
     predicted_ns: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedAttention:
-    """A fitted table with held-out errors; notes: sentences for readers of the profile."""
+    """A fitted table with its errors on held-out calls."""
 
     table: AttentionTable
-    residuals: dict[str, float]
-    notes: tuple[str, ...]
+    residuals: dict[str, float]  # relative errors by name, such as "held_batch_total_mape"
+    notes: tuple[str, ...]  # sentences on what is missing or doubtful
     points: tuple[HeldOutCall, ...] = field(repr=False)
 
 
 def fit_attention(
     attention: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
 ) -> FittedAttention:
-    """Fits a table; raises UserError where too little of the grid was measured."""
+    """Fit a table to the records of one head layout.
+
+    Args:
+        attention: The records.
+        backends: Kernels that the table is for.
+        provenance: Provenance of the table, to which residuals are added.
+
+    Raises:
+        UserError: If too little of the grid was measured.
+    """
     table = _from_grid(attention, backends, provenance)
     fitted, notes = _fit_batches(attention, table, has_blocks=False)
-    # Kernels that group similar segments compute no grid of tiles. After notes the times are not to
-    # be trusted, and a grid's cost would hide that.
+    # Kernels that group similar segments have no grid of tiles. If there are notes, the times
+    # cannot be trusted, and fitting a cost of blocks would hide that.
     if attention.layout.tiles.forward_rows > 1 and not notes:
         fitted, _ = _fit_batches(attention, table, has_blocks=True)
         table = _from_grid(attention, backends, provenance, blocks=fitted.blocks)
@@ -111,7 +125,14 @@ def _from_grid(
     *,
     blocks: BlockCost | None = None,
 ) -> AttentionTable:
-    """The table of equal segments alone. blocks: what is not of the segments in a call's time."""
+    """Return the table that equal segments alone give (steps 1 and 2).
+
+    Args:
+        attention: The records.
+        backends: Kernels that the table is for.
+        provenance: Provenance of the table.
+        blocks: Cost of blocks to subtract from the times of calls; None subtracts nothing.
+    """
     layout = attention.layout
     calls, grid = attention.of("call"), attention.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
@@ -123,12 +144,14 @@ def _from_grid(
     surfaces: dict[str, Surface] = {}
     reach: FloatArray | None = None
     for name in PASSES:
+        # Step 1. A second segment in another group costs as much more as a group.
         alone = calls[0].numbers[f"{name}_ns"]
         two = [r.numbers[f"{name}_ns"] for r in attention.of("two_groups")]
         group = min(alone, max(0.0, two[0] - alone)) if two else 0.0
         values |= {f"launch_{name}_ns": round(alone - group), f"group_{name}_ns": round(group)}
-        own_ns = _own_ns(attention, grid, name, alone, group, blocks)
-        rates = _rates(layout, grid, name, own_ns)
+        # Step 2: throughput of the segments.
+        fixed_ns = _fixed_ns(attention, grid, name, alone, group, blocks)
+        rates = _rates(layout, grid, name, fixed_ns)
         surfaces[name] = rates.surface
         if rates.square is not None:
             values[f"square_{name}"] = rates.square
@@ -156,15 +179,19 @@ def _from_grid(
 def _on_shared_rows(
     surfaces: Mapping[str, Surface], reach: FloatArray | None
 ) -> dict[str, Surface | FloatArray | None]:
-    """Both passes' surfaces on the rows of either, which reads the same between their own rows.
+    """Return the surfaces of both passes on the union of their rows.
 
-    Passes of unequal tiles were measured at the same rows, but have nodes where their own tiles
-    end. reach: by rows of forward's surface.
+    Both passes were measured at the same rows, but their surfaces have nodes where tiles end, and
+    tiles of forward and backward differ. Interpolated values do not change.
+
+    Args:
+        surfaces: Throughput of each pass.
+        reach: `_Rates.reach` for the rows of forward's surface.
     """
-    own = surfaces["forward"].axis0
-    rows = np.union1d(own, surfaces["backward"].axis0)
+    forward_rows = surfaces["forward"].axis0
+    rows = np.union1d(forward_rows, surfaces["backward"].axis0)
     if reach is not None:
-        reach = reach[np.minimum(np.searchsorted(own, rows), own.size - 1)]
+        reach = reach[np.minimum(np.searchsorted(forward_rows, rows), forward_rows.size - 1)]
     shared = {
         name: replace(surface, axis0=rows, values=surface.at(rows[:, None], surface.axis1[None]))
         for name, surface in surfaces.items()
@@ -172,7 +199,7 @@ def _on_shared_rows(
     return {**shared, "reach": reach}
 
 
-def _own_ns(
+def _fixed_ns(
     attention: AttentionRecords,
     grid: Sequence[Record],
     name: str,
@@ -180,9 +207,15 @@ def _own_ns(
     group_ns: float,
     blocks: BlockCost | None,
 ) -> list[float]:
-    """What each grid point's call takes without its segments.
+    """Return the time of each grid point's call that its segments do not cause.
 
-    call_ns: cost of a call with its first group. group_ns: of the group of the other segment.
+    Args:
+        attention: The records.
+        grid: Records of grid points.
+        name: The pass.
+        call_ns: Cost of a call with one group.
+        group_ns: Cost of a second group.
+        blocks: Cost of blocks; None counts nothing.
     """
     layout = attention.layout
     return [
@@ -194,7 +227,7 @@ def _own_ns(
 
 
 def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[float, float]:
-    """Forward and backward ns of a call's grid of blocks and of its tail."""
+    """Return forward and backward ns of a call's grid of blocks, with its tail."""
     if blocks is None:
         return 0.0, 0.0
     q, kv = call
@@ -210,37 +243,42 @@ def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[
 
 
 class _Rates(NamedTuple):
-    """What the grid says of one pass."""
+    """Throughput of one pass, read from the grid."""
 
     surface: Surface
-    """Throughput of segments."""
+    """TFLOP/s of segments by rows and keys."""
     square: Curve | None
-    """Throughput of segments without a prefix, where they are apart."""
+    """TFLOP/s of segments without a prefix, for kernels that group segments; None for others."""
     reach: FloatArray | None
-    """Most keys that were measured with each row of the surface; None: all keys were."""
+    """Most keys that were measured at each row of the surface; None if all were."""
 
 
 def _rates(
-    layout: HeadLayout, grid: Sequence[Record], name: str, own_ns: Sequence[float]
+    layout: HeadLayout, grid: Sequence[Record], name: str, fixed_ns: Sequence[float]
 ) -> _Rates:
-    """TFLOP/s of segments; for kernels with groups, those without a prefix are apart.
+    """Return the throughput of segments in one pass.
 
-    own_ns: what each call takes without its segments.
+    Args:
+        layout: Kernel and heads.
+        grid: Records of grid points.
+        name: The pass.
+        fixed_ns: Time of each call that its segments do not cause.
     """
+    # Kernels with groups have different throughput with and without a prefix.
     is_apart = bool(layout.padded_lengths)
     tile = layout.tiles.forward_rows if name == "forward" else layout.tiles.backward_rows
     found: dict[tuple[bool, int, int], list[float]] = {}
-    for record, own in zip(grid, own_ns, strict=True):
+    for record, fixed in zip(grid, fixed_ns, strict=True):
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
-        # At least a fifth of the time is attributed to the segments, because the cost of a call is
+        # Attribute at least a fifth of the time to the segments, because the fixed cost is
         # uncertain.
-        price = max(took - own, 0.2 * took) / count
-        rows = next((n for n in layout.padded_lengths if n >= q), q)  # that the kernel computes
+        price = max(took - fixed, 0.2 * took) / count
+        rows = next((n for n in layout.padded_lengths if n >= q), q)  # rows with padding
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
         work = float(tile_pairs(*sides, tile_rows=tile)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
-        # The point with one row less than keys stands for the diagonal with a prefix.
+        # The point with one row less than keys stands for (n, n) with a prefix.
         node = kv if is_apart and q == kv - 1 else -(-rows // tile) * tile
         found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
     square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
@@ -262,10 +300,19 @@ def _rates(
 
 
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
-    """Fills NaN in `values`: points with more rows than keys, and unmeasured ones (out of memory).
+    """Return throughput without gaps.
 
-    Values below the diagonal, which interpolation near it reads, keep time constant along the keys.
-    Other gaps take the throughput of the next shorter keys, else of the next fewer rows.
+    Points with more rows than keys do not exist, but interpolation reads them. They get values with
+    which time is constant along the keys. Points for which memory did not suffice get the
+    throughput of the next fewer keys, or of the next fewer rows.
+
+    Args:
+        axis_q: Rows of the grid, shape [num_rows].
+        axis_kv: Keys of the grid, shape [num_keys].
+        values: Throughput, shape [num_rows, num_keys]. NaN marks a gap.
+
+    Raises:
+        UserError: If nothing was measured at the fewest rows.
     """
     out = values.copy()
     for i in range(axis_q.size):
@@ -284,7 +331,7 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
 
 
 def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
-    """Forward and backward ns of one varlen call of the table's own layout."""
+    """Return forward and backward ns of a varlen call with the table's numbers of heads."""
     q, kv, *times = _times(table, call)
     calls = table.calls_ns(q, kv, np.array([0, q.size]), num_heads=table.num_heads)
     forward, backward = (float(a[0] + t.sum()) for a, t in zip(calls, times, strict=True))
@@ -292,7 +339,7 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
 
 
 def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
-    """Rows, keys, forward and backward ns of each segment of a call."""
+    """Return rows, keys, forward and backward ns of each segment of a call."""
     q, kv = (x.astype(np.float64) for x in call)
     times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
     return q, kv, *times
@@ -301,17 +348,24 @@ def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
 def _fit_batches(
     attention: AttentionRecords, table: AttentionTable, *, has_blocks: bool
 ) -> tuple[AttentionTable, list[str]]:
-    """Fits factors and costs of calls to random batches; returns the table and notes.
+    """Fit factors of segments and fixed costs of calls to random batches (step 3).
 
-    has_blocks: whether a call's grid may take time, which is fitted too.
+    Args:
+        attention: The records.
+        table: Table that equal segments give.
+        has_blocks: Whether to fit a cost of blocks too.
+
+    Returns:
+        The corrected table, and notes.
     """
     batches = attention.of("batch")
     if not batches:
         return table, [
-            "no random batch was measured: prices are those of equal segments alone, and blocks "
-            "have none"
+            "no random batch was measured: prices come from equal segments alone, and blocks have "
+            "no price"
         ]
     notes: list[str] = []
+    # Equal calls keep the fit from moving far off the grid. Together they weigh less than batches.
     alone = [r for kind in ("call", "two_groups", "grid") for r in attention.of(kind)]
     weight = EQUAL_CALLS_WEIGHT * len(batches) / len(alone)
     weights = np.repeat([1.0, weight], [len(batches), len(alone)])
@@ -346,13 +400,19 @@ def _fit_batches(
 
 
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
-    """[1, groups, blocks, tail, ns of short segments, ns of long ones].
+    """Return the features of a call, which the fit multiplies by costs and factors.
 
-    Kernels with groups have the last two for segments with a prefix, then for those without.
+    They are [1, groups, blocks, tail, ns of short segments, ns of long segments]. Kernels with
+    groups have the last two for segments with a prefix, then for segments without.
+
+    Args:
+        table: Table that predicts the ns of segments.
+        call: Rows and keys of the segments.
+        which: 0 for forward, 1 for backward.
     """
     q, kv, *passes = _times(table, call)
     times = passes[which]
-    # groups() returns 0 for kernels whose groups cost nothing.
+    # groups() returns 0 for kernels whose groups cost nothing, so set a cost to get the number.
     counted = replace(table, group_forward_ns=1)
     groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
     is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
@@ -372,8 +432,16 @@ def _robust(
     *,
     is_grouped: bool,
 ) -> FloatArray:
-    """Non-negative x that minimises relative errors of features @ x against `took`; factors of
-    kinds that hardly occur in batches (weight 1) stay at `start`.
+    """Return non-negative x that minimises the relative errors of features @ x.
+
+    Factors of kinds of segments that hardly occur in random batches stay at `start`.
+
+    Args:
+        features: Features of each call, shape [num_calls, num_features].
+        took: Measured ns of each call, shape [num_calls].
+        weights: Weight of each call; 1 marks random batches.
+        start: Initial x, shape [num_features].
+        is_grouped: Whether the cost of a group is fitted.
     """
     is_free = np.ones(start.size, bool)
     is_free[1] = is_grouped
@@ -398,7 +466,10 @@ def _robust(
 
 
 def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, object]:
-    """Throughput divided by the factors, which blend between short and long rows."""
+    """Return the throughput fields of a table divided by the factors of one pass.
+
+    Between LONG_ROWS / 2 and LONG_ROWS rows, the factors of short and long segments are blended.
+    """
     surface: Surface = getattr(table, name)
     curve: Curve | None = getattr(table, f"square_{name}")
 
@@ -418,7 +489,7 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
 
 
 def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
-    """Median throughput at other numbers of heads relative to the layout's own."""
+    """Return the throughput at other numbers of heads relative to the layout's number."""
     layout = attention.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
     for record in measured(attention.records, "heads"):
@@ -428,12 +499,12 @@ def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
             took = sum(record.numbers[f"{name}_ns"] for name in PASSES)
             rate = at["num_heads"] * at["count"] / took
             rates.setdefault(at["num_heads"], {})[at["q"], at["kv"]] = rate
-    own = rates.get(layout.num_heads, {})
+    of_layout = rates.get(layout.num_heads, {})
     found = {layout.num_heads: 1.0}
     for heads, of_points in rates.items():
-        shared = own.keys() & of_points.keys()
+        shared = of_layout.keys() & of_points.keys()
         if shared:
-            found[heads] = float(np.median([of_points[p] / own[p] for p in shared]))
+            found[heads] = float(np.median([of_points[p] / of_layout[p] for p in shared]))
     heads = sorted(found)
     return {
         "heads": np.array(heads, np.float64),
@@ -442,7 +513,7 @@ def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
 
 
 def held_out(attention: AttentionRecords, table: AttentionTable) -> list[HeldOutCall]:
-    """Return all held-out calls with their predictions."""
+    """Return all held-out calls with their measured and predicted times."""
     return [
         HeldOutCall(
             kind=kind,
@@ -456,7 +527,7 @@ def held_out(attention: AttentionRecords, table: AttentionTable) -> list[HeldOut
 
 
 def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
-    """MAPE, 95th percentile and maximum for pairs and batches, by pass and in total."""
+    """Return mean, 95th percentile and maximum of relative errors, by kind and pass."""
     out: dict[str, float] = {}
     for kind in ("held_pair", "held_batch"):
         mine = [p for p in points if p.kind == kind]
@@ -476,7 +547,7 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
 
 
 def retest(attention: AttentionRecords) -> dict[str, float]:
-    """Mean |a / b - 1| of two measurements of the same held-out batch."""
+    """Return the mean relative difference of two measurements of the same held-out batch."""
     by_index: dict[int, list[Record]] = {}
     for record in attention.of("held_batch"):
         by_index.setdefault(record.point["index"], []).append(record)

@@ -1,9 +1,11 @@
-"""Fits the linear part of a profile: GEMMs, element-wise operators, head, whole layers.
+"""Fit the linear part of a profile: GEMMs, element-wise operators, head and whole layers.
 
-GEMMs: median TFLOP/s over (tokens, in * out). Element-wise operators: call + bytes / rate, robust
-non-negative least squares of relative errors. Head: TFLOP/s of its three products. Layer: a factor
-and a constant that bring the sum of operators to the time of whole layers; held-out layers at other
-token counts tell its error.
+- GEMMs: the median TFLOP/s by tokens and by size of the weight (in x out).
+- Element-wise operators: time = call + bytes / rate, by robust non-negative least squares of
+  relative errors.
+- Head: TFLOP/s of its three matrix products.
+- Layer: a factor and a constant with which the sum of operators matches the time of whole layers.
+  Its error is measured on held-out layers with other numbers of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +33,17 @@ from wlb.spec import ModelSpec
 
 PASSES = ("forward", "backward")
 GEMMS = {"forward": 1, "backward": 2}
+"""Number of matrix products of a weight in each pass."""
 FREE_BYTES_PER_S = 1e14
-"""Bytes a second of an operator whose time did not grow with size; no memory is that fast."""
+"""Rate of an operator whose time did not grow with size. No memory is as fast."""
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
-    """Fits GEMMs; raises UserError without two token counts and two matrix sizes."""
+    """Fit the throughput of GEMMs.
+
+    Raises:
+        UserError: Without two token counts and two sizes of weights.
+    """
     mine = measured(records, "gemm")
     tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
     sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
@@ -66,7 +73,7 @@ def _weights(record: Record) -> float:
 
 
 def _filled(values: FloatArray) -> FloatArray:
-    """Fills gaps (out of memory) with the throughput at fewer tokens."""
+    """Return throughput with gaps, where memory did not suffice, filled from fewer tokens."""
     out = values.copy()
     for j in range(out.shape[1]):
         known = np.flatnonzero(np.isfinite(out[:, j]))
@@ -79,6 +86,16 @@ def _filled(values: FloatArray) -> FloatArray:
 def fit_elementwise(
     records: Sequence[Record], provenance: Provenance, *, value_bytes: int
 ) -> tuple[ElementwiseCost, ...]:
+    """Fit the cost of each element-wise operator.
+
+    Args:
+        records: Records of the sweep.
+        provenance: Provenance of the costs.
+        value_bytes: Bytes of a value in the data type of the sweep.
+
+    Raises:
+        UserError: If an operator that every model needs was not measured.
+    """
     costs: list[ElementwiseCost] = []
     for op in Elementwise:
         mine = [r for r in measured(records, "elementwise") if r.point["op"] == op]
@@ -105,7 +122,12 @@ def _bytes(record: Record, name: str, value_bytes: int) -> float:
 
 
 def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[float, float]:
-    """(ns a call, bytes a second) from times of calls on `sizes` bytes."""
+    """Fit ns of a call and bytes per second.
+
+    Args:
+        sizes: Bytes that each call reads and writes.
+        times_ns: Time of each call.
+    """
     took = np.maximum(np.array(times_ns, np.float64), 1.0)
     call, ns_per_byte = robust_line(np.array(sizes, np.float64), took)
     rate = 1e9 / max(ns_per_byte, 1e9 / FREE_BYTES_PER_S)
@@ -115,13 +137,19 @@ def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[fl
 def robust_line(
     x: FloatArray, took: FloatArray, offset: FloatArray | float = 0.0
 ) -> tuple[float, float]:
-    """Non-negative (a, b) with offset + a + b * x near `took`, shape [n], above 0.
+    """Return non-negative (a, b) for which offset + a + b * x is close to `took`.
 
-    Minimises relative errors with a robust loss, so that single disturbed points count little.
+    Relative errors are minimised with a robust loss, so that single disturbed points count little.
+
+    Args:
+        x: Shape [n].
+        took: Shape [n]; values must be above 0.
+        offset: Known part of the sum, a number or shape [n].
     """
     design = np.stack([np.ones(took.size), x], 1)
     rest = np.maximum(took - offset, 0.0) / took
     first, _ = nnls(design / took[:, None], rest)
+    # Solve in units of about the size of the result, for precision.
     unit = np.maximum(first, [took.min(), took.max() / max(float(x.max()), 1.0)])
 
     def residual(z: FloatArray) -> FloatArray:
@@ -134,7 +162,13 @@ def robust_line(
 
 
 def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
-    """Fits the head at the larger half of the token counts, where its time matters."""
+    """Fit the cost of the output head to the larger half of the token counts.
+
+    Its time matters only there.
+
+    Raises:
+        UserError: If the head was not measured.
+    """
     mine = measured(records, "head")
     if not mine:
         raise UserError("the output head was not measured")
@@ -159,8 +193,21 @@ def sum_of_operators(
     elementwise: Sequence[ElementwiseCost],
     value_bytes: int,
 ) -> tuple[FloatArray, FloatArray]:
-    """(work, calls) of a layer's operators: forward and backward ns, shape [2] each, without
-    attention and collectives; norms and residuals of all `tokens`, as in "layer" tasks.
+    """Return the summed times of a layer's operators, without attention and collectives.
+
+    Norms and residuals are counted for all `tokens`, as in tasks of kind "layer".
+
+    Args:
+        model: Model with layers of one kind.
+        tokens: Rows of a CP rank.
+        tp: TP degree.
+        gemm: Cost of matrix products.
+        elementwise: Cost of element-wise operators.
+        value_bytes: Bytes of a value.
+
+    Returns:
+        Time that depends on size, and constant time of the calls; each as forward and backward ns,
+        shape [2].
     """
     at = np.array([float(tokens)])
     work, calls = np.zeros(2), np.zeros(2)
@@ -179,11 +226,15 @@ def sum_of_operators(
 
 
 Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
-"""`sum_of_operators` of (tokens, tp)."""
+"""`sum_of_operators` as a function of tokens and TP degree."""
 
 
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
-    """Measured = call + operators' calls + factor * operators' work."""
+    """Fit the cost of a layer: time = call + operators' calls + factor * operators' work.
+
+    Raises:
+        UserError: If fewer than two layers were measured.
+    """
     mine = measured(records, "layer")
     if len(mine) < 2:
         raise UserError(f"{len(mine)} whole layers were measured; a fit needs two")
@@ -200,16 +251,17 @@ def fit_layer(records: Sequence[Record], operators: Operators, provenance: Prove
 def layer_errors(
     records: Sequence[Record], operators: Operators, layer: LayerCost
 ) -> dict[str, float]:
-    """Mean and maximum of |predicted / measured - 1| over held-out layers, by pass; "operators":
-    the errors of the plain sum of operators.
+    """Return mean and maximum relative errors on held-out layers, by pass.
+
+    Names that begin with "operators" are errors of the plain sum of operators, for comparison.
     """
-    own = np.array([layer.forward_call_ns, layer.backward_call_ns])
+    call = np.array([layer.forward_call_ns, layer.backward_call_ns])
     factor = np.array([layer.forward_factor, layer.backward_factor])
     found: dict[str, list[float]] = {}
     for r in measured(records, "held_layer"):
         work, calls = operators(r.point["tokens"], r.point["tp"])
         took = np.array([r.numbers[f"{name}_ns"] for name in PASSES])
-        predicted = {"layer": own + calls + factor * work, "operators": calls + work}
+        predicted = {"layer": call + calls + factor * work, "operators": calls + work}
         for what, ns in predicted.items():
             for name, error in zip(PASSES, (ns / took - 1).tolist(), strict=True):
                 found.setdefault(f"{what}_{name}", []).append(abs(error))

@@ -1,10 +1,17 @@
-"""Tasks that measure a layer's work outside attention, to which W_l(d) of Eq. 2 is fitted.
+"""Tasks that measure the work of a layer outside attention, to which W_l of Eq. 2 is fitted.
 
-Times are of one rank, forward and backward apart, without collectives, through the modules of
-`wlb.model` and autograd. Kinds: gemm, elementwise (`*_bytes` are those that `wlb.cost.flops`
-counts, not those that eager PyTorch moves), embedding, head, layer (attention passes q through) and
-held_layer (token counts no fit may use). Under TP, layers compute norms and residuals of all
-tokens, since no other rank shares them. Tasks allocate when they run and keep nothing.
+Forward and backward of one rank are timed separately, without collectives, through the modules of
+`wlb.model` and autograd. The kinds of tasks are:
+
+- gemm: a weight's matrix products.
+- elementwise: an element-wise operator. Its `*_bytes` are those that `wlb.cost.flops` counts, not
+  those that eager PyTorch moves.
+- embedding, head: the ends of the model.
+- layer: a whole layer, in which attention is replaced by a function that returns q.
+- held_layer: the same at other token counts, which no fit may use.
+
+Under TP a layer computes norms and residuals of all tokens, because there is no other rank to share
+them with. Tasks allocate their tensors when they run, and keep nothing afterwards.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,19 +35,19 @@ from wlb.profile.timing import KernelTimer
 from wlb.spec import FusedKernels, ModelSpec
 
 ROW_PARALLEL = (3, 6)
-"""Indices in `layer_matrices` of O and down, which TP splits by inputs; others by outputs."""
+"""Indices in `layer_matrices` of O and down. TP splits these by inputs, the others by outputs."""
 
 FORWARD_VALUES = {"norm": 2, "head_norm": 2, "rotary": 2, "swiglu": 3, "residual": 3}
-"""Values read and written for each token and channel of `width`."""
+"""Operator -> values that forward reads and writes for each token and channel."""
 BACKWARD_VALUES = {"norm": 3, "head_norm": 3, "rotary": 2, "swiglu": 5, "residual": 3}
-"""Residual: the gradients of its two uses are added."""
+"""The same of backward. That of a residual adds the gradients of its two uses."""
 
 SEED = 20_25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskBench:
-    """Makes tensors and times passes for all tasks, with fused kernels where `auto` uses them."""
+    """Makes tensors and times passes for all tasks."""
 
     timer: KernelTimer
     device: torch.device
@@ -48,22 +55,25 @@ class _TaskBench:
     budget_s: float
 
     def fuses(self, model: ModelSpec) -> bool:
+        """Return whether `kernels.fused = auto` would use fused kernels here."""
         choice = choose_fused(
             FusedKernels.AUTO, device=self.device, dtype=self.dtype, norm_width=model.norm_width
         )
         return choice.fused
 
     def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
-        """Normal values, because a GPU's GEMM time depends on the bits that flip."""
+        """Return normally distributed values: a GPU's GEMM time depends on how many bits flip."""
         generator = torch.Generator(self.device).manual_seed(SEED)
         values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
         return values.mul_(scale).requires_grad_(grad)
 
     def integers(self, below: int, count: int) -> Tensor:
+        """Return random integers from 0 to `below` - 1."""
         generator = torch.Generator(self.device).manual_seed(SEED)
         return torch.randint(below, (count,), generator=generator, device=self.device)
 
     def passes(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Numbers:
+        """Time both passes. `backward` gets the result of `forward`."""
         timings = self.timer.time_passes(forward, backward, budget_s=self.budget_s)
         numbers: Numbers = {}
         for name, timing in zip(("forward", "backward"), timings, strict=True):
@@ -76,16 +86,16 @@ class _TaskBench:
     def gradients(
         self, forward: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor
     ) -> Numbers:
-        """Forward, and autograd's backward to `inputs` from `gradient`."""
+        """Time `forward`, and autograd's backward from `gradient` to `inputs`."""
         return self.graph(forward, lambda out: torch.autograd.grad(out, inputs, gradient))
 
     def graph(
         self, forward: Callable[[], Tensor], backward: Callable[[Tensor], Sequence[Tensor]]
     ) -> Numbers:
-        """Times passes whose backward is one call of autograd, without the cost of entering it.
+        """Time passes whose backward is a call of autograd, without the cost of entering autograd.
 
-        Entering takes ten times as long as a small operator, but a stage enters once, not once an
-        operator. It is host time, so only CPU times contain it.
+        Entering takes ten times as long as a small operator, but in training it happens once for a
+        stage and not for each operator. It is host time, so only times on a CPU contain it.
         """
         numbers = self.passes(forward, backward)
         if self.device.type == "cpu":
@@ -96,7 +106,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Time of autograd's backward through a view: the cost of entering."""
+        """Return the cost of entering autograd: the time of backward through a view, in ns."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),
@@ -119,12 +129,25 @@ def linear_tasks(
     held_tokens: Sequence[int] = (),
     budget_s: float = 0.2,
 ) -> list[Task]:
-    """One task a point; points of equal shapes are measured once.
+    """Return a task for each point. Points with equal shapes are measured once.
 
-    tokens: rows of a CP rank. held_tokens: of held-out layers. loss_chunk: rows of logits at a
-    time. budget_s: of a task, both passes. Numbers: medians forward_ns and backward_ns, *_low_ns,
-    *_high_ns (10th, 90th percentile), *_host_ns, count; on CPU entry_ns, already subtracted from
-    backward. Raises UserError where a TP degree does not divide the model.
+    The numbers of a task are forward_ns and backward_ns (medians), *_low_ns and *_high_ns (10th and
+    90th percentile), *_host_ns, and count. On a CPU there is entry_ns too, the cost of entering
+    autograd, which is already subtracted from backward.
+
+    Args:
+        model: Model of the sweep.
+        tp_degrees: TP degrees as whose ranks shapes are measured.
+        tokens: Numbers of rows of a CP rank.
+        timer: Timer of the device.
+        device: Device to measure.
+        dtype: Data type of weights and rows.
+        loss_chunk: Rows for which logits are computed at a time.
+        held_tokens: Numbers of rows of held-out layers.
+        budget_s: Time for the repeats of a task, both passes together.
+
+    Raises:
+        UserError: If a TP degree does not divide the model.
     """
     _check(model, tp_degrees, tokens)
     bench = _TaskBench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
@@ -135,7 +158,7 @@ def linear_tasks(
         tasks.setdefault(task.key, task)
 
     counts = sorted(set(tokens))
-    matrices: dict[tuple[int, int], int] = {}  # and the first TP degree that has each
+    matrices: dict[tuple[int, int], int] = {}  # (in, out) -> the first TP degree that has it
     for tp, (kind, *_) in product(tp_degrees, model.layer_kinds):
         for matrix in rank_matrices(kind, tp):
             matrices.setdefault(matrix, tp)
@@ -155,7 +178,7 @@ def linear_tasks(
 
 
 def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:
-    """(in, out) of `layer_matrices` as a TP rank holds them."""
+    """Return (in, out) of each of a layer's weights as a TP rank has them."""
     return tuple(
         (rows // tp, columns) if i in ROW_PARALLEL else (rows, columns // tp)
         for i, (rows, columns) in enumerate(layer_matrices(model.with_kv_copies(tp)))
@@ -166,7 +189,8 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
     model.check()
     if model.vocab_size < 1:
         raise UserError(
-            "model.vocab_size is 0, the store's, but there is no store here; set model.vocab_size"
+            "model.vocab_size = 0 means the token store's size, but a sweep has no store; set "
+            "model.vocab_size"
         )
     if min(tokens, default=0) < 1 or min(tp_degrees, default=0) < 1:
         raise UserError(
@@ -197,12 +221,12 @@ def _gemm(bench: _TaskBench, *, tokens: int, rows: int, columns: int, tp: int) -
 
 
 def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]]:
-    """Element-wise operators and the channels of a row that each has on a TP rank."""
+    """Return (operator, channels of a row) of all element-wise operators on TP ranks."""
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
-        of_heads = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
+        head_operators = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
         kv_dim = model.with_kv_copies(tp).kv_dim // tp
-        widths |= set(product(of_heads, (model.q_dim // tp, kv_dim)))
+        widths |= set(product(head_operators, (model.q_dim // tp, kv_dim)))
         widths |= {("swiglu", kind.active_ffn_size // tp) for kind, *_ in model.layer_kinds}
     return sorted(widths)
 
@@ -234,7 +258,7 @@ def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbe
 
 
 def _head_norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
-    """A norm of each head, which is a row of its own."""
+    """Measure a norm of each head: every head of every token is a row."""
     return _norm(bench, model, tokens * width // model.head_size, model.head_size)
 
 
@@ -258,8 +282,8 @@ def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbe
     by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
-        # Autograd adds the gradients of x's two uses, the sum and the branch. Making x an output
-        # supplies the branch's gradient without the time of a branch.
+        # In a layer, x has two uses: the sum and the branch. Autograd adds their gradients. With x
+        # as a second output, the branch's gradient is given and no branch needs to be computed.
         return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
 
     return bench.graph(lambda: x + y, backward)
@@ -271,7 +295,7 @@ def _tables(bench: _TaskBench, model: ModelSpec, tokens: int) -> tuple[Tensor, T
 
 
 def _embedding(bench: _TaskBench, tp: int, *, tokens: int, hidden: int, vocab: int) -> Numbers:
-    """As in tensor parallelism: tokens of other ranks read the first or last row, times zero."""
+    """Measure the embedding as under TP: tokens of other ranks read a row and multiply it by 0."""
     weight = bench.random(vocab, hidden, grad=True)
     index = bench.integers(vocab * tp, tokens)
 
@@ -296,7 +320,7 @@ def _head(bench: _TaskBench, chunk: int, *, tokens: int, hidden: int, vocab: int
 
 
 class _PassThrough(torch.autograd.Function):
-    """Stands in for attention: returns q; backward gives k and v ready-made gradients."""
+    """Stands in for attention: returns q, and in backward gives k and v prepared gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Decides what `wlb profile` measures on which device, and runs it in order."""
+"""Decide what `wlb profile` measures on a device, and run it.
+
+Order: collectives, held-out attention batches, all other tasks, and the held-out batches a second
+time.
+"""
 
 import math
 import re
@@ -31,40 +35,47 @@ from wlb.profile.timing import KernelTimer, make_timer, pinned_threads
 from wlb.spec import AttentionBackend, ModelSpec, RunSpec
 
 PRESETS = {"cpu": "demo", "cuda": "7b_128k"}
+"""Device -> preset whose model and window are measured by default."""
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 MOST_LAYOUTS_TP = 8
+"""Largest TP degree whose shapes are measured."""
 COST_OF_BUDGET = 3.0
-"""Time of a task over its budget for repeats: 2.4 and 3.2 of two sweeps on CPUs; making inputs,
-warm-up and calls that are longer than the budget are in it."""
+"""Time of a task over its budget for repeats.
+
+It includes making inputs, warm-up and calls that are longer than the budget. In two sweeps on CPUs
+it was 2.4 and 3.2."""
 LONG_KINDS = ("batch", "held_batch")
+"""Kinds of tasks with four times the budget."""
 ATTENTION_KINDS = (*LONG_KINDS, "call", "two_groups", "grid", "held_pair", "heads")
 QUICK_LONGEST = {"cpu": 2048, "cuda": 32768}
+"""Device -> longest segment of a quick sweep, in tokens."""
 CPU_LONGEST = 8192
+"""Longest segment on a CPU, in tokens."""
 Shape = tuple[int, int, int]
 """(query heads, KV heads, head size)."""
 DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Query rows up to 512 on a GPU, which show a tile's plateau and the step at 256 (Figure 10)."""
+"""Short segments that are measured on a GPU.
+
+They show the plateaus of tiles and the step at 256 rows (Figure 10)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
-    """A sweep, decided before anything is measured. layouts: one attention table each. other_heads:
-    layouts of which only the efficiency relative to a table is measured.
-    """
+    """What a sweep measures, decided before it begins."""
 
     device: torch.device
     dtype: torch.dtype
     model: ModelSpec
     tp_degrees: tuple[int, ...]
-    layouts: tuple[HeadLayout, ...]
-    other_heads: tuple[HeadLayout, ...]
+    layouts: tuple[HeadLayout, ...]  # each gets an attention table
+    other_heads: tuple[HeadLayout, ...]  # only their throughput relative to a table is measured
     grid: AttentionGrid
-    tokens: tuple[int, ...]
-    linear_budget_s: float
-    collective_budget_s: float
+    tokens: tuple[int, ...]  # numbers of rows in tasks outside attention
+    linear_budget_s: float  # time for the repeats of a task outside attention
+    collective_budget_s: float  # time for the repeats of a collective
 
     def header(self) -> dict[str, Any]:
-        """Conditions under which a sweep may go on with the records of an earlier one."""
+        """Return what must be equal for a sweep to resume with the records of an earlier start."""
         grid = self.grid
         return {
             **describe(self.device),
@@ -79,9 +90,18 @@ class SweepSettings:
 def settings_of(
     spec: RunSpec, *, device: torch.device, backend: str | None, heads: Sequence[str], quick: bool
 ) -> SweepSettings:
-    """Settings for the model, TP degree and window of `spec`; heads: more layouts, "8:2x128".
+    """Return the settings of a sweep for the model, TP degree and window of a run.
 
-    Raises UserError for a backend that cannot compute here, or for bad head layouts.
+    Args:
+        spec: Configuration of the run.
+        device: Device to measure.
+        backend: The only attention kernel to measure; None measures all that are available.
+        heads: Further head layouts, as the option --heads takes them: "8:2x128" has 8 query heads,
+            2 KV heads and 128 channels.
+        quick: Whether to measure fewer points.
+
+    Raises:
+        UserError: If the backend does not work here or a head layout is not valid.
     """
     model = spec.model
     if not model.vocab_size:
@@ -92,7 +112,8 @@ def settings_of(
         (model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp, model.head_size)
         for tp in degrees[::-1]
     ]
-    # Tables take seconds on a CPU; on a GPU other TP degrees are a factor on the first table.
+    # On a CPU a table takes seconds, so each TP degree gets one. On a GPU other TP degrees are a
+    # factor on the table of the first.
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
     of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
 
@@ -121,7 +142,7 @@ def settings_of(
         layouts=layouts(of_tables),
         other_heads=layouts(shapes[1:]) if is_gpu and not quick else (),
         grid=_gpu_grid(longest, quick) if is_gpu else _cpu_grid(min(longest, CPU_LONGEST), quick),
-        # Powers of two: throughput between them is assumed to be linear.
+        # Powers of two are enough: throughput is interpolated linearly between them.
         tokens=steps(128, max(512, longest), (1.0,)),
         linear_budget_s=(0.05 if is_gpu else 0.1) * (0.5 if quick else 1.0),
         collective_budget_s=0.03 if quick else 0.1,
@@ -129,6 +150,7 @@ def settings_of(
 
 
 def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
+    """Return the TP degrees to measure: powers of two up to `tp` that divide the heads."""
     powers = takewhile(lambda n: n <= min(tp, MOST_LAYOUTS_TP), (1 << i for i in count()))
 
     def divides(n: int) -> bool:
@@ -138,6 +160,7 @@ def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
 
 
 def _shape(text: str) -> Shape:
+    """Return the head layout that an option --heads gives, such as "8:2x128"."""
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?x([0-9]+)", text)
     numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
     if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -149,23 +172,33 @@ def _shape(text: str) -> Shape:
 
 
 def _backends(
-    device: torch.device, dtype: torch.dtype, head_size: int, asked: str | None
+    device: torch.device, dtype: torch.dtype, head_size: int, only: str | None
 ) -> list[str]:
-    """Available backends for heads of this size, in the order that `auto` prefers."""
-    if asked is not None and asked not in AUTO_ORDER:
-        raise UserError(f"--backend {asked!r} is not one of {', '.join(AUTO_ORDER)}")
+    """Return the available kernels for heads of this size, in the order that `auto` prefers.
+
+    Args:
+        device: Device to measure.
+        dtype: Data type of q, k and v.
+        head_size: Channels of a head.
+        only: The only kernel to return; None means all.
+
+    Raises:
+        UserError: If the kernel `only` is unknown or does not work here.
+    """
+    if only is not None and only not in AUTO_ORDER:
+        raise UserError(f"--backend {only!r} is not one of {', '.join(AUTO_ORDER)}")
     found: list[str] = []
-    for name in AUTO_ORDER if asked is None else (AttentionBackend(asked),):
+    for name in AUTO_ORDER if only is None else (AttentionBackend(only),):
         try:
             choose_backend(name, device=device, dtype=dtype, head_size=head_size)
         except UserError:
-            if asked is not None:
+            if only is not None:
                 raise
             continue
         found.append(str(name))
-    # On a GPU sdpa serves only float32 and heads that no other kernel takes, so it is measured only
-    # if no other kernel is available.
-    return found if found == ["sdpa"] or asked else [b for b in found if b != "sdpa"]
+    # On a GPU, sdpa is only used for float32 and for heads that no other kernel takes. So measure
+    # it only if no other kernel is available.
+    return found if found == ["sdpa"] or only else [b for b in found if b != "sdpa"]
 
 
 def _cpu_grid(longest: int, quick: bool) -> AttentionGrid:
@@ -192,8 +225,9 @@ def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
 
 
 def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
-    """All tasks but collectives. Held-out batches run first and last, for the test-retest
-    error.
+    """Return all tasks except collectives, in the order in which they run.
+
+    Held-out batches run first and last, which gives the test-retest error.
     """
     grid = settings.grid
     first, middle, last = [], [], []
@@ -219,7 +253,7 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
 
 
 def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
-    """About how long tasks take, without collectives: their budgets times COST_OF_BUDGET."""
+    """Return about how many seconds tasks take: their budgets times COST_OF_BUDGET."""
     attention = settings.grid.budget_s
     budgets: dict[str, float] = dict.fromkeys(ATTENTION_KINDS, attention)
     budgets |= dict.fromkeys(LONG_KINDS, 4 * attention)
@@ -227,7 +261,13 @@ def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
 
 
 def describe_sweep(settings: SweepSettings, tasks: Sequence[Task], num_collectives: int) -> str:
-    """One sentence on what is to be measured, and for about how long. tasks: not measured yet."""
+    """Return a sentence on what will be measured and about how long it takes.
+
+    Args:
+        settings: Settings of the sweep.
+        tasks: Tasks without a record, except collectives.
+        num_collectives: Number of tasks of collectives without a record.
+    """
     kernels = ", ".join(
         f"{layout.backend} of {layout.num_heads}:{layout.num_kv_heads} heads of {layout.head_dim}"
         for layout in settings.layouts
@@ -240,7 +280,7 @@ def describe_sweep(settings: SweepSettings, tasks: Sequence[Task], num_collectiv
         f"measures {describe(settings.device)['name']} in {dtype}: {attention} points of attention "
         f"({kernels}), {len(tasks) - attention} of matrix products and other operators"
         f"{collectives}; about {max(1, math.ceil(minutes))} min, in which nothing else should run "
-        f"on it; Ctrl-C keeps what was measured, and the same command goes on"
+        f"on it; Ctrl-C keeps what was measured, and the same command resumes the sweep"
     )
 
 
@@ -251,10 +291,18 @@ def run_sweep(
     console: Console,
     start: Mapping[str, Any],
 ) -> tuple[list[Record], dict[str, Any]]:
-    """All records, new and old, and the header of their file with its starts.
+    """Run a sweep. All ranks of `world` call this; only rank 0 runs more than collectives.
 
-    start: date, commit and command of this start, for the file. All ranks of `world` call it; ranks
-    other than 0 only take part in collectives and get nothing.
+    Args:
+        settings: What to measure.
+        path: File of records, which may have records of an earlier start.
+        world: This process among the ranks of a launcher; None for a process alone.
+        console: Where to show progress.
+        start: Date, commit and command of this start, for the file.
+
+    Returns:
+        All records, new and old, and the header of the file with its starts. Both are empty on
+        ranks other than 0.
     """
     with pinned_threads(settings.device), Monitor(settings.device) as monitor:
         budget_s = settings.collective_budget_s
@@ -266,7 +314,7 @@ def run_sweep(
                 collectives.follow()
             return [], {}
         header = settings.header()
-        # `collectives` is entered first, so that the other ranks are released whatever happens.
+        # `collectives` is entered first, so that the other ranks are released even after an error.
         with collectives, RecordFile(path, header) as file:
             tasks = tasks_of(settings, make_timer(settings.device))
             num = len(collectives.tasks) + len(tasks)

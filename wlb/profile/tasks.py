@@ -1,9 +1,13 @@
-"""Tasks of a sweep and the JSON-lines file of their records, so that a sweep can be resumed.
+"""Tasks of a sweep, and the file of their records, with which a sweep can be resumed.
 
-Results are appended under their task's key; a later start skips them. The first line describes what
-is measured (device, versions, model, settings): the file of another sweep is refused. Every start
-that measures something appends its date, command, commit and conditions. A point that runs out of
-memory is recorded as failed and the sweep goes on.
+The file has one JSON object per line:
+
+- The first line describes the device, versions, model and settings. The file of a sweep with
+  another description is refused.
+- Each result is appended under its task's key. A later start skips tasks with a result.
+- Each start that measures something appends its date, command, commit and conditions.
+
+A task that runs out of memory is recorded as failed, and the sweep continues.
 """
 
 import gc
@@ -21,48 +25,60 @@ from wlb.plan.plain import flat
 from wlb.plan.read_file import parse_json
 
 Numbers = dict[str, float]
+"""Measured numbers by name; names end in their unit."""
 _MOST = 1e30
-"""Largest number of a record: times in ns, bytes and ratios are far smaller."""
+"""Largest number that a record may have. Times in ns, bytes and ratios are far smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One point: `kind` and `point` (plain JSON values) name it, `run` measures it. may_fail: every
-    error is recorded and the sweep goes on; else only running out of memory is.
-    """
+    """A measurement of a sweep. `kind` and `point` together identify it."""
 
-    kind: str
-    point: Mapping[str, Any]
-    run: Callable[[], Numbers]
+    kind: str  # such as "gemm"
+    point: Mapping[str, Any]  # sizes and settings, as plain JSON values
+    run: Callable[[], Numbers]  # measures it
+    # Whether the sweep continues after any error. Otherwise it continues only if memory runs out.
     may_fail: bool = False
 
     @property
     def key(self) -> str:
+        """Text that identifies the task in a file of records."""
         return _key(self.kind, self.point)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A task's result: numbers, or the reason of failure."""
+    """The result of a task."""
 
     kind: str
     point: Mapping[str, Any]
-    numbers: Numbers
-    failed: str = ""
+    numbers: Numbers  # empty if the task failed
+    failed: str = ""  # why the task failed; "" = it did not
 
 
 def measured(records: Iterable[Record], kind: str) -> list[Record]:
-    """The records of a kind that did not fail."""
+    """Return the records of a kind that did not fail."""
     return [r for r in records if r.kind == kind and not r.failed]
 
 
 class RecordFile:
-    """Results of a sweep on disk; a context manager. records: by key. starts: those that measured
-    something, oldest first.
+    """The file with the records of a sweep, as a context manager.
+
+    Attributes:
+        records: Records by the key of their task.
+        starts: Descriptions of the starts that measured something, oldest first.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Opens or makes `path`; raises UserError if it belongs to another sweep."""
+        """Open or create the file.
+
+        Args:
+            path: The file.
+            header: Description of the sweep.
+
+        Raises:
+            UserError: If the file belongs to a sweep with another description.
+        """
         self.path = path
         self.records: dict[str, Record] = {}
         self.starts: list[dict[str, Any]] = []
@@ -81,6 +97,7 @@ class RecordFile:
         self._file.close()
 
     def _read(self, header: Mapping[str, Any]) -> None:
+        """Read the records of earlier starts, and check that their header equals `header`."""
         try:
             first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
         except UnicodeDecodeError:
@@ -88,20 +105,20 @@ class RecordFile:
         found = _loaded(first).get("header")
         if not isinstance(found, dict):
             raise UserError(f"{self.path} is not a file of sweep records; move it away")
-        there, now = dict(flat(found)), dict(flat(json.loads(json.dumps(header))))
-        told = ", ".join(
-            f"{k}: {there.get(k)!r} there, {now.get(k)!r} now"
-            for k in sorted({*there, *now})
-            if there.get(k) != now.get(k)
+        stored, now = dict(flat(found)), dict(flat(json.loads(json.dumps(header))))
+        differences = ", ".join(
+            f"{k}: {stored.get(k)!r} there, {now.get(k)!r} now"
+            for k in sorted({*stored, *now})
+            if stored.get(k) != now.get(k)
         )
-        if told:
+        if differences:
             raise UserError(
-                f"{self.path} holds the records of another sweep ({told}); remove it or give "
+                f"{self.path} has the records of another sweep ({differences}); remove it or give "
                 f"another --out"
             )
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) != len(lines):
-            # A killed sweep leaves an incomplete last line.
+            # A sweep that was killed leaves an incomplete last line. Remove it.
             self.path.write_text("".join([first, *whole]), "utf-8")
         for number, line in enumerate(whole, 2):
             data = _loaded(line)
@@ -110,12 +127,13 @@ class RecordFile:
                 continue
             if (record := _record_of(data)) is None:
                 raise UserError(
-                    f"line {number} of {self.path} is no record of a sweep; remove it or the file"
+                    f"line {number} of {self.path} is no record of a sweep; remove the line or "
+                    f"the file"
                 )
             self.records[_key(record.kind, record.point)] = record
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Record]:
-        """Yields each task's record, from disk or measured now."""
+        """Yield the record of each task, read from the file or measured now."""
         for task in tasks:
             if task.key not in self.records:
                 record = _measured(task)
@@ -125,7 +143,7 @@ class RecordFile:
             yield self.records[task.key]
 
     def end(self, start: Mapping[str, Any]) -> None:
-        """Appends a line for this start if it measured something."""
+        """Append a line that describes this start, if it measured something."""
         if self._num_measured:
             self.starts.append({**start, "points": self._num_measured})
             self._write({"start": self.starts[-1]})
@@ -139,7 +157,7 @@ def _key(kind: str, point: Mapping[str, Any]) -> str:
 
 
 def _loaded(line: str) -> dict[str, Any]:
-    """The JSON object of a line; {} where there is none."""
+    """Return the JSON object of a line, or {} if it has none."""
     try:
         data = parse_json(line, "a line")
     except UserError:
@@ -148,7 +166,7 @@ def _loaded(line: str) -> dict[str, Any]:
 
 
 def _record_of(data: dict[str, Any]) -> Record | None:
-    """The record of a line; None for one that no sweep writes."""
+    """Return the record in the JSON object of a line, or None if it is not a valid one."""
     try:
         record = Record(**data)
         texts = (record.kind, record.failed)
@@ -164,6 +182,7 @@ def _is_number(value: object) -> bool:
 
 
 def _measured(task: Task) -> Record:
+    """Run a task and return its record. Record failures that the task allows."""
     try:
         return Record(kind=task.kind, point=task.point, numbers=task.run())
     except Exception as error:
@@ -172,6 +191,7 @@ def _measured(task: Task) -> Record:
             raise
         first_line = next(iter(str(error).splitlines()), "")[:200]
         failed = f"{'out of memory' if is_memory else type(error).__name__}: {first_line}"
+    # Free what the failed task allocated, so that it does not make later tasks fail.
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -179,7 +199,7 @@ def _measured(task: Task) -> Record:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # Messages of the CPU's allocator, cuBLAS, cuDNN and NCCL.
+    # These are words of torch's CPU allocator, cuBLAS, cuDNN and NCCL.
     words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)

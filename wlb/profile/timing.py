@@ -1,10 +1,14 @@
-"""Times calls on a device: median, 10th and 90th percentile of repeats.
+"""Time calls on a device: the median, 10th and 90th percentile of repeats.
 
-A buffer twice the size of L2 is written before each call, because training finds weights and rows
-outside L2. CPU: thread CPU time, exact for work in one thread (`pinned_threads`). CUDA: events
-around each call, after the device has spun for as long as the host needs to issue it, so that gaps
-waiting for the host do not count (`Timing.host_ns` has them). Warm-up covers lazy initialisation,
-allocator and autotuners; the first CUDA timing also waits SETTLE_S for clocks to rise.
+- Before each call a buffer twice the size of L2 is written, because in training weights and rows
+  are rarely in L2.
+- On a CPU, time is CPU time of the thread, which is exact for work in one thread
+  (`pinned_threads`).
+- On CUDA, time is measured between events around the call. Before the first event the device spins
+  for as long as the host needs to issue the call, so the device never waits for the host in
+  between. `Timing.host_ns` has the host's time.
+- Warm-up calls cover lazy initialisation, the allocator and autotuners. Before its first timing a
+  CUDA device also works for SETTLE_S, so that its clocks rise.
 """
 
 import gc
@@ -23,41 +27,48 @@ from wlb.plan import UserError
 from wlb.profile.device import cpu_l2_bytes
 
 Step = Callable[[Any], Any]
-"""A timed part of a repeat; its argument is the previous part's result (None for the first)."""
+"""A timed part of a repeat. Its argument is the result of the part before (None for the first)."""
 FloatArray = npt.NDArray[np.float64]
 _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 WARM_UP_CALLS = 3
-"""At most; one call is enough if it takes longer than the budget."""
+"""Most warm-up calls. Warm-up ends early when it has taken the whole budget."""
 HEAP_BYTES = 31 << 20
-"""Size just below 32 MiB: freeing such a block raises glibc's mmap and trim thresholds
-(mallopt(3))."""
+"""Size of a block that raises glibc's mmap and trim thresholds when it is freed (mallopt(3)).
+
+It must be below 32 MiB."""
 USUAL_CPU_L2_BYTES = 2 << 20
-"""Assumed where the system does not tell a core's L2."""
+"""Size of a core's L2 cache where the system does not say."""
 SETTLE_S = 1.0
+"""Time that a GPU works before its first timing, in seconds."""
 MOST_SPIN_S = 0.01
+"""Longest spin before a call, in seconds."""
 SPIN_CYCLES_PER_S = 3e9
-"""Above any GPU's clock, so that the device spins at least as long as the host needs."""
+"""Clock rate above that of any GPU, so that spins are at least as long as the host needs."""
 LEAST_FLUSH_BYTES = 1 << 26
-"""Smallest flush buffer on CUDA."""
+"""Smallest buffer that is written to flush L2 on CUDA, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median, 10th and 90th percentile of `count` repeats, in ns. host_ns: the host's time to issue
-    a call on CUDA, usually hidden behind running kernels; 0 on CPU, where it is part of the
-    time.
-    """
+    """Statistics of the repeats of a call."""
 
     median_ns: float
-    low_ns: float
-    high_ns: float
-    count: int
+    low_ns: float  # 10th percentile
+    high_ns: float  # 90th percentile
+    count: int  # number of repeats
+    # The host's time to issue the call on CUDA, which running kernels usually hide. It is 0 on a
+    # CPU, where it is part of the times.
     host_ns: float = 0.0
 
     @classmethod
     def of(cls, samples_ns: FloatArray, host_ns: float = 0.0) -> Self:
-        """Percentiles of the repeats' times, shape [count]."""
+        """Return the statistics of repeats.
+
+        Args:
+            samples_ns: Time of each repeat, shape [count].
+            host_ns: The host's time to issue a call.
+        """
         low, median, high = np.percentile(samples_ns, (10, 50, 90)).tolist()
         num = int(samples_ns.size)
         return cls(median_ns=median, low_ns=low, high_ns=high, count=num, host_ns=host_ns)
@@ -65,7 +76,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Repeats for about `budget_s`, but at least `least` and at most `most` of them."""
+    """How often a call is repeated: for about `budget_s`, within `least` and `most` times."""
 
     budget_s: float
     least: int
@@ -79,12 +90,12 @@ class Repeats:
             )
 
     def count(self, repeat_s: float) -> int:
-        """Their number if each takes `repeat_s`."""
+        """Return the number of repeats if each takes `repeat_s`."""
         return max(self.least, min(self.most, int(self.budget_s / repeat_s)))
 
 
 class KernelTimer(ABC):
-    """Times calls on one device; `make_timer` gives the right kind."""
+    """Times calls on one device. `make_timer` returns the right kind."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -92,7 +103,7 @@ class KernelTimer(ABC):
     def time(
         self, call: Callable[[], Any], *, budget_s: float, least: int = 5, most: int = 1000
     ) -> Timing:
-        """Repeats `call` for about `budget_s`, but at least `least` and at most `most` times."""
+        """Time `call`, repeated for about `budget_s`, within `least` and `most` times."""
         repeats = Repeats(budget_s=budget_s, least=least, most=most)
         return self._time([lambda _: call()], repeats)[0]
 
@@ -105,14 +116,27 @@ class KernelTimer(ABC):
         least: int = 5,
         most: int = 1000,
     ) -> tuple[Timing, Timing]:
-        """Times forward and backward in turns within one budget; `backward` gets the result of
-        `forward`, so that each graph is used once, as in training.
+        """Time forward and backward passes, which take turns within one budget.
+
+        Each backward gets the result of the forward before it, so that each autograd graph is used
+        once, as in training.
+
+        Args:
+            forward: Forward pass.
+            backward: Backward pass, called with the result of `forward`.
+            budget_s: Time for all repeats of both.
+            least: Fewest repeats.
+            most: Most repeats.
+
+        Returns:
+            Statistics of forward and of backward.
         """
         repeats = Repeats(budget_s=budget_s, least=least, most=most)
         first, second = self._time([lambda _: forward(), backward], repeats)
         return first, second
 
     def _time(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]:
+        # A garbage collection in the middle of a repeat would count as its time.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -126,14 +150,18 @@ class KernelTimer(ABC):
 
 
 class CpuTimer(KernelTimer):
+    """Times calls by the CPU time of this thread."""
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # After this, glibc keeps freed memory. Otherwise it would return blocks to the system after
-        # each call and fault them in again, which costs more than a small operator.
+        # After this block is freed, glibc keeps freed memory. Otherwise it would return memory to
+        # the system after each call and get it back with page faults, which cost more than a
+        # small operator.
         torch.empty(HEAP_BYTES, dtype=torch.uint8)
         flush_bytes = 2 * (cpu_l2_bytes() or USUAL_CPU_L2_BYTES)
         self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8)
-        # Reading the thread's clock is a system call and takes a tenth of a small operator.
+        # Reading the thread's clock is a system call that takes a tenth of a small operator's time,
+        # so its own time is measured and subtracted.
         empty = [self._once([lambda _: None])[0] for _ in range(50)]
         self.clock_ns = float(np.median(empty))
 
@@ -153,7 +181,7 @@ class CpuTimer(KernelTimer):
         return tuple(Timing.of(column) for column in times.T)
 
     def _once(self, steps: Sequence[Step]) -> list[int]:
-        """CPU ns of each step; the previous result is freed outside the timed part."""
+        """Run all steps once and return the CPU time of each in nanoseconds."""
         took: list[int] = []
         value = None
         for step in steps:
@@ -161,11 +189,14 @@ class CpuTimer(KernelTimer):
             start = time.thread_time_ns()
             result = step(value)
             took.append(time.thread_time_ns() - start)
+            # The previous result is freed here, outside the timed part.
             value = result
         return took
 
 
 class CudaTimer(KernelTimer):
+    """Times calls between CUDA events."""
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._flush_buffer: torch.Tensor | None = None
@@ -185,7 +216,7 @@ class CudaTimer(KernelTimer):
             )
 
     def _settle(self) -> torch.Tensor:
-        """Keeps the device busy until clocks have settled; returns the buffer that flushes L2."""
+        """Keep the device busy until its clocks settle, and return the buffer that flushes L2."""
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         buffer = torch.empty(max(LEAST_FLUSH_BYTES, size), dtype=torch.uint8, device=self.device)
         a = torch.ones(2048, 2048, device=self.device)
@@ -197,8 +228,13 @@ class CudaTimer(KernelTimer):
         return buffer
 
     def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
-        """Seconds of a repeat, and the host's ns in each step on an idle device (later the host may
-        block because the device's queue is full).
+        """Run the warm-up calls.
+
+        The host's time is measured here, on an idle device, because later the host may block when
+        the device's queue is full.
+
+        Returns:
+            Seconds of a repeat, and the host's nanoseconds in each step.
         """
         round_s, hosts_ns = 0.0, [float("inf")] * len(steps)
         spins, start = [0] * len(steps), time.perf_counter()
@@ -215,7 +251,7 @@ class CudaTimer(KernelTimer):
     def _once(
         self, steps: Sequence[Step], spins: Sequence[int]
     ) -> tuple[list[_Events], list[float]]:
-        """Recorded events around each step, and the host's ns of each."""
+        """Run all steps once, and return the events around each and the host's ns in each."""
         assert self._flush_buffer is not None
         events: list[_Events] = []
         hosts_ns: list[float] = []
@@ -235,12 +271,13 @@ class CudaTimer(KernelTimer):
 
 
 def spin(cycles: int) -> None:
-    """Keeps the current stream busy for some clock cycles while the host gets ahead of it."""
+    """Keep the current stream busy for some clock cycles, so that the host gets ahead of it."""
     if cycles:
         torch.cuda._sleep(cycles)
 
 
 def make_timer(device: torch.device) -> KernelTimer:
+    """Return the timer for a device; raise UserError if its kind has none."""
     timers = {"cpu": CpuTimer, "cuda": CudaTimer}
     if device.type not in timers:
         raise UserError(f"device {device.type!r} has no timer; profile cpu or cuda")
@@ -249,10 +286,10 @@ def make_timer(device: torch.device) -> KernelTimer:
 
 @contextmanager
 def pinned_threads(device: torch.device) -> Iterator[None]:
-    """Sets torch to one thread inside the block on CPU, as `CpuTimer` needs; no change on CUDA.
+    """Set torch to one thread inside the block if `device` is a CPU, as `CpuTimer` needs.
 
-    The thread is not bound to a core, because ranks started inside the block would inherit the
-    binding, and CPU time already excludes waiting for a core.
+    The thread is not bound to a core. Ranks that are started inside the block would inherit the
+    binding, and CPU time does not include waiting for a core anyway.
     """
     if device.type != "cpu":
         yield

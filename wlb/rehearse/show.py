@@ -55,7 +55,7 @@ def verdict(found: Rehearsed) -> list[str]:
         lines.append(
             f"{proof.num_ranks} of {found.spec.parallel.world_size} ranks: "
             f"{proof.num_communicators} of {proof.num_seen} communicators have all their members "
-            f"among them, {proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers "
+            f"here, {proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers "
             f"match; {whole}"
         )
     return lines
