@@ -54,7 +54,7 @@ def test_every_step_trains_its_rows_once_and_balanced() -> None:
         ({"max_tokens": 500}, r"row \d+ has \d+ tokens.*max_tokens = 500"),
         (
             {"accumulation_steps": 1},
-            "32 rows of train_dataset: .* found no place in 1 .* raise gradient_accumulation_steps",
+            "32 rows of train_dataset: .* do not fit into 1 .* raise gradient_accumulation_steps",
         ),
         ({"accumulation_steps": 0}, "gradient_accumulation_steps = 0 must be at least 1"),
     ],

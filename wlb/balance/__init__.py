@@ -1,4 +1,4 @@
-"""One training step, balanced: samples to mini-batches, ranks and micro-batches, none delayed."""
+"""Balances one training step: assigns its samples to ranks and micro-batches, and delays none."""
 
 from wlb.balance.assignment import StepBalance as StepBalance
 from wlb.balance.sample_costs import slime_flops as slime_flops

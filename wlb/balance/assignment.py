@@ -1,6 +1,6 @@
-"""assignment: which samples each rank trains in each micro-batch, and how long that is predicted.
+"""`StepBalance`: which samples each rank trains in each micro-batch, with predicted times.
 
-`StepBalance` prints as a table of mini-batches. Its arrays are what adapters turn into batches.
+Printing it shows a table of mini-batches. Adapters turn its arrays into batches.
 """
 
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from wlb.sharding import shard
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBalance:
-    """The samples of a training step by mini-batch, rank and micro-batch; made by `balance_step`.
+    """The assignment of a step's samples, made by `balance_step`.
 
-    lengths: tokens of each sample, shape [num_samples]. order, offsets: samples of block b are
-    order[offsets[b]:offsets[b + 1]], ascending. blocks: of each mini-batch, the block that a rank
-    trains as its m-th micro-batch, shape [num_ranks, num_micro_batches[k]]; with dynamic_cp ranks
-    of one context-parallel group have the same block. times: predicted time of each block, in the
-    unit of `cost` (ns for a workload model), of each of its ranks. bounds: of each mini-batch's
-    time, shape [num_mini_batches]: no assignment of its samples is faster. max_tokens, cp: as
-    given. wait: "micro_batch" or "step". model: prices `shard`, None where only samples have costs.
+    A block is the set of samples that form one micro-batch. It is trained by one rank, or, with
+    `dynamic_cp`, by all ranks of a context-parallel group.
     """
 
-    lengths: IntArray
-    order: IntArray
-    offsets: IntArray
+    lengths: IntArray  # tokens of each sample, shape [num_samples]
+    order: IntArray  # samples grouped by block, ascending in each block, shape [num_samples]
+    offsets: IntArray  # block b has the samples order[offsets[b]:offsets[b + 1]]
+    # blocks[k][rank, m] is the block that a rank trains as its m-th micro-batch of mini-batch k.
+    # Each array has shape [num_ranks, num_micro_batches[k]].
     blocks: tuple[IntArray, ...]
+    # Predicted time of each block, on each rank that trains it, shape [num_blocks]. The unit is
+    # that of `cost`: ns for a workload model.
     times: FloatArray
+    # Lower bound on the time of each mini-batch: no assignment is faster, shape [num_mini_batches].
     bounds: FloatArray
-    max_tokens: int
-    cp: int = 1
-    wait: str = "micro_batch"
-    model: WorkloadModel | None = None
+    max_tokens: int  # most tokens of a micro-batch
+    cp: int = 1  # ranks of a context-parallel group
+    wait: str = "micro_batch"  # when ranks wait for each other: "micro_batch" or "step"
+    model: WorkloadModel | None = None  # prices for `shard`; None if only samples have costs
 
     def __post_init__(self) -> None:
         if not np.array_equal(np.sort(self.order), np.arange(self.lengths.size)):
@@ -43,69 +43,79 @@ class StepBalance:
 
     @property
     def num_mini_batches(self) -> int:
-        """Optimiser steps of the batch."""
+        """Number of mini-batches, each of which is an optimiser step."""
         return len(self.blocks)
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks in all."""
+        """Number of data-parallel ranks."""
         return self.blocks[0].shape[0]
 
     @property
     def num_micro_batches(self) -> IntArray:
-        """Micro-batches of every rank, by mini-batch."""
+        """Number of micro-batches of a rank in each mini-batch, shape [num_mini_batches]."""
         return np.array([grid.shape[1] for grid in self.blocks])
 
     def samples(self, mini_batch: int, rank: int, micro_batch: int) -> IntArray:
-        """Indices into `lengths`, ascending."""
+        """Return the samples of a micro-batch, as ascending indices into `lengths`."""
         block = self.blocks[mini_batch][rank, micro_batch]
         return self.order[self.offsets[block] : self.offsets[block + 1]]
 
     def of_rank(self, rank: int, mini_batch: int = 0) -> list[IntArray]:
-        """A rank's micro-batches of a mini-batch, in the order of execution."""
+        """Return the samples of each of a rank's micro-batches, in the order of execution."""
         num = self.blocks[mini_batch].shape[1]
         return [self.samples(mini_batch, rank, m) for m in range(num)]
 
     def cp_degree(self, mini_batch: int, rank: int, micro_batch: int) -> int:
-        """Ranks that share the micro-batch with this one, times `cp`."""
+        """Return the context-parallel degree of a rank's micro-batch."""
         column = self.blocks[mini_batch][:, micro_batch]
         return int((column == column[rank]).sum()) * self.cp
 
     def time(self, mini_batch: int) -> FloatArray:
-        """Predicted time of each rank's micro-batches, shape [num_ranks, num_micro_batches]."""
+        """Return the predicted time of each micro-batch, shape [num_ranks, num_micro_batches]."""
         return self.times[self.blocks[mini_batch]]
 
     def tokens(self, mini_batch: int) -> IntArray:
-        """Tokens of each rank's micro-batches over its CP group, shape as `time`."""
+        """Return the tokens of each micro-batch, shape [num_ranks, num_micro_batches].
+
+        They count all ranks of a CP group together.
+        """
         each = np.add.reduceat(self.lengths[self.order], self.offsets[:-1])
         return each[self.blocks[mini_batch]]
 
     @property
     def step_time(self) -> float:
-        """Predicted time of all mini-batches, with what ranks wait."""
-        return sum(waited(self.time(k), self.wait) for k in range(self.num_mini_batches))
+        """Predicted time of all mini-batches, including the time that ranks wait."""
+        return sum(slowest_time(self.time(k), self.wait) for k in range(self.num_mini_batches))
 
     @property
     def imbalance(self) -> float:
-        """`step_time` over that of ranks that never wait: 1.0 is perfect."""
+        """`step_time` over the mean time that a rank computes; 1.0 is perfect."""
         return self.step_time / self._mean if self.step_time else 1.0
 
     @property
     def lower_bound(self) -> float:
-        """The imbalance that no assignment of these mini-batches is below; at least 1.0."""
+        """Lower bound on the imbalance of any assignment of these mini-batches; at least 1.0."""
         return float(self.bounds.sum()) / self._mean if self.step_time else 1.0
 
     @property
     def digest(self) -> int:
-        """Of the assignment; equal on ranks that train the same."""
+        """Hash of the assignment. Ranks compare it to notice that they planned differently."""
         return digest(self.order, self.offsets, *(grid.ravel() for grid in self.blocks))
 
     def shard(
         self, mini_batch: int, rank: int, micro_batch: int, *, strategy: str = "adaptive"
     ) -> ShardingPlan:
-        """Rows of each context-parallel rank of a micro-batch, by a strategy of `wlb.shard`.
+        """Shard a micro-batch over the ranks of its context-parallel group.
 
-        UserError where `cost` was no workload model, because strategies price segments.
+        Args:
+            mini_batch: Index of the mini-batch.
+            rank: A data-parallel rank of the group.
+            micro_batch: Index of the micro-batch.
+            strategy: A strategy of `wlb.shard`.
+
+        Raises:
+            UserError: If `cost` was not a workload model, since strategies need prices of segments.
         """
         if self.model is None:
             raise UserError("sharding prices segments: give balance_step a workload model as cost")
@@ -119,8 +129,8 @@ class StepBalance:
             time, tokens = self.time(k), self.tokens(k)
             samples = sum(map(len, self._blocks(k)))
             mean = float(time.sum()) / self.num_ranks
-            # Samples that cost nothing leave no rank waiting.
-            over = waited(time, self.wait) / mean if mean else 1.0
+            # If all samples cost nothing, no rank waits.
+            over = slowest_time(time, self.wait) / mean if mean else 1.0
             bound = self.bounds[k] / mean if mean else 1.0
             rows.append(
                 (
@@ -137,16 +147,23 @@ class StepBalance:
         return "\n".join([*lines, f"imbalance {self.imbalance:.4f}, bound {self.lower_bound:.4f}"])
 
     def _blocks(self, mini_batch: int) -> list[IntArray]:
-        """Samples of each of a mini-batch's blocks."""
+        """Return the samples of each block of a mini-batch."""
         used = np.unique(self.blocks[mini_batch]).tolist()
         return [self.order[self.offsets[b] : self.offsets[b + 1]] for b in used]
 
     @property
     def _mean(self) -> float:
+        """Mean time that a rank computes, over all mini-batches."""
         times = (float(self.time(k).sum()) for k in range(self.num_mini_batches))
         return sum(times) / self.num_ranks
 
 
-def waited(time: FloatArray, wait: str) -> float:
-    """Time of a step of ranks x micro-batches: of the slowest rank, in each slot or in all."""
+def slowest_time(time: FloatArray, wait: str) -> float:
+    """Return the time of a mini-batch, including the time that ranks wait.
+
+    Args:
+        time: Time of each micro-batch, shape [num_ranks, num_micro_batches].
+        wait: "micro_batch" if ranks wait for each other after every micro-batch, so the slowest
+            rank of each counts; "step" if they wait once, so the slowest total counts.
+    """
     return float(time.max(0).sum() if wait == "micro_batch" else time.sum(1).max())

@@ -1,8 +1,10 @@
-"""counted: bins to ranks so that ranks hold as many samples, with few units moved.
+"""Gives every rank equally many samples, starting from bins that were made without that rule.
 
-Slot after slot, bins with most samples go to ranks with fewest. What is then still uneven is moved:
-the lightest unit of a rank with too many goes to a rank with too few, into its bin with most work
-to spare that has room.
+1. Slot by slot, bins with most samples go to the ranks with fewest samples so far.
+2. Where ranks still differ, the lightest unit of the rank with most samples moves to the rank with
+   fewest, into the bin with most missing work among those that have room.
+
+A bin is one rank's micro-batch, and a slot is the set of bins that run at the same time.
 """
 
 import numpy as np
@@ -13,9 +15,17 @@ from wlb.plan import IntArray
 
 
 def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntArray | None:
-    """Rank * num + slot of each unit, with counts as the rules have them, or None without success.
+    """Assign bins to ranks so that the ranks' numbers of samples satisfy the rules.
 
-    bin_of: any bins that keep the cap, num_ranks * num of them, none empty.
+    Args:
+        units: The units.
+        bin_of: Bin of each unit. There are num_ranks * num bins, none of them empty or above the
+            token cap.
+        num: Micro-batches of a rank.
+        rules: The rules.
+
+    Returns:
+        rank * num + slot of each unit, or None if that was not possible.
     """
     ranks = rules.num_ranks
     loads, held = sums_by(bin_of, units.work), sums_by(bin_of, units.samples)
@@ -32,7 +42,15 @@ def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntAr
 
 
 def _move(units: Units, bin_of: IntArray, level: IntArray, num: int, rules: Rules) -> bool:
-    """Move units in place until counts are as the rules have them; whether that was possible."""
+    """Move units in place until counts satisfy the rules, and return whether that was possible.
+
+    Args:
+        units: The units.
+        bin_of: rank * num + slot of each unit.
+        level: Work that each bin should have, shape [num_ranks * num].
+        num: Micro-batches of a rank.
+        rules: The rules.
+    """
     least, most = rules.counts or (0, 0)
     bins = level.size
     size = sums_by(bin_of, units.tokens, bins)
@@ -43,13 +61,14 @@ def _move(units: Units, bin_of: IntArray, level: IntArray, num: int, rules: Rule
         giver, taker = int(total.argmax()), int(total.argmin())
         if total[giver] <= most and total[taker] >= least:
             return True
-        # Units are heaviest first: the last that may leave is the lightest.
-        may = np.flatnonzero((bin_of // num == giver) & (inside[bin_of] > 1))
-        own = np.arange(taker * num, (taker + 1) * num)
-        if not may.size:
+        # Units are sorted by descending work, so the last one that may leave is the lightest. The
+        # last unit of a bin may not leave it.
+        movable = np.flatnonzero((bin_of // num == giver) & (inside[bin_of] > 1))
+        targets = np.arange(taker * num, (taker + 1) * num)
+        if not movable.size:
             return False
-        unit = int(may[-1])
-        fits = own[size[own] + units.tokens[unit] <= rules.cap]
+        unit = int(movable[-1])
+        fits = targets[size[targets] + units.tokens[unit] <= rules.cap]
         if not fits.size:
             return False
         target = int(fits[spare[fits].argmax()])

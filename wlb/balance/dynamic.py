@@ -1,37 +1,52 @@
-"""dynamic: micro-batches that each have a context-parallel degree of their own, among all ranks.
+"""Balances with `dynamic_cp`: each micro-batch has the context-parallel degree that it needs.
 
-A slot's ranks are divided into blocks of 1, 2, 4, ... ranks; the ranks of a block share one
-micro-batch and take its work over its degree. A unit needs the degree at which its tokens fit and
-its share is no longer than a slot's. Blocks of a degree exchange units as elsewhere.
+In every slot (micro-batches that run at the same time), the ranks are divided into blocks of 1, 2,
+4, ... ranks. The ranks of a block share one micro-batch, which takes its work over the degree:
+
+    rank       0     1     2     3
+    slot 0   | a long sample | b | c |      degrees 2, 1, 1
+
+1. A unit gets the smallest degree at which its tokens fit and its time is at most a slot's.
+2. There are as many blocks of each degree as its units need.
+3. Each unit goes to the block with least time that has its degree and room.
+4. Blocks of equal degree exchange units (`wlb.balance.exchange`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.balance.exchange import SharedBins, share
+from wlb.balance.exchange import SharedBins, redistribute
 from wlb.balance.fill import fill_empty
 from wlb.balance.improve import Rules, Units
 from wlb.plan import FloatArray, IntArray, UserError
 from wlb.plan.arrays import first_true
 
 ROUNDS = 24
+"""Rounds of exchanges among the blocks of a degree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamicPlaced:
-    """block_of: of each unit. degree: ranks of each block. grid: the block of each rank and slot,
-    shape [num_ranks, num]; ranks of a block follow one another. bound: of the time, in work.
-    """
+    """The assignment of a mini-batch's units to blocks of ranks."""
 
-    block_of: IntArray
-    degree: FloatArray
-    grid: IntArray
-    bound: float
+    block_of: IntArray  # block of each unit, shape [num_units]
+    degree: FloatArray  # number of ranks of each block, shape [num_blocks]
+    grid: IntArray  # block of each rank and slot; ranks of a block are adjacent, [num_ranks, num]
+    bound: float  # lower bound on the time, in the unit of work
 
 
 def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
-    """Place all units; most: the largest degree. UserError where the rules cannot be met."""
+    """Assign all units to blocks of ranks.
+
+    Args:
+        units: The units of a mini-batch.
+        rules: The rules.
+        most: Largest degree, a power of two.
+
+    Raises:
+        UserError: If the rules cannot be satisfied.
+    """
     _check(units, rules, most)
     ranks = rules.num_ranks
     total = float(units.work.sum())
@@ -53,7 +68,7 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
             return DynamicPlaced(block_of=block_of, degree=degree, grid=grid, bound=bound)
         if rules.num is not None:
             raise UserError(
-                f"{rules.name}: {units.tokens.sum():.0f} tokens found no place in {num} "
+                f"{rules.name}: {units.tokens.sum():.0f} tokens do not fit into {num} "
                 f"micro-batches of {ranks} ranks with {rules.cap} tokens each; raise "
                 f"num_micro_batches or max_tokens"
             )
@@ -67,13 +82,13 @@ def _check(units: Units, rules: Rules, most: int) -> None:
         )
     if rules.counts is not None or units.group is not None:
         raise UserError(
-            "with dynamic_cp a sample may be on several ranks: it goes with neither equal_counts "
-            "nor groups_on='rank'"
+            "with dynamic_cp a sample may be on several ranks, so it cannot be combined with "
+            "equal_counts or groups_on='rank'"
         )
     if units.rank is not None:
         raise UserError(
-            "with dynamic_cp a sample may be on several ranks, so ranks cannot say where samples "
-            "are; leave ranks out, or dynamic_cp"
+            "with dynamic_cp a sample may be on several ranks, so it cannot be combined with "
+            "ranks; leave out one of them"
         )
     if (i := first_true(units.tokens > rules.cap * most)) is not None:
         raise UserError(
@@ -83,9 +98,16 @@ def _check(units: Units, rules: Rules, most: int) -> None:
 
 
 def _degrees(units: Units, cap: int, level: float, most: int) -> IntArray:
-    """The smallest power of two at which a unit fits in the cap and in the level."""
+    """Return the smallest power of two at which each unit's tokens and work fit, [num_units].
+
+    Args:
+        units: The units.
+        cap: Most tokens of one rank in a micro-batch.
+        level: Time that a slot should take.
+        most: Largest degree.
+    """
     need = np.maximum(units.tokens / cap, np.minimum(units.work / level, most))
-    # Exponents are exact, where a logarithm may differ between CPUs.
+    # Round up by the exponent, which is exact; a logarithm may differ between CPUs.
     fraction, exponent = np.frexp(np.maximum(need, 1.0))
     return 2 ** (exponent - (fraction == 0.5)).astype(np.int64)
 
@@ -93,7 +115,12 @@ def _degrees(units: Units, cap: int, level: float, most: int) -> IntArray:
 def _place(
     units: Units, rules: Rules, num: int, level: float, most: int
 ) -> tuple[IntArray, FloatArray] | None:
-    """Block of each unit and degree of each block, or None if `num` slots are too few."""
+    """Assign units to blocks in `num` slots.
+
+    Returns:
+        The block of each unit and the degree of each block, or None if `num` slots are too few.
+    """
+    # Begin with as many blocks of each degree as its units need by work and by tokens.
     need = _degrees(units, rules.cap, level, most)
     rows = rules.num_ranks * num
     blocks: dict[int, int] = {}
@@ -110,6 +137,8 @@ def _place(
         degree = np.repeat([*blocks, 1], [*blocks.values(), left]).astype(np.float64)
         block_of = _fill(units, need, degree, rules.cap, level)
         if isinstance(block_of, int):
+            # Units of this degree found no room: add a block. Blocks of one rank already have all
+            # the rest.
             if block_of == 1:
                 return None
             blocks[block_of] += 1
@@ -123,14 +152,23 @@ def _place(
 def _fill(
     units: Units, need: IntArray, degree: FloatArray, cap: int, level: float
 ) -> IntArray | int:
-    """Each unit to the block with the lowest time that has its degree and room; where there is
-    none, the degree that needs one more block.
+    """Assign each unit to the block with least time that has its degree and room.
+
+    Args:
+        units: The units.
+        need: Degree that each unit needs.
+        degree: Degree of each block.
+        cap: Most tokens of one rank in a micro-batch.
+        level: Time that a slot should take.
+
+    Returns:
+        The block of each unit, or, if a unit found no block, the degree that it needs.
     """
     room, time = degree * cap, np.zeros(degree.size)
     out = np.zeros(units.work.size, np.int64)
     for unit in np.lexsort((-units.work, -need)).tolist():
         after = time + units.work[unit] / degree
-        # A block of more ranks than needed takes a unit only while it stays within the level.
+        # A block of a larger degree than necessary takes a unit only up to the level.
         wide = (degree > need[unit]) & (after > level)
         bad = (degree < need[unit]) | (room < units.tokens[unit]) | wide
         after[bad] = np.inf
@@ -144,6 +182,7 @@ def _fill(
 
 
 def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> bool:
+    """Return whether a block has too many tokens, or no unit."""
     tokens = np.bincount(block_of, units.tokens, degree.size)
     return bool(
         (tokens > degree * cap).any() or np.bincount(block_of, minlength=degree.size).min() < 1
@@ -151,6 +190,7 @@ def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> 
 
 
 def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> IntArray:
+    """Let the blocks of each degree exchange units, and return the new block of each unit."""
     out = block_of.copy()
     for d in np.unique(degree).tolist():
         chosen = np.flatnonzero(degree == d)
@@ -167,7 +207,7 @@ def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) ->
             order = np.argsort(loads, kind="stable")
             half = chosen.size // 2
             low = np.roll(order[:half], turn % half)
-            share(
+            redistribute(
                 bins, order[::-1][:half], low, excess=loads, cap=int(d) * cap, spare=None, turn=turn
             )
         out[mine] = chosen[bins.bin_of()]
@@ -177,7 +217,13 @@ def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) ->
 def _grid(
     work: FloatArray, block_of: IntArray, degree: FloatArray, ranks: int
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Blocks numbered slot by slot: widest first, which powers of two fill without a gap."""
+    """Arrange blocks in slots, and number them in this order.
+
+    Sorted by descending degree, powers of two fill the ranks of each slot without a gap.
+
+    Returns:
+        The block of each rank and slot, the degree of each block, and the block of each unit.
+    """
     load = np.bincount(block_of, work, degree.size) / degree
     order = np.lexsort((-load, -degree))
     new = np.empty(order.size, np.int64)

@@ -1,9 +1,14 @@
-"""exchange: bins that are over their targets share units anew with bins that are under theirs.
+"""Exchanges units between bins, so that each bin gets closer to its target of work.
 
-A round pairs the bins that are furthest over with others, no bin twice, and divides up to eight of
-a pair's units in the best of the 256 ways: so it finds moves, swaps and two-for-one exchanges at
-once. All pairs of a round are one matrix product of whole numbers, which float64 holds exactly
-(sums of work stay below 2**50), so that every host finds the same.
+A round pairs each of the bins that exceed their targets most with another bin, and uses no bin
+twice. Up to four units of each bin of a pair are divided anew, in the best of the 2^8 = 256 ways:
+
+    bin 0: units a b c d        way 0b00010111: a b c and e go to bin 0
+    bin 1: units e f g h        and d f g h to bin 1
+
+This finds moves, swaps and two-for-one exchanges at once. All pairs of a round are evaluated by one
+matrix product. It is exact, because work is integer and sums stay below 2**50, so every host finds
+the same assignment.
 Cost: 0.2 ms for a round of 28 pairs, 1 ms for 312.
 """
 
@@ -15,34 +20,49 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import BoolArray, FloatArray
 
 TAKEN = 4
-"""Units of each bin of a pair that are divided anew."""
+"""Number of units of each bin that a round divides anew."""
 WAYS = (np.arange(1 << (2 * TAKEN))[:, None] >> np.arange(2 * TAKEN) & 1).astype(np.float64)
-"""Whether each of the eight units goes to the first bin, shape [256, 8]."""
+"""WAYS[w, u] says whether unit u goes to the first bin in way w, shape [256, 8]."""
 
 
 def sums_by(label: IntArray, values: FloatArray, num: int = 0) -> FloatArray:
-    """Sums of `values` with the same label (0, 1, ...; shape [num] at least)."""
+    """Sum values by label.
+
+    Args:
+        label: Label of each value, from 0.
+        values: The values.
+        num: Least number of labels.
+
+    Returns:
+        The sum for each label, shape [max(num, number of labels)].
+    """
     return np.bincount(label, values, num).astype(np.float64)
 
 
 @dataclass(slots=True, eq=False)
 class SharedBins:
-    """Units by bin; `members` is changed in place.
+    """The units of each bin, which `redistribute` changes in place.
 
-    work, tokens, samples: of each unit, heaviest first, with a last entry of zeros that stands for
-    no unit; float64 whole numbers, shape [num_units + 1]. members: units of each bin in ascending
-    order, then num_units, shape [num_bins, columns]. rank: of each bin.
+    Units are sorted by descending work. The index `num_units` stands for "no unit"; the columns of
+    units have a last entry of zeros for it. Values are integers in float64.
     """
 
-    work: FloatArray
-    tokens: FloatArray
-    samples: FloatArray
+    work: FloatArray  # of each unit, shape [num_units + 1]
+    tokens: FloatArray  # of each unit, shape [num_units + 1]
+    samples: FloatArray  # number of samples of each unit, shape [num_units + 1]
+    # Units of each bin in ascending order, filled up with num_units, shape [num_bins, columns].
     members: IntArray
-    rank: IntArray
+    rank: IntArray  # rank of each bin, shape [num_bins]
 
     @classmethod
     def of(cls, units: tuple[FloatArray, FloatArray, FloatArray], bin_of: IntArray, rank: IntArray):
-        """bin_of: the bin of each unit, shape [num_units]."""
+        """Make bins of units.
+
+        Args:
+            units: Work, tokens and samples of each unit, as in the fields.
+            bin_of: Bin of each unit, shape [num_units].
+            rank: Rank of each bin, shape [num_bins].
+        """
         num, bins = bin_of.size, rank.size
         counts = np.bincount(bin_of, minlength=bins)
         order = np.argsort(bin_of, kind="stable")
@@ -53,11 +73,11 @@ class SharedBins:
 
     @property
     def counts(self) -> IntArray:
-        """Units of each bin."""
+        """Number of units in each bin, shape [num_bins]."""
         return (self.members < self.work.size - 1).sum(1)
 
     def bin_of(self) -> IntArray:
-        """The bin of each unit."""
+        """Return the bin of each unit, shape [num_units]."""
         out = np.zeros(self.work.size, np.int64)
         out[self.members] = np.arange(len(self.members))[:, None]
         return out[:-1]
@@ -65,18 +85,16 @@ class SharedBins:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """One side of every pair: its bins, TAKEN of each one's units (shape [pairs, TAKEN]), and how
-    many others it keeps.
-    """
+    """One bin of every pair, and the units that it offers."""
 
-    bins: IntArray
-    members: IntArray
-    columns: IntArray
-    units: IntArray
-    kept: IntArray
+    bins: IntArray  # the bins, shape [num_pairs]
+    members: IntArray  # all units of each bin, shape [num_pairs, columns]
+    columns: IntArray  # columns of `members` with the units that are offered, [num_pairs, TAKEN]
+    units: IntArray  # the units that are offered, shape [num_pairs, TAKEN]
+    kept: IntArray  # number of units that are not offered, shape [num_pairs]
 
 
-def share(
+def redistribute(
     bins: SharedBins,
     top: IntArray,
     low: IntArray,
@@ -86,19 +104,31 @@ def share(
     spare: FloatArray | None,
     turn: int,
 ) -> BoolArray:
-    """Divide units of each pair (top[i], low[i]) so that both have nearly the same excess.
+    """Divide units of each pair of bins anew, so that both exceed their targets about equally.
 
-    excess: by bin. cap: tokens of a bin. spare: samples that a bin may gain and lose in this round
-    (shape [2, num_bins]), where those of ranks are limited; pairs of one rank need none.
-    turn: which units are looked at. Returns which pairs changed.
+    Args:
+        bins: The bins, changed in place.
+        top: First bin of each pair, which exceeds its target more.
+        low: Second bin of each pair.
+        excess: Work of each bin above its target, shape [num_bins].
+        cap: Most tokens of a bin.
+        spare: Samples that each bin may gain and lose, shape [2, num_bins]; None = any number.
+            Pairs of bins of one rank are not limited.
+        turn: Number of the round, which chooses the units that bins with many of them offer.
+
+    Returns:
+        Whether each pair changed.
     """
     a, b = _side(bins, top, turn), _side(bins, low, turn)
     units = np.concatenate([a.units, b.units], 1)
     work, tokens = bins.work[units], bins.tokens[units]
+    # Work and tokens of the first bin's offered units in each way, shape [num_pairs, 256].
     ways_work, ways_tokens = work @ WAYS.T, tokens @ WAYS.T
     loads = excess[top], excess[low]
+    # In the best way the first bin has this much work of the offered units.
     want = work[:, :TAKEN].sum(1) - (loads[0] - loads[1]) / 2
     off = np.abs(ways_work - want[:, None])
+    # Forbid ways that exceed the token cap, leave a bin empty or break the counts of samples.
     sizes = [bins.tokens[side.members].sum(1) for side in (a, b)]
     taken = tokens[:, :TAKEN].sum(1)
     most = np.maximum(cap - sizes[0], 0) + taken
@@ -110,6 +140,7 @@ def share(
         bad |= _breaks_counts(bins, a, b, units, spare)
     off[bad] = np.inf
     best = off.argmin(1)
+    # Only exchanges that gain more than half a unit of work are made.
     gain = np.abs(loads[0] - loads[1]) / 2 - off[np.arange(top.size), best]
     changed = gain > 0.5
     at = np.flatnonzero(changed)
@@ -120,7 +151,7 @@ def share(
 
 
 def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
-    """Units spread over each bin's weights, others in every turn."""
+    """Choose units that each bin offers, spread over its range of work; others in every turn."""
     members = bins.members[chosen]
     counts = (members < bins.work.size - 1).sum(1)
     steps = np.arange(TAKEN)
@@ -131,7 +162,7 @@ def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
 
 
 def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> BoolArray:
-    """Ways that leave one of the two without a unit."""
+    """Return which ways leave one bin of a pair without a unit, shape [num_pairs, 256]."""
     real = (units < bins.work.size - 1).astype(np.float64)
     to_first = real @ WAYS.T
     lost = (to_first < 1) & (a.kept < 1)[:, None]
@@ -141,6 +172,7 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
 def _breaks_counts(
     bins: SharedBins, a: _Side, b: _Side, units: IntArray, spare: FloatArray
 ) -> BoolArray:
+    """Return which ways give a rank too many or too few samples, shape [num_pairs, 256]."""
     gained = bins.samples[units] @ WAYS.T - bins.samples[a.units].sum(1)[:, None]
     up = np.minimum(spare[0][a.bins], spare[1][b.bins])[:, None]
     down = np.minimum(spare[1][a.bins], spare[0][b.bins])[:, None]
@@ -149,6 +181,15 @@ def _breaks_counts(
 
 
 def _rewrite(bins: SharedBins, side: _Side, at: IntArray, units: IntArray, mine: BoolArray) -> None:
+    """Replace the offered units of one bin of the changed pairs.
+
+    Args:
+        bins: The bins, changed in place.
+        side: The bin of every pair, with its units.
+        at: The pairs that changed.
+        units: Units that both bins of these pairs offered, shape [num_changed, 2 * TAKEN].
+        mine: Which of them the bin gets.
+    """
     none = bins.work.size - 1
     rows = side.members[at]
     rows[np.arange(at.size)[:, None], side.columns[at]] = none

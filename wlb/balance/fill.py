@@ -1,9 +1,18 @@
-"""fill: units into bins that never hold more tokens than their cap, with work near slot levels.
+"""Fills bins with units: at most `cap` tokens a bin, and equal work within every slot.
 
-`levels` says how much work a bin of each slot should have: its R heaviest units need not share a
-slot with light ones, so slots may differ, and only ranks within a slot must be equal. `fill` gives
-the heaviest unit to the bin furthest below its level that has room; where that strands a unit, best
-fit by tokens is tried, which wastes least room. Cost: 1 ms for 768 units, 15 to 40 ms for 8,192.
+A bin is one rank's micro-batch. A slot has a bin of each rank; these run at the same time. Only
+bins of the same slot must be equal, so the heaviest units can share a slot that takes longer than
+the others:
+
+    slot 0   | heavy unit | heavy unit |    level 9
+    slot 1   | a b c      | d e f      |    level 5
+
+1. `levels` computes how much work a bin of each slot should have.
+2. `fill` takes units from heavy to light. Each goes to the bin that is furthest below its level and
+   has room.
+3. If a unit finds no room, it starts over with best fit by tokens, which wastes least room.
+
+Cost: 1 ms for 768 units, 15 to 40 ms for 8,192.
 """
 
 import heapq
@@ -15,19 +24,31 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
 TRIED = 6
-"""Bins with too little room that are passed over before the emptiest one is taken."""
+"""If this many bins of least work have too little room, the bin with fewest tokens is taken."""
 
 
 def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
-    """Micro-batches of a rank that units of these tokens need at least."""
+    """Return how many micro-batches each rank needs at least.
+
+    Args:
+        tokens: Tokens of each unit, shape [num_units].
+        num_ranks: Number of ranks.
+        cap: Most tokens of a micro-batch.
+    """
+    # Two units above half the cap cannot share a micro-batch.
     whole = -(-int(tokens.sum()) // (cap * num_ranks))
     return max(1, whole, -(-int((tokens * 2 > cap).sum()) // num_ranks))
 
 
 def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
-    """max(floor, mean - x), with the x at which it adds up to what `mean` does, or to floor's sum.
+    """Return how much work a bin of each slot should have, shape [num_slots].
 
-    floor: work that a slot cannot go below, its heaviest unit. mean: work of its bins now.
+    Slots with a heavy unit must have at least its work, so all others should have less. The result
+    is max(floor, mean - x), with x such that the total work stays the same.
+
+    Args:
+        floor: Least work of a bin of each slot: that of the slot's heaviest unit.
+        mean: Mean work of the bins of each slot.
     """
     total, lower = mean.sum(), 0.0
     out = np.maximum(floor, mean)
@@ -49,10 +70,18 @@ def fill(
     cap: int,
     heavy_slots: int | None = None,
 ) -> IntArray | None:
-    """The bin of each unit among num_ranks x num, or None if they were not placed.
+    """Assign each unit to one of num_ranks * num bins.
 
-    work, tokens: of units, heaviest first. Bins of a slot follow one another. heavy_slots: so many
-    may have a level above the others, because of their heaviest unit; default any.
+    Args:
+        work: Work of each unit, heaviest first, shape [num_units].
+        tokens: Tokens of each unit, shape [num_units].
+        num_ranks: Number of ranks. Bins [s * num_ranks, (s + 1) * num_ranks) are slot s.
+        num: Micro-batches of each rank.
+        cap: Most tokens of a bin.
+        heavy_slots: Number of slots whose level may be raised by their heaviest unit. None = all.
+
+    Returns:
+        The bin of each unit, or None if they do not fit.
     """
     heaviest = work[::num_ranks][: num if heavy_slots is None else heavy_slots]
     floor = np.zeros(num)
@@ -65,9 +94,10 @@ def fill(
 def _most_room(
     work: FloatArray, tokens: FloatArray, level: FloatArray, cap: int
 ) -> IntArray | None:
-    """Each unit to the bin that is furthest below its level, then to the one with fewest tokens.
+    """Assign each unit to the bin furthest below its level, or else with fewest tokens.
 
-    Both come from heaps whose entries are brought up to date when they reach the top.
+    Both minima come from heaps, whose entries are updated when they reach the top. Returns None if
+    a unit finds no room.
     """
     excess, size = [-int(x) for x in level], [0] * level.size
     by_excess = [(e, b) for b, e in enumerate(excess)]
@@ -95,7 +125,17 @@ def _most_room(
 def _lowest_with_room(
     heap: list[tuple[int, int]], excess: list[int], size: list[int], most: int, full: int
 ) -> int | None:
-    """The bin with the lowest excess among the first few; bins that nothing fits leave the heap."""
+    """Return the bin furthest below its level that has room, if it is among the first few.
+
+    Bins in which not even the smallest unit fits are removed from the heap.
+
+    Args:
+        heap: (excess, bin) of the bins; excesses may be outdated.
+        excess: Work of each bin above its level.
+        size: Tokens of each bin.
+        most: Most tokens of a bin in which the unit fits.
+        full: Most tokens of a bin in which the smallest unit fits.
+    """
     aside: list[tuple[int, int]] = []
     found = None
     while heap and len(aside) <= TRIED:
@@ -115,9 +155,18 @@ def _lowest_with_room(
 
 
 def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
-    """Best fit decreasing: each to the fullest bin that has room; None if `num` are too few."""
+    """Assign units by best fit decreasing: each to the fullest bin with room.
+
+    Args:
+        tokens: Tokens of each unit, shape [num_units].
+        num: Number of bins.
+        cap: Most tokens of a bin.
+
+    Returns:
+        The bin of each unit, or None if there are too few bins.
+    """
     order = np.argsort(-tokens, kind="stable")
-    room, ids = list[int](), list[int]()
+    room, ids = list[int](), list[int]()  # free tokens of open bins, ascending, and their bins
     out = np.zeros(tokens.size, np.int64)
     opened = 0
     for unit, length in zip(order.tolist(), tokens[order].astype(np.int64).tolist(), strict=True):
@@ -136,9 +185,12 @@ def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
 
 
 def fill_empty(bin_of: IntArray, work: FloatArray, group: IntArray) -> None:
-    """Give each bin without a unit the lightest of the bin with most units, in place.
+    """Move a unit into each empty bin: the lightest one of the bin with most units.
 
-    group: of each bin; a bin takes from bins of its own group.
+    Args:
+        bin_of: Bin of each unit, changed in place.
+        work: Work of each unit.
+        group: Group of each bin. Units only move between bins of the same group.
     """
     counts = np.bincount(bin_of, minlength=group.size)
     for bin_ in np.flatnonzero(counts == 0).tolist():

@@ -1,95 +1,111 @@
-"""improve: what is placed, what rules hold, and exchanges until a step is no longer shortened."""
+"""Improves an assignment by exchanges of units, until the step becomes no shorter.
+
+It also has the two records that all files of this folder share: `Units` (what is assigned) and
+`Rules` (what an assignment must satisfy).
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.balance.exchange import SharedBins, share, sums_by
-from wlb.balance.waiting_times import Waits
+from wlb.balance.exchange import SharedBins, redistribute, sums_by
+from wlb.balance.waiting_times import WaitingRule
 from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
 GOOD_ENOUGH = 1.00002
-"""Time over the bound at which exchanges end."""
+"""Exchanges end when the time is at most this factor above the lower bound."""
 STALE, WORTHWHILE = 10, 1e-4
-"""Exchanges end once this many rounds together have gained less than this share of the time."""
+"""Exchanges end when STALE rounds together gain less than the share WORTHWHILE of the time."""
 CLOSE = 1.001
-"""Time over the bound below which a tenth of that gain is worth a round."""
+"""Within this factor of the bound, a tenth of WORTHWHILE is enough to continue."""
 NEARLY = 1.0001
-"""Time over the bound below which exchanges go on to GOOD_ENOUGH or the last round."""
+"""Within this factor of the bound, exchanges continue even without gains, until GOOD_ENOUGH or the
+last round."""
 MOST_PAIRS, MOST_ROUNDS = 7_000, 150
-"""Pairs of bins looked at in all, and rounds, which bound the time."""
+"""Most pairs of bins in all rounds together, and most rounds. They bound the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What an assignment has to keep to; see `balance_step`.
+    """What an assignment of a mini-batch must satisfy; see `balance_step`."""
 
-    counts: fewest and most samples of a rank, None where any number will do. name: of the
-    mini-batch, for errors.
-    """
-
-    num_ranks: int
-    cap: int
-    slots_wait: bool
-    multiple: int = 1
-    at_least: int = 1
-    num: int | None = None
-    counts: tuple[int, int] | None = None
-    name: str = "the step"
+    num_ranks: int  # number of data-parallel ranks
+    cap: int  # most tokens of a micro-batch
+    slots_wait: bool  # whether ranks wait for each other after every micro-batch
+    multiple: int = 1  # the number of micro-batches of a rank is a multiple of this
+    at_least: int = 1  # least number of micro-batches of a rank
+    num: int | None = None  # number of micro-batches of a rank; None = as few as fit
+    counts: tuple[int, int] | None = None  # fewest and most samples of a rank; None = any number
+    name: str = "the step"  # what error messages call the mini-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """What is placed as a whole, heaviest first: float64 whole numbers, shape [num_units].
+    """What is assigned as a whole: samples, or atoms (samples that share a micro-batch).
 
-    group: of each unit, numbered from 0, where the units of a group must meet on one rank.
-    rank: of each unit, where they stay on the ranks that have them.
+    Units are sorted by descending work. Work, tokens and samples are integers in float64. All
+    arrays have shape [num_units].
     """
 
     work: FloatArray
     tokens: FloatArray
-    samples: FloatArray
-    group: IntArray | None = None
-    rank: IntArray | None = None
+    samples: FloatArray  # number of samples of each unit
+    group: IntArray | None = None  # group of each unit, if the units of a group must share a rank
+    rank: IntArray | None = None  # rank of each unit, if units must stay on their ranks
 
     def select(self, chosen: IntArray) -> "Units":
+        """Return the chosen units, without groups and ranks."""
         return Units(
             work=self.work[chosen], tokens=self.tokens[chosen], samples=self.samples[chosen]
         )
 
     @property
-    def stay(self) -> bool:
-        """Whether exchanges may not take a unit from its rank."""
+    def stay_on_ranks(self) -> bool:
+        """Whether exchanges must leave each unit on its rank."""
         return self.group is not None or self.rank is not None
 
     def padded(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return work, tokens and samples with a last entry of 0, as `SharedBins` needs them."""
         work, tokens, samples = (np.append(x, 0.0) for x in (self.work, self.tokens, self.samples))
         return work, tokens, samples
 
 
 def improve(
-    units: Units, bin_of: IntArray, rank: IntArray, waits: Waits, rules: Rules, bound: float
+    units: Units, bin_of: IntArray, rank: IntArray, waiting: WaitingRule, rules: Rules, bound: float
 ) -> IntArray:
-    """Exchanges between bins while they shorten the step; the best assignment found."""
+    """Exchange units between bins while that shortens the step.
+
+    Args:
+        units: The units.
+        bin_of: Bin of each unit at the beginning.
+        rank: Rank of each bin.
+        waiting: When ranks wait for each other.
+        rules: The rules.
+        bound: Lower bound on the time of the step.
+
+    Returns:
+        The bin of each unit in the best assignment that was found.
+    """
     bins = SharedBins.of(units.padded(), bin_of, rank)
     loads = bins.work[bins.members].sum(1)
-    best, best_members = waits.time(loads), bins.members
+    best, best_members = waiting.time(loads), bins.members
     stale_from, worth, turn, rounds = 0, best, 0, 1
     while turn < rounds and best > bound * GOOD_ENOUGH:
         if turn % 6 == 0:
-            waits.aim(bins, loads)
-        excess = waits.excess(loads)
-        top, low = waits.pairs(excess, turn)
-        if not top.size:  # one bin a rank, whose units may not leave it
+            waiting.aim(bins, loads)
+        excess = waiting.excess(loads)
+        top, low = waiting.pairs(excess, turn)
+        if not top.size:
+            # Each rank has a single bin, and units must stay on their ranks.
             break
         rounds = min(MOST_ROUNDS, max(16, MOST_PAIRS // top.size))
         spare = None if rules.counts is None else _spare(bins, rules, top, low)
         before = bins.members
         bins.members = before.copy() if before is best_members else before
-        share(bins, top, low, excess=excess, cap=rules.cap, spare=spare, turn=turn)
+        redistribute(bins, top, low, excess=excess, cap=rules.cap, spare=spare, turn=turn)
         loads = bins.work[bins.members].sum(1)
-        now = waits.time(loads)
+        now = waiting.time(loads)
         if now < best:
             best, best_members = now, bins.members
         gain = WORTHWHILE if best > bound * CLOSE else WORTHWHILE / 10
@@ -103,8 +119,9 @@ def improve(
 
 
 def _spare(bins: SharedBins, rules: Rules, top: IntArray, low: IntArray) -> FloatArray:
-    """Samples that each bin may gain and lose: what its rank may, divided over the rank's bins of
-    this round.
+    """Return how many samples each bin may gain and lose in a round, shape [2, num_bins].
+
+    What a rank may gain or lose is divided over those of its bins that take part in the round.
     """
     least, most = rules.counts or (0, 0)
     held = sums_by(bins.rank, bins.samples[bins.members].sum(1))

@@ -1,21 +1,32 @@
-"""mini_batches: a rollout batch to optimiser steps of equal work and of the same lengths.
+"""Divides a rollout batch into mini-batches with equal work and similar lengths.
 
-Groups (or samples) are ranked by work and dealt block by block, as many in a block as there are
-mini-batches: so each gets one of the longest, one of the next longest, and so on, and no
-mini-batch has longer samples than another. In a block the heaviest goes to the one with least work.
+Groups (or samples) are sorted by work and cut into blocks of as many as there are mini-batches.
+Each mini-batch gets one item of every block: one of the longest, one of the next longest, and so
+on. So no mini-batch has longer samples than another. In a block, the heaviest item goes to the
+mini-batch with least work so far.
 """
 
 import numpy as np
 
-from wlb.balance.solve import deal_blocks
+from wlb.balance.solve import assign_blocks
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
 
 def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: bool) -> IntArray:
-    """The mini-batch of each item. work, samples: of groups, shape [num_items].
+    """Choose the mini-batch of each item (a group or a sample).
 
-    UserError for fewer items than mini-batches, and for unequal counts where equal ones are asked.
+    Args:
+        work: Work of each item, shape [num_items].
+        samples: Number of samples of each item, shape [num_items].
+        num: Number of mini-batches.
+        equal_counts: Whether mini-batches must have equally many samples.
+
+    Returns:
+        The mini-batch of each item, shape [num_items].
+
+    Raises:
+        UserError: If there are fewer items than mini-batches, or equal counts are not possible.
     """
     if work.size < num:
         raise UserError(
@@ -23,12 +34,12 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
         )
     order = np.lexsort((-work, -samples))
     out = np.empty(work.size, np.int64)
-    out[order] = deal_blocks(work[order], samples[order], num, counts=True)
+    out[order] = assign_blocks(work[order], samples[order], num, counts=True)
     held = np.bincount(out, samples, num)
     if equal_counts and held.min() < held.max():
         raise UserError(
-            f"mini-batches would hold {held.min():.0f} to {held.max():.0f} samples, and "
-            f"equal_counts asks for {samples.sum() / num:g}; give groups of equal size, as many "
-            f"as a multiple of mini_batches = {num}"
+            f"mini-batches would have {held.min():.0f} to {held.max():.0f} samples, but "
+            f"equal_counts requires {samples.sum() / num:g}; give groups of equal size, whose "
+            f"number is a multiple of mini_batches = {num}"
         )
     return out

@@ -1,4 +1,4 @@
-"""request: what `balance_step` was asked, checked; every error names the sample and the limit."""
+"""The checked arguments of `balance_step`; every error names the sample and the limit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,21 +17,25 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 
 WAITS = ("micro_batch", "step")
+"""Values of `wait`."""
 TOO_LONG = ("refuse", "alone")
+"""Values of `too_long`."""
 GROUPS_ON = ("mini_batch", "rank")
+"""Values of `groups_on`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleLabels:
-    """What samples belong to. atom, group: numbered from 0 in the order of their first samples,
-    group None where there are none. rank: as given, or None. mini_batches: how many, or each
-    sample's.
+    """The mini-batch, group, atom and rank to which each sample belongs.
+
+    Groups and atoms are numbered from 0 in the order of their first samples. Arrays have shape
+    [num_samples].
     """
 
-    mini_batches: int | IntArray
-    group: IntArray | None
-    atom: IntArray
-    rank: IntArray | None
+    mini_batches: int | IntArray  # number of mini-batches, or the mini-batch of each sample
+    group: IntArray | None  # group of each sample; None = no groups
+    atom: IntArray  # atom of each sample: samples of an atom share a micro-batch
+    rank: IntArray | None  # rank of each sample, if samples stay on their ranks; None = anywhere
 
     @classmethod
     def of(
@@ -43,7 +47,18 @@ class SampleLabels:
         atoms: IntLike | None,
         ranks: IntLike | None,
     ) -> "SampleLabels":
-        """As given to `balance_step` for `num` samples. UserError for another number of labels."""
+        """Convert the arguments of `balance_step` for `num` samples.
+
+        Args:
+            num: Number of samples.
+            mini_batches: Number of mini-batches, or a label for each sample.
+            groups: A label for each sample.
+            atoms: A label for each sample.
+            ranks: Rank of each sample.
+
+        Raises:
+            UserError: If there is not one label for each sample.
+        """
         return cls(
             mini_batches=_mini_batches(mini_batches, num),
             group=None if groups is None else labels("groups", groups, num),
@@ -54,13 +69,11 @@ class SampleLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRules:
-    """What a rank's samples have to be: equal in number give or take `slack`, and of whole groups
-    where groups are on a "rank".
-    """
+    """What the samples of a rank must satisfy."""
 
-    equal_counts: bool
-    slack: int
-    groups_on: str
+    equal_counts: bool  # whether all ranks have equally many samples
+    slack: int  # ranks may have this many samples more or less than equal counts
+    groups_on: str  # "rank" if a group must stay on one rank, or "mini_batch"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slack", whole_number("count_slack", self.slack, 0))
@@ -68,12 +81,12 @@ class RankRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRules:
-    """How many micro-batches every rank gets, and where ranks wait; see `balance_step`."""
+    """How many micro-batches every rank gets, and when ranks wait for each other."""
 
-    num: int | None
-    at_least: int
-    multiple: int
-    wait: str
+    num: int | None  # number of micro-batches of a rank; None = as few as fit
+    at_least: int  # least number of micro-batches of a rank
+    multiple: int  # the number of micro-batches is a multiple of this
+    wait: str  # "micro_batch" or "step"
 
     def __post_init__(self) -> None:
         if self.num is not None:
@@ -83,12 +96,12 @@ class SlotRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """See `balance_step`; checked when made."""
+    """The arguments of `balance_step`, which are checked when the record is made."""
 
-    lengths: IntArray
-    num_ranks: int
-    max_tokens: int
-    too_long: str
+    lengths: IntArray  # tokens of each sample, shape [num_samples]
+    num_ranks: int  # number of data-parallel ranks
+    max_tokens: int  # most tokens of a micro-batch
+    too_long: str  # what happens to longer samples: "refuse" or "alone"
     labels: SampleLabels
     rank_rules: RankRules
     slots: SlotRules
@@ -105,7 +118,7 @@ class StepRequest:
             raise UserError(f"count_slack = {self.rank_rules.slack} needs equal_counts = True")
         if self.slots.num is not None and self.slots.num % self.slots.multiple:
             raise UserError(
-                f"num_micro_batches = {self.slots.num} is no multiple of {self.slots.multiple}"
+                f"num_micro_batches = {self.slots.num} is not a multiple of {self.slots.multiple}"
             )
         self._check_caps()
         self._check_labels(self.labels)
@@ -126,12 +139,12 @@ class StepRequest:
             )
         if (i := first_true((rank < 0) | (rank >= self.num_ranks))) is not None:
             raise UserError(
-                f"ranks[{i}] = {rank[i]} is not one of num_ranks = {self.num_ranks} from 0"
+                f"ranks[{i}] = {rank[i]} must be at least 0 and below num_ranks = {self.num_ranks}"
             )
         if self.rank_rules.equal_counts or self.rank_rules.groups_on == "rank":
             raise UserError(
-                "ranks says where each sample is; it goes with neither equal_counts nor "
-                "groups_on='rank'"
+                "ranks keeps each sample on its rank, so it cannot be combined with equal_counts "
+                "or groups_on='rank'"
             )
         several = isinstance(given.mini_batches, int) and given.mini_batches > 1
         if given.group is not None and several:
@@ -146,19 +159,28 @@ class StepRequest:
         alone = int((self.labels.atom == over).sum()) == 1
         what = f"sample {sample} has" if alone else f"the atom of sample {sample} has"
         raise UserError(
-            f"{what} {tokens[over]} tokens, and a micro-batch at most max_tokens = "
-            f"{self.max_tokens}; cut it, raise max_tokens, or let it be alone (too_long='alone')"
+            f"{what} {tokens[over]} tokens, more than the max_tokens = {self.max_tokens} of a "
+            f"micro-batch; cut it, raise max_tokens, or let it be alone (too_long='alone')"
         )
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """UserError unless `value` is one of `known`."""
+    """Raise UserError unless `value` is one of `known`; `name` is what the message calls it."""
     if value not in known:
         raise UserError(f"{name} = {value!r} must be one of {', '.join(known)}")
 
 
 def labels(name: str, values: IntLike, num: int) -> IntArray:
-    """Any whole numbers, one a sample, as numbers from 0 in the order in which they first come."""
+    """Renumber labels from 0, in the order of their first samples.
+
+    Args:
+        name: What an error message calls the labels.
+        values: An integer for each sample.
+        num: Number of samples.
+
+    Returns:
+        The new label of each sample, shape [num].
+    """
     array = int_array(name, values)
     if array.size != num:
         raise UserError(f"{name} has {array.size} entries, and there are {num} samples")
@@ -169,6 +191,7 @@ def labels(name: str, values: IntLike, num: int) -> IntArray:
 
 
 def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
+    """Return the number of mini-batches, or the mini-batch of each of `num` samples."""
     if not isinstance(given, Iterable):
         return whole_number("mini_batches", given, 1)
     array = int_array("mini_batches", given)
@@ -178,12 +201,12 @@ def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
 
 
 def _inside(outer_name: str, outer: IntArray, inner_name: str, inner: IntArray) -> None:
-    """UserError naming a sample unless each `inner` label lies in one `outer` label."""
+    """Raise UserError unless all samples with equal `inner` labels have equal `outer` labels."""
     of = np.zeros(int(inner.max()) + 1, np.int64)
     of[inner[::-1]] = outer[::-1]
     if (i := first_true(of[inner] != outer)) is not None:
         first = int(np.flatnonzero(inner == inner[i])[0])
         raise UserError(
-            f"samples {first} and {i} are one {inner_name}, but in {outer_name}s of their own; "
-            f"an {inner_name} is not divided"
+            f"samples {first} and {i} have the same {inner_name}, but different {outer_name}s; "
+            f"give all samples of one {inner_name} the same {outer_name}"
         )

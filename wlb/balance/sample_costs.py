@@ -1,8 +1,8 @@
-"""What each sample costs, from any of the things that say so, as float64 whole numbers.
+"""Computes the cost of each sample from any form of `cost` that `balance_step` accepts.
 
-Most are workload models (`wlb.cost.protocol`). "slime" is the forward FLOPs of a dense model
-(`slime_flops`, slime's `calculate_fwd_flops`). A number is a FLOPs ratio: attention's cost of a
-sample of that many tokens equals its linear layers'.
+Most forms are workload models (`wlb.cost.protocol`). "slime" is the forward FLOPs of a dense model,
+as slime computes them. A number is the length in tokens at which attention costs as much as linear
+layers.
 """
 
 from math import frexp, ldexp
@@ -15,7 +15,9 @@ from wlb.plan.arrays import FloatArray, first_true
 from wlb.spec import ModelSpec
 
 PASSES = ("train", "forward")
+"""Values of `passes`."""
 WORK_BITS = 50
+"""Integer work adds up to less than 2 to this power, so that float64 sums are exact."""
 SEVEN_B = ModelSpec(
     hidden_size=4096,
     num_layers=32,
@@ -27,7 +29,12 @@ SEVEN_B = ModelSpec(
 
 
 def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:
-    """Forward FLOPs of samples (tokens, shape [n]) as slime counts those of a dense model."""
+    """Return the forward FLOPs of samples as slime's `calculate_fwd_flops` does for a dense model.
+
+    Args:
+        lengths: Tokens of each sample, shape [n].
+        model: The model. Defaults to a 7B model.
+    """
     d, kv = model.hidden_size, model.num_kv_heads * model.head_size
     heads = model.num_heads * model.head_size
     weights = d * heads + 2 * d * kv + d * d + 3 * d * model.ffn_hidden_size
@@ -37,10 +44,16 @@ def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:
 
 
 def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
-    """The cost of each sample, finite and not negative; UserError with the sample otherwise.
+    """Return the cost of each sample, shape [n].
 
-    passes: "train" (forward and backward) or "forward" (log-probabilities), where `cost` is a model
-    that tells them apart; all else prices the passes that it was made for.
+    Args:
+        lengths: Tokens of each sample, shape [n].
+        cost: Any form of cost that `balance_step` accepts.
+        passes: "train" (forward and backward) or "forward" (for log-probabilities). Only a workload
+            model distinguishes them.
+
+    Raises:
+        UserError: If a sample has no finite cost of at least 0.
     """
     if passes not in PASSES:
         raise UserError(f"passes = {passes!r} must be one of {', '.join(PASSES)}")
@@ -55,8 +68,8 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
     out = np.asarray(found, np.float64)
     if out.shape != lengths.shape:
         raise UserError(
-            f"cost has shape {out.shape}, and there are {lengths.size} samples; give one number a "
-            f"sample"
+            f"cost has shape {out.shape}, but there are {lengths.size} samples; give one number "
+            f"for each sample"
         )
     if (i := first_true(~(np.isfinite(out) & (out >= 0)))) is not None:
         raise UserError(
@@ -66,14 +79,15 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
 
 
 def whole(costs: FloatArray) -> FloatArray:
-    """Costs as whole numbers of at least 1 whose sum float64 holds exactly.
+    """Round costs to integers of at least 1 whose sum is exact in float64.
 
-    Ranks compare and add them without rounding, so that all find the same assignment.
+    So ranks add and compare them without rounding errors, and all find the same assignment.
     """
     total = float(costs.sum())
     if total <= 0:
         return np.ones_like(costs)
-    # A power of two keeps whole costs whole where there is room, and the division exact.
+    # Divide by a power of two, which is exact, and which keeps integer costs integer if their sum
+    # has less than WORK_BITS bits.
     fraction, exponent = frexp(total)
     worth = ldexp(1.0, exponent - (fraction == 0.5) - (WORK_BITS - 1))
     return np.maximum(np.rint(costs / worth), 1.0)

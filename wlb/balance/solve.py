@@ -1,8 +1,14 @@
-"""solve: the units of one mini-batch to ranks and micro-batches.
+"""Assigns the units of one mini-batch to ranks and micro-batches.
 
-As few micro-batches as the cap permits: units are placed (`fill`), then bins exchange units while
-the step becomes shorter (`exchange`) and is not yet at the bound. Where ranks must hold equal
-counts, or groups, units go to ranks first and then to each rank's bins.
+It uses as few micro-batches as the token cap permits, and one more while units do not fit:
+
+- If any unit may go to any rank (`_by_bins`): fill bins by work (`fill`), let them exchange units
+  until the time is at its lower bound or improves no more (`improve`), then assign bins to ranks.
+- If ranks must have equal numbers of samples, or whole groups (`_by_rank`): assign units to ranks
+  first, then fill each rank's bins, and let bins exchange units.
+
+A unit is a sample, or an atom (samples that share a micro-batch). A bin is one micro-batch of one
+rank. A slot is the set of bins that run at the same time, one for each rank.
 """
 
 from collections.abc import Iterator
@@ -19,21 +25,21 @@ from wlb.balance.waiting_times import RankSlots, RankTotals, Slots
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
-NEAR = 1.01
-"""Time over the bound at which one start is enough."""
+CLOSE_ENOUGH = 1.01
+"""No other start is tried once the time is at most this factor above its lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placed:
-    """bin_of: rank * num + micro-batch of each unit. bound: of the time, in units of work."""
+    """The assignment of a mini-batch's units."""
 
-    bin_of: IntArray
-    num: int
-    bound: float
+    bin_of: IntArray  # rank * num + micro-batch of each unit, shape [num_units]
+    num: int  # micro-batches of each rank
+    bound: float  # lower bound on the time, in the unit of work
 
 
 def solve(units: Units, rules: Rules) -> Placed:
-    """Place all units; UserError where the rules cannot be met."""
+    """Assign all units of a mini-batch; raise UserError if the rules cannot be satisfied."""
     bound = least_time(
         units.work,
         units.tokens,
@@ -44,7 +50,7 @@ def solve(units: Units, rules: Rules) -> Placed:
     fewest = fewest_bins(units.tokens, num_ranks=rules.num_ranks, cap=rules.cap)
     least = max(rules.at_least, fewest)
     num = rules.num or -(-least // rules.multiple) * rules.multiple
-    is_ranked = rules.counts is not None or units.stay
+    is_ranked = rules.counts is not None or units.stay_on_ranks
     while True:
         if rules.num_ranks * num > units.work.size:
             raise UserError(
@@ -52,21 +58,33 @@ def solve(units: Units, rules: Rules) -> Placed:
                 f"micro-batches of at most {rules.cap} tokens on each of {rules.num_ranks} ranks; "
                 f"give it more samples, fewer ranks or a larger max_tokens"
             )
-        tried = (_by_rank if is_ranked else _free)(units, rules, num, bound)
+        tried = (_by_rank if is_ranked else _by_bins)(units, rules, num, bound)
         if tried is not None:
             return Placed(bin_of=tried, num=num, bound=bound)
         if rules.num is not None:
             raise UserError(
-                f"{rules.name}: {units.tokens.sum():.0f} tokens found no place in {num} "
+                f"{rules.name}: {units.tokens.sum():.0f} tokens do not fit into {num} "
                 f"micro-batches of at most {rules.cap} on each of {rules.num_ranks} ranks; raise "
                 f"num_micro_batches or max_tokens"
             )
         num += rules.multiple
 
 
-def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
-    """Any unit on any rank. Starts from slots of different levels, mostly the best start; where
-    that does not come near the bound, also from equal slots and from one slot of heavy units.
+def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
+    """Assign units to bins without regard to ranks, then bins to ranks.
+
+    The search starts from slots with different levels of work, which mostly is the best start. If
+    the result is not close to the lower bound, it tries two more starts: all slots equal, and only
+    one slot with heavy units.
+
+    Args:
+        units: The units.
+        rules: The rules.
+        num: Micro-batches of each rank.
+        bound: Lower bound on the time.
+
+    Returns:
+        rank * num + micro-batch of each unit, or None if they do not fit.
     """
     ranks = rules.num_ranks
     everywhere = np.zeros(ranks * num, np.int64)
@@ -79,23 +97,28 @@ def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None
             return None
         fill_empty(bin_of, units.work, everywhere)
         if not rules.slots_wait:
+            # Only the totals of ranks count, which the exchanges below make equal.
             best = bin_of
             break
         bin_of = improve(units, bin_of, everywhere, Slots(ranks), rules, bound)
         time = Slots(ranks).time(sums_by(bin_of, units.work, ranks * num))
         if time < least:
             best, least = bin_of, time
-        if least <= bound * NEAR:
+        if least <= bound * CLOSE_ENOUGH:
             break
     assert best is not None
-    bin_of = _deal(units.work, best, ranks)[best]
+    bin_of = _assign_bins(units.work, best, ranks)[best]
     if rules.slots_wait:
         return bin_of
     return improve(units, bin_of, np.arange(ranks * num) // num, RankTotals(ranks), rules, bound)
 
 
-def _deal(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
-    """A new number rank * num + slot for each bin: slot after slot, heavy bins to light ranks."""
+def _assign_bins(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
+    """Assign bins to ranks, slot by slot: the heaviest bin of a slot to the lightest rank.
+
+    Returns:
+        The new number rank * num + slot of each bin.
+    """
     loads = sums_by(bin_of, work)
     slots = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     total, out = np.zeros(ranks), np.empty(loads.size, np.int64)
@@ -107,16 +130,20 @@ def _deal(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
 
 
 def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
-    """Ranks first, then each rank's bins; with counts also bins first, and the better of both."""
+    """Assign units to ranks first and then to each rank's bins.
+
+    If ranks must have equal numbers of samples, it also tries to fill bins first and assign them to
+    ranks (`even_counts`), and takes the better result. The arguments are as in `_by_bins`.
+    """
     ranks = rules.num_ranks
-    layout = RankSlots(ranks, units.stay) if rules.slots_wait else RankTotals(ranks)
+    layout = RankSlots(ranks, units.stay_on_ranks) if rules.slots_wait else RankTotals(ranks)
     rank_of_bin = np.arange(ranks * num) // num
     best, least = None, float("inf")
     for start in _starts(units, rules, num):
         if start is None:
             continue
         fill_empty(start, units.work, rank_of_bin)
-        if rules.slots_wait or not units.stay:
+        if rules.slots_wait or not units.stay_on_ranks:
             start = improve(units, start, rank_of_bin, layout, rules, bound)
         time = layout.time(sums_by(start, units.work, ranks * num))
         if time < least:
@@ -127,9 +154,10 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
+    """Yield assignments from which exchanges start; None for one that is not possible."""
     ranks = rules.num_ranks
     yield _filled_by_rank(units, rules, num)
-    if rules.counts is not None and not units.stay and rules.slots_wait:
+    if rules.counts is not None and not units.stay_on_ranks and rules.slots_wait:
         bin_of = fill(units.work, units.tokens, num_ranks=ranks, num=num, cap=rules.cap)
         if bin_of is not None:
             fill_empty(bin_of, units.work, np.zeros(ranks * num, np.int64))
@@ -137,6 +165,7 @@ def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
 
 
 def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
+    """Assign units to ranks, then fill each rank's bins; return None if they do not fit."""
     rank_of = _ranks(units, rules, num) if units.rank is None else units.rank
     bin_of = np.empty(units.work.size, np.int64)
     for rank in range(rules.num_ranks):
@@ -152,41 +181,57 @@ def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
 
 
 def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) -> IntArray:
+    """Renumber each rank's bins by descending work, so that bins of similar work form a slot."""
     loads = sums_by(bin_of, work, ranks * num).reshape(ranks, num)
     place = np.argsort(np.argsort(-loads, 1, kind="stable"), 1, kind="stable")
     return (np.arange(ranks)[:, None] * num + place).ravel()[bin_of]
 
 
 def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
-    """The rank of each unit: block by block of as many as there are ranks, then by exchanges."""
+    """Choose the rank of each unit, with the units of a group on the same rank.
+
+    Groups (or units) are sorted and cut into blocks of as many as there are ranks. Every rank gets
+    one of each block. Then ranks exchange groups.
+    """
     group = np.arange(units.work.size) if units.group is None else units.group
     sums = [sums_by(group, x) for x in (units.work, units.tokens, units.samples)]
-    # Blocks of equal counts, heaviest first: a rank gets one of each.
+    # Sort by number of samples and then by work, so that the groups of a block have equally many
+    # samples if possible.
     order = np.lexsort((-sums[0], -sums[2]))
     if order.size < rules.num_ranks:
         raise UserError(
             f"{rules.name} has {order.size} groups, which cannot fill {rules.num_ranks} ranks; "
             f"give it more groups, or groups_on='mini_batch'"
         )
-    whole = Units(work=sums[0][order], tokens=sums[1][order], samples=sums[2][order])
+    wholes = Units(work=sums[0][order], tokens=sums[1][order], samples=sums[2][order])
     has_counts = rules.counts is not None
-    rank_of = deal_blocks(whole.work, whole.samples, rules.num_ranks, counts=has_counts)
+    rank_of = assign_blocks(wholes.work, wholes.samples, rules.num_ranks, counts=has_counts)
     every = np.arange(rules.num_ranks)
     if has_counts:
-        _check_counts(sums_by(rank_of, whole.samples, rules.num_ranks), rules)
+        _check_counts(sums_by(rank_of, wholes.samples, rules.num_ranks), rules)
     totals = replace(rules, cap=rules.cap * num)
-    # `SharedBins` wants the heaviest first.
-    again = np.argsort(-whole.work, kind="stable")
+    # `SharedBins` needs units by descending work.
+    by_work = np.argsort(-wholes.work, kind="stable")
     improved = np.empty_like(rank_of)
-    improved[order[again]] = improve(
-        whole.select(again), rank_of[again], every, RankTotals(rules.num_ranks), totals, 0.0
+    improved[order[by_work]] = improve(
+        wholes.select(by_work), rank_of[by_work], every, RankTotals(rules.num_ranks), totals, 0.0
     )
     return improved[group]
 
 
-def deal_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bool) -> IntArray:
-    """`num` parts of items, each block's heaviest to the part with least work (with counts: of
-    those with fewest samples).
+def assign_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bool) -> IntArray:
+    """Divide items into `num` parts, each of which gets one item of every block of `num` items.
+
+    Args:
+        work: Work of each item, in the order in which blocks are cut, shape [num_items].
+        samples: Number of samples of each item, shape [num_items].
+        num: Number of parts.
+        counts: In each block the heaviest item goes to the part with least work so far. If this is
+            set, it goes to the part with fewest samples, and among those to the one with least
+            work.
+
+    Returns:
+        The part of each item, shape [num_items].
     """
     total, out, held = np.zeros(num), np.empty(work.size, np.int64), np.zeros(num)
     for start in range(0, work.size, num):
@@ -200,10 +245,11 @@ def deal_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bool
 
 
 def _check_counts(held: FloatArray, rules: Rules) -> None:
+    """Raise UserError if a rank has too few or too many samples; held: samples of each rank."""
     least, most = rules.counts or (0, 0)
     if held.min() < least or held.max() > most:
         raise UserError(
             f"{rules.name}: groups and atoms give ranks {held.min():.0f} to {held.max():.0f} "
-            f"samples, and equal_counts asks for {least} to {most}; raise count_slack, or give "
+            f"samples, but equal_counts requires {least} to {most}; raise count_slack, or give "
             f"groups of equal size"
         )

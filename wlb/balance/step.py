@@ -1,4 +1,11 @@
-"""step: `balance_step`, the front door."""
+"""`balance_step`, the function with which trainers balance a step.
+
+1. `_divide`: choose the mini-batch of each sample.
+2. `_units`: join the samples of an atom, which must share a micro-batch, into one unit.
+3. `_part`: assign the units of each mini-batch to ranks and micro-batches (`solve`, or
+   `solve_dynamic` with `dynamic_cp`).
+4. `_assignment`: collect the mini-batches in a `StepBalance`.
+"""
 
 from dataclasses import dataclass
 
@@ -38,34 +45,49 @@ def balance_step(
     cp: int = 1,
     dynamic_cp: int = 1,
 ) -> StepBalance:
-    """All samples of one training step to ranks and micro-batches, with work as equal as possible.
+    """Assign the samples of one training step to ranks and micro-batches with nearly equal work.
 
-    Nothing is delayed, dropped or repeated. Every rank gets as many micro-batches as any other, as
-    few as max_tokens permits. Equal inputs give the same assignment everywhere. Sequences of
-    numbers have one entry a sample. UserError for input that cannot work, with sample and limit.
+    No sample is delayed, dropped or repeated. All ranks get the same number of micro-batches, as
+    few as `max_tokens` permits. Equal arguments give the same assignment on every host. Arguments
+    that are sequences have one entry for each sample.
 
-    lengths: tokens. num_ranks: data-parallel ranks (CP groups, with cp). max_tokens: limit of a
-    micro-batch, over all ranks of its CP group.
-    cost: a WorkloadModel; a KernelProfile (for a 7B model); "llama2_7b", "verl" or "slime", whose
-    formulas these are; the path of a Hugging Face config.json; a number, the tokens at which
-    attention costs what linear layers do; the costs of the samples; or a function of the lengths
-    that returns such.
-    passes: "train", or "forward" for log-probabilities, where the model tells them apart.
-    mini_batches: optimiser steps: how many, to be chosen alike in work and lengths, or the label
-    of each sample's, in ascending order.
-    equal_counts: as many samples on every rank of a mini-batch, give or take count_slack.
-    groups: labels; a group stays in one mini-batch, and on one rank with groups_on="rank".
-    atoms: labels of samples that share a micro-batch. ranks: where samples stay on their ranks.
-    num_micro_batches: of every rank; else as few as fit, at_least so many, and a `multiple`.
-    too_long: "refuse" samples above max_tokens, or let them be "alone" in a micro-batch.
-    wait: where ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines), or
-    once a "step" (DDP, ZeRO-1 and 2).
-    cp: ranks of a CP group, for `StepBalance.shard`. dynamic_cp: at most so many ranks (a power of
-    two) share a micro-batch; max_tokens is then of one rank, and `ranks` is refused.
+    Args:
+        lengths: Tokens of each sample.
+        num_ranks: Number of data-parallel ranks (of CP groups, if `cp` is set).
+        max_tokens: Most tokens of a micro-batch, over all ranks of its CP group.
+        cost: How to predict work. One of: a `WorkloadModel`; a `KernelProfile` (for a 7B model);
+            "llama2_7b", "verl" or "slime" for these formulas; the path of a Hugging Face
+            config.json; the length in tokens at which attention costs as much as linear layers; the
+            cost of each sample; or a function that returns them for given lengths.
+        passes: "train", or "forward" to balance the computation of log-probabilities. Only some
+            costs distinguish them.
+        mini_batches: Number of mini-batches (optimiser steps), which are chosen to have equal work
+            and similar lengths. Or a label for each sample; mini-batches then come in ascending
+            order of labels.
+        equal_counts: Whether all ranks get equally many samples of a mini-batch.
+        count_slack: With `equal_counts`, a rank may have this many samples more or less.
+        groups: A label for each sample. The samples of a group stay in one mini-batch.
+        groups_on: "rank" also keeps the samples of a group on one rank; "mini_batch" does not.
+        atoms: A label for each sample. The samples of an atom share a micro-batch.
+        ranks: The rank of each sample, if samples must stay on their ranks.
+        num_micro_batches: Number of micro-batches of every rank. None = as few as fit.
+        at_least: Least number of micro-batches of every rank.
+        multiple: The number of micro-batches of every rank is a multiple of this.
+        too_long: What to do with samples above `max_tokens`: "refuse" them, or let them be "alone"
+            in a micro-batch.
+        wait: When ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines) or
+            once in a "step" (DDP, ZeRO-1 and 2).
+        cp: Number of ranks of a CP group, for `StepBalance.shard`.
+        dynamic_cp: Up to this many ranks (a power of two) may share a micro-batch. `max_tokens` is
+            then the limit of one rank. It cannot be combined with `ranks`, `equal_counts` and
+            groups on ranks.
+
+    Raises:
+        UserError: If the arguments cannot be satisfied; the message names the sample and the limit.
     """
     tokens = int_array("lengths", lengths)
     fixed, dynamic = whole_number("cp", cp, 1), whole_number("dynamic_cp", dynamic_cp, 1)
-    asked = StepRequest(
+    request = StepRequest(
         lengths=tokens,
         num_ranks=num_ranks,
         max_tokens=max_tokens,
@@ -76,42 +98,40 @@ def balance_step(
         rank_rules=RankRules(equal_counts=equal_counts, slack=count_slack, groups_on=groups_on),
         slots=SlotRules(num=num_micro_batches, at_least=at_least, multiple=multiple, wait=wait),
     )
-    return _balanced(asked, cost, passes, cp=fixed, dynamic_cp=dynamic)
+    return _balanced(request, cost, passes, cp=fixed, dynamic_cp=dynamic)
 
 
 def _balanced(
-    asked: StepRequest, cost: Cost, passes: str, *, cp: int, dynamic_cp: int
+    request: StepRequest, cost: Cost, passes: str, *, cp: int, dynamic_cp: int
 ) -> StepBalance:
-    costs = prices(asked.lengths, cost, passes)
+    costs = prices(request.lengths, cost, passes)
     work = whole(costs)
-    parts = [_part(asked, work, k, s, dynamic_cp) for k, s in enumerate(_divide(asked, work))]
-    return _assignment(parts, asked, costs, work, cp, model_of(cost))
+    parts = [_part(request, work, k, s, dynamic_cp) for k, s in enumerate(_divide(request, work))]
+    return _assignment(parts, request, costs, work, cp, model_of(cost))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A mini-batch's samples with the block of each, its grid [ranks, micro-batches] of blocks, the
-    degree of each block, and the bound in units of `work`.
-    """
+    """The assignment of one mini-batch. A block is the set of samples of one micro-batch."""
 
-    samples: IntArray
-    block_of: IntArray
-    grid: IntArray
-    degree: FloatArray
-    bound: float
+    samples: IntArray  # the samples of the mini-batch, ascending
+    block_of: IntArray  # block of each of these samples
+    grid: IntArray  # block of each rank and micro-batch, shape [num_ranks, num_micro_batches]
+    degree: FloatArray  # number of ranks that share each block
+    bound: float  # lower bound on the time, in the unit of work
 
 
-def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
-    """Samples of each mini-batch, ascending."""
-    given = asked.labels
+def _divide(request: StepRequest, work: FloatArray) -> list[IntArray]:
+    """Return the samples of each mini-batch, in ascending order."""
+    given = request.labels
     if isinstance(given.mini_batches, int):
         num = given.mini_batches
         if num == 1:
             return [np.arange(work.size)]
-        equal = asked.rank_rules.equal_counts and not asked.rank_rules.slack
+        equal = request.rank_rules.equal_counts and not request.rank_rules.slack
         label = given.atom if given.group is None else given.group
         part = np.empty(work.size, np.int64)
-        # Where samples stay on their ranks, each rank has its share of every mini-batch.
+        # If samples stay on their ranks, divide the samples of each rank over all mini-batches.
         rank = np.zeros(work.size, np.int64) if given.rank is None else given.rank
         for r in np.unique(rank).tolist():
             mine = np.flatnonzero(rank == r)
@@ -124,61 +144,67 @@ def _divide(asked: StepRequest, work: FloatArray) -> list[IntArray]:
 
 
 def _units(
-    asked: StepRequest, work: FloatArray, samples: IntArray, *, is_dynamic: bool
+    request: StepRequest, work: FloatArray, samples: IntArray, *, is_dynamic: bool
 ) -> tuple[Units, IntArray]:
-    """Atoms of a mini-batch, heaviest first, and the unit of each of its samples.
+    """Join the samples of each atom into a unit, and sort units by descending work.
 
-    One above the cap counts as one that fills it: both are alone in a micro-batch.
+    A unit above the token cap counts as if it filled the cap exactly, since both are alone in a
+    micro-batch.
+
+    Returns:
+        The units, and the unit of each sample.
     """
-    _, atom = np.unique(asked.labels.atom[samples], return_inverse=True)
+    _, atom = np.unique(request.labels.atom[samples], return_inverse=True)
     first = np.zeros(int(atom.max()) + 1, np.int64)
     first[atom[::-1]] = samples[::-1]
-    sums = [sums_by(atom, x) for x in (work[samples], asked.lengths[samples].astype(np.float64))]
+    sums = [sums_by(atom, x) for x in (work[samples], request.lengths[samples].astype(np.float64))]
     order = np.argsort(-sums[0], kind="stable")
     place = np.empty(order.size, np.int64)
     place[order] = np.arange(order.size)
     group = None
-    if asked.labels.group is not None and asked.rank_rules.groups_on == "rank":
-        group = np.unique(asked.labels.group[first[order]], return_inverse=True)[1]
+    if request.labels.group is not None and request.rank_rules.groups_on == "rank":
+        group = np.unique(request.labels.group[first[order]], return_inverse=True)[1]
     units = Units(
         work=sums[0][order],
-        tokens=sums[1][order] if is_dynamic else np.minimum(sums[1][order], asked.max_tokens),
+        tokens=sums[1][order] if is_dynamic else np.minimum(sums[1][order], request.max_tokens),
         samples=np.bincount(atom)[order].astype(np.float64),
         group=group,
-        rank=None if asked.labels.rank is None else asked.labels.rank[first[order]],
+        rank=None if request.labels.rank is None else request.labels.rank[first[order]],
     )
     return units, place[atom]
 
 
-def _rules(asked: StepRequest, k: int, num_samples: int) -> Rules:
+def _rules(request: StepRequest, k: int, num_samples: int) -> Rules:
     counts = None
-    one = isinstance(asked.labels.mini_batches, int) and asked.labels.mini_batches == 1
+    one = isinstance(request.labels.mini_batches, int) and request.labels.mini_batches == 1
     name = "the step" if one else f"mini-batch {k}"
-    if asked.rank_rules.equal_counts:
-        least, most = num_samples // asked.num_ranks, -(-num_samples // asked.num_ranks)
-        if least < most and not asked.rank_rules.slack:
+    if request.rank_rules.equal_counts:
+        least, most = num_samples // request.num_ranks, -(-num_samples // request.num_ranks)
+        if least < most and not request.rank_rules.slack:
             raise UserError(
-                f"{name} has {num_samples} samples, which {asked.num_ranks} ranks cannot hold in "
-                f"equal counts; give a multiple of {asked.num_ranks}, or count_slack >= 1"
+                f"{name} has {num_samples} samples, which cannot be divided equally over "
+                f"{request.num_ranks} ranks; give a multiple of {request.num_ranks}, or "
+                f"count_slack >= 1"
             )
-        counts = max(1, least - asked.rank_rules.slack), most + asked.rank_rules.slack
+        counts = max(1, least - request.rank_rules.slack), most + request.rank_rules.slack
     return Rules(
-        num_ranks=asked.num_ranks,
-        cap=asked.max_tokens,
-        slots_wait=asked.slots.wait == "micro_batch",
-        multiple=asked.slots.multiple,
-        at_least=asked.slots.at_least,
-        num=asked.slots.num,
+        num_ranks=request.num_ranks,
+        cap=request.max_tokens,
+        slots_wait=request.slots.wait == "micro_batch",
+        multiple=request.slots.multiple,
+        at_least=request.slots.at_least,
+        num=request.slots.num,
         counts=counts,
         name=name,
     )
 
 
 def _part(
-    asked: StepRequest, work: FloatArray, k: int, samples: IntArray, dynamic_cp: int
+    request: StepRequest, work: FloatArray, k: int, samples: IntArray, dynamic_cp: int
 ) -> _Part:
-    units, unit_of = _units(asked, work, samples, is_dynamic=dynamic_cp > 1)
-    rules = _rules(asked, k, samples.size)
+    """Assign the samples of mini-batch k."""
+    units, unit_of = _units(request, work, samples, is_dynamic=dynamic_cp > 1)
+    rules = _rules(request, k, samples.size)
     if dynamic_cp > 1:
         shared = solve_dynamic(units, rules, dynamic_cp)
         return _Part(samples, shared.block_of[unit_of], shared.grid, shared.degree, shared.bound)
@@ -189,12 +215,13 @@ def _part(
 
 def _assignment(
     parts: list[_Part],
-    asked: StepRequest,
+    request: StepRequest,
     costs: FloatArray,
     work: FloatArray,
     cp: int,
     model: WorkloadModel | None,
 ) -> StepBalance:
+    """Join the mini-batches, whose blocks are numbered consecutively."""
     starts = np.cumsum([0, *(part.degree.size for part in parts)])
     samples = np.concatenate([part.samples for part in parts])
     block = np.concatenate([p.block_of + s for p, s in zip(parts, starts[:-1], strict=True)])
@@ -202,17 +229,17 @@ def _assignment(
     counts = np.bincount(block, minlength=int(starts[-1]))
     degree = np.concatenate([part.degree for part in parts])
     times = np.bincount(block, costs[samples], int(starts[-1])) / degree
-    # A bound in whole numbers of work is one in costs, but for their rounding.
+    # Convert bounds from integer work back to the unit of costs.
     worth = float(costs.sum()) / float(work.sum())
     return StepBalance(
-        lengths=asked.lengths,
+        lengths=request.lengths,
         order=samples[order],
         offsets=np.concatenate([[0], np.cumsum(counts)]),
         blocks=tuple(p.grid + s for p, s in zip(parts, starts[:-1], strict=True)),
         times=times,
         bounds=np.array([part.bound * worth for part in parts]),
-        max_tokens=asked.max_tokens,
+        max_tokens=request.max_tokens,
         cp=cp,
-        wait=asked.slots.wait,
+        wait=request.slots.wait,
         model=model,
     )
