@@ -184,7 +184,7 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
 
 
 def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Return rows and keys of the segments of an equal-segments task, given its point."""
+    """Return rows and keys of the segments that a point of an equal-segments task describes."""
     q, kv = (np.full(point["count"], point[name], np.int64) for name in ("q", "kv"))
     if point["has_other"]:
         q, kv = np.insert(q, 0, 1), np.insert(kv, 0, 1)
@@ -272,6 +272,7 @@ def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
     window = int(np.exp(rng.uniform(np.log(tokens / 8), np.log(4 * tokens))))
     drawn = LengthFamily().sample(4_000, window=max(64, window), seed=index)
     drawn = np.minimum(drawn, grid.longest)
+    # Cut the last document so that the micro-batch has exactly `tokens` tokens.
     num = int(np.searchsorted(np.cumsum(drawn), tokens)) + 1
     lengths = drawn[:num]
     lengths[-1] -= int(lengths.sum()) - tokens

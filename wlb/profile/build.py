@@ -206,6 +206,7 @@ def collectives(
     why: dict[tuple[str, str], str] = {}
     notes: list[str] = []
     pairs = list(itertools.product(Collective, Scope))
+    # Fit what was measured.
     for op, scope in pairs:
         wanted = {"op": op, "scope": scope}.items()
         matching = [r for r in measured(records, "collective") if wanted <= r.point.items()]
@@ -226,6 +227,7 @@ def collectives(
             bytes_per_s=float(f"{fit.bytes_per_s:.4g}"),
             provenance=origin.provenance(f"wlb profile, {ranks} ranks", residuals=fit.residuals),
         )
+    # Fill the gaps with stand-ins, and say so in their provenance.
     for op, scope in pairs:
         if (op, scope) in found:
             continue

@@ -90,6 +90,7 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
                 f"nothing to calibrate with: no {name} time was measured in {len(records)} records "
                 f"after warm-up; train more steps or lower telemetry.warmup_steps"
             )
+        # Fit a line if at least half of the records determine one, otherwise a factor.
         lines = [(m, line) for m in known if (line := m.line) is not None]
         if name in LINEAR and 2 * len(lines) >= len(known):
             scales[name] = _weighted_median([(slope, m.predicted_s) for m, (slope, _) in lines])

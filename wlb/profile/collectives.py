@@ -427,6 +427,7 @@ def fit_alpha_beta(
             f"buffers"
         )
     fit = np.abs((alpha + beta * wire) / times - 1)
+    # Predict each time by a fit to all the others.
     left_out = np.zeros(times.size)
     for i in range(times.size):
         others = np.arange(times.size) != i

@@ -157,6 +157,7 @@ def linear_tasks(
         task = Task(kind=kind, point=point, run=partial(run, bench, *fixed, **point))
         tasks.setdefault(task.key, task)
 
+    # TP degrees may share shapes. Measure each matrix once, under the first degree that has it.
     counts = sorted(set(tokens))
     matrices: dict[tuple[int, int], int] = {}  # (in, out) -> the first TP degree that has it
     for tp, (kind, *_) in product(tp_degrees, model.layer_kinds):

@@ -93,6 +93,7 @@ class Allocator:
         block, pool = self._living.pop(number)
         self.allocated -= block.size
         block.is_free = True
+        # Merge the block with its free neighbours.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 pool.remove(other)

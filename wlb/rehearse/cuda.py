@@ -337,7 +337,7 @@ def _transfers() -> None:
         index = len(GPU.messages) - 1
         if tensor.device.type != "cuda":
             if kind == "recv":
-                tensor.zero_()  # no rank sends, so the result is defined here
+                tensor.zero_()  # no rank really sends, so receive zeros
             return _Transfer(index, GPU.current)
         ins, outs = ([tensor], []) if kind == "send" else ([], [tensor])
         # All transfers of a process group share the stream of its communicator.

@@ -60,10 +60,12 @@ def held_up(programs: Programs) -> list[HeldUp]:
             assert message.communicator is not None
             before = posted[message.communicator]
             for peer, indices in before.items():
+                # Message i runs after the latest transfer with this peer that is not in its batch.
                 first = next((j for j in reversed(indices) if _stands_before(program, j, i)), None)
                 if peer == message.op or first is None:
                     continue
                 _, posts = other_end[rank, first]
+                # Can a rank wait for message i without knowing that the peer has posted `first`?
                 if any(known.get(peer, posts) < posts for known in waits.get((rank, i), ())):
                     out.append(HeldUp(rank, message.communicator, program[first], message))
                     break

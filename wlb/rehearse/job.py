@@ -38,7 +38,7 @@ class Rehearsal:
 
     job: Job  # the same for all ranks
     planner: Planner  # the planner that made `plans`, which also shards them
-    plans: list[StepPlan]  # the rehearsed steps and those that the training loop looks ahead to
+    plans: list[StepPlan]  # the rehearsed steps, and the steps that the loop looks ahead to
 
     def items(self, pipeline: int) -> list[tuple[StepPlan, PipelinePlan]]:
         """Return each step with the part of it that pipeline `pipeline` executes."""
@@ -56,6 +56,8 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
     Raises:
         UserError: If the run would be refused on the cluster.
     """
+    # Do what a run does before its first step: fill in what depends on devices and stores, check
+    # the memory estimate, and refuse what cannot work.
     spec = resolve_dp(spec, spec.parallel.world_size)
     spec = _for_rehearsal(spec, folder, steps)
     stores = _stores(spec, folder, steps)

@@ -90,6 +90,7 @@ def _match_collectives(programs: Programs, proof: Proof) -> None:
             sequences[where][rank] = messages
     proof.num_seen = len(sequences)
     for where, by_rank in sequences.items():
+        # Compare every member with the first one, and then the rows of all-to-alls by pairs.
         members = [rank for rank in where.ranks if rank in programs]
         proof.num_communicators += len(members) == len(where.ranks)
         first = members[0]
@@ -288,7 +289,7 @@ class _Batch:
     """Transfers that NCCL starts together."""
 
     number: int  # `RankMessage.batch`
-    waiting: list[_Transfer] = field(default_factory=list)  # those that are not done
+    waiting: list[_Transfer] = field(default_factory=list)  # transfers that are not done
 
 
 def _named(where: Communicator) -> str:

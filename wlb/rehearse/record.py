@@ -102,25 +102,29 @@ class Recorder(TorchDispatchMode):
         GPU.op = str(func)
         if name == "prim::device" and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a short cut, because this is the most frequent call
+        # 1. Operators on CPU tensors run as they are. Only messages between hosts are recorded.
         flat = [*_leaves(args, Tensor), *_leaves(kwargs, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
         if not ours and not _makes_cuda(kwargs):
             if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
                 self._communicate(name, args, flat)
             if name == "c10d::recv_":
-                flat[0].zero_()  # no rank sends, so the result is defined here
+                flat[0].zero_()  # no rank really sends, so receive zeros
             return func(*args, **kwargs)
+        # 2. Composite operators are taken apart, and their parts come back here.
         if name.startswith("wlb::") and name in OPDEFS and name not in ONE_KERNEL:
             with self:  # record the operators of its body
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         if name.startswith("aten::") and _has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:  # composite operators such as linear reach this point inside custom ops
                 return func.decompose(*args, **kwargs)
+        # 3. The host waits where it needs a value or a shape that depends on values.
         if name == "aten::_local_scalar_dense":
             GPU.host_waits("item()")
             return 0.0 if args[0].dtype.is_floating_point else 0
         if name in _SYNCHRONIZES:
             GPU.host_waits(f"{name}: the length of its result depends on values")
+        # 4. Everything else runs on fake tensors and is priced.
         with self.fakes:
             out = func(*args, **kwargs)
         if name != "prim::device":

@@ -31,7 +31,7 @@ class StepResult:
     num_tokens: int  # tokens of the rank's pipeline
     longest: int  # tokens of the pipeline's longest micro-batch
     peak_bytes: int  # most memory allocated during the step
-    estimate_bytes: int  # the same as estimated by wlb.memory for the step's lengths
+    estimate_bytes: int  # `peak_bytes` as wlb.memory estimates it for the step's lengths
     parts: dict[str, dict[str, float]]  # calls, num_bytes, flops and time_ns of each part
     exposed_ns: dict[str, float]  # time that the compute stream waited for transfers, by part
     time_ns: float  # priced time of the compute stream

@@ -157,6 +157,8 @@ def _found(request: Request) -> Rehearsed | UserError:
         pickle.loads(_path(request, rank).read_bytes()) for rank in request.ranks
     )
     programs = {result.rank: result.messages for result in ranks}
+    # A rank that failed stopped issuing messages, so comparing messages would only repeat its
+    # fault.
     faulty = any(result.faults for result in ranks)
     world_size = request.spec.parallel.world_size
     proof = Proof(num_ranks=0) if faulty else prove(programs, world_size=world_size)
@@ -182,6 +184,7 @@ def _work(requests: Sequence[Request], folder: Path, tell: Callable[[str], None]
                     waiting.remove(one)
                     tell(f"rank {one[1]} ({total - len(waiting)} of {total})")
         except BaseException:
+            # Do not leave the worker behind after Ctrl-C.
             worker.kill()
             raise
     if worker.returncode:

@@ -1,4 +1,4 @@
-"""Configuration of a run: model, layout, data, policies; TOML, presets and checks."""
+"""The configuration of a run: its sections, TOML files, presets and checks."""
 
 from wlb.lazy import attach
 

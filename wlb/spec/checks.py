@@ -107,6 +107,7 @@ def _check_rates(spec: RunSpec) -> None:
                 f"it out with {t.schedule}"
             )
         return
+    # The decay of wsd must fit behind the warm-up.
     after = t.steps - t.warmup_steps
     if t.decay_steps < 2:
         raise UserError(
@@ -151,6 +152,7 @@ def _check_layout(spec: RunSpec) -> None:
             f"not a multiple of it, so that the TP ranks cannot hold equally many copies of each "
             f"KV head; use a multiple, or at most {model.num_kv_heads}"
         )
+    # TP divides heads, MLPs and vocabulary, so each must be a multiple of its degree.
     divided = {
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.with_kv_copies(parallel.tp).num_kv_heads,

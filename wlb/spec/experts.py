@@ -18,7 +18,7 @@ class Scoring(StrEnum):
 
 
 class ExpertBalance(StrEnum):
-    """Method that keeps the number of tokens of the experts even."""
+    """Method that keeps experts equally loaded."""
 
     NONE = "none"
     BIAS = "bias"

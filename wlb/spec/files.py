@@ -40,6 +40,7 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
             f"all keys"
         )
     spec = apply(RunSpec(), _expanded(given), source=name)
+    # Apply the options one by one, so that a message names the option at fault.
     types = {key.name: key.type for key in list_keys(RunSpec)}
     for item in overrides or []:
         dotted, sign, text = item.partition("=")

@@ -346,6 +346,7 @@ def apply(
     changes: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{prefix}{name}"
+        # An old name: continue with the new one.
         if dotted in RENAMED:
             new = RENAMED[dotted]
             if not is_stored:
@@ -361,6 +362,7 @@ def apply(
                 f"{source}: unknown key {dotted!r}{_nearest(dotted, hints, prefix, whole)}"
             )
         kind = hints[name]
+        # A nested section is set by its own keys, a key by its converted value.
         if is_dataclass(kind):
             if not isinstance(value, dict):
                 raise UserError(f"{source}: {dotted} is a section, got {value!r}")
@@ -412,9 +414,11 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         # The method already implied the values of these keys, so they carry no information.
         out.pop("bin_method", None)
         out.pop("by_length", None)
+    # cp.overlap (whether) and cp.stages (how often) became cp.overlap_stages.
     if prefix == "cp." and "overlap" in out:
         stages = out.pop("stages", 1)
         out["overlap_stages"] = stages if out.pop("overlap") else 0
+    # Two keys of each kind of scaling became model.rope_scaling.turns.
     if prefix == "model.rope_scaling.":
         pairs = {"llama3": ("low_freq_factor", "high_freq_factor")}
         pairs["yarn"] = ("beta_slow", "beta_fast")
@@ -491,6 +495,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         except ValueError:
             choices = ", ".join(repr(str(c)) for c in kind)
             raise UserError(f"{where} = {value!r}: choose one of {choices}") from None
+    # TOML's 1 is an integer, but a key of type float takes it.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > _LARGEST:
             raise UserError(f"{where} = {value} must be at most {_LARGEST:g}; lower it")

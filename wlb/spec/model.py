@@ -153,8 +153,8 @@ class ModelSpec:
     )
     sliding_window: int = key(
         0,
-        "sliding-window layers: number of latest keys that a query attends to, with its own; 0 = "
-        "every layer attends to all keys",
+        "number of latest keys, with its own, that a query attends to in sliding-window layers; "
+        "0 = no layer has a sliding window",
         unit="tokens",
         at_least=0,
         at_most=2**40,
@@ -300,6 +300,7 @@ class ModelSpec:
         experts, layers = self.experts, range(self.num_layers)
         if not experts.num:
             return 0
+        # Count dense_layers only where `every` would give the layer experts.
         left_out = {i for i in experts.dense_layers if i in layers and (i + 1) % experts.every == 0}
         return self.num_layers // experts.every - len(left_out)
 
@@ -369,6 +370,7 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, with the padded vocabulary."""
+        # Embedding and head, or one weight for both, and the final norm.
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
         kinds = self.layer_kinds
@@ -378,6 +380,7 @@ class ModelSpec:
     def num_active_parameters(self) -> int:
         """Parameters that process one token: all but the experts that it does not choose."""
         experts = self.experts
+        # Each expert has three weights of hidden_size x experts.hidden_size.
         idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
         return self.num_parameters - self.num_expert_layers * idle
 

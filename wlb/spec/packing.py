@@ -1,6 +1,6 @@
 """Section [packing]: packing policies and their options.
 
-Lengths are given in context windows and global batches, so that they fit every window.
+Lengths are given in context windows and global batches, so that a setting suits every window.
 """
 
 import math

@@ -151,10 +151,11 @@ class ParallelSpec:
 
     @property
     def pipelines_per_ep_group(self) -> int:
-        """Neighbouring pipelines that wait for each other in every layer with experts.
+        """Number of neighbouring pipelines whose ranks share EP groups.
 
-        EP groups of `ep` consecutive ranks may span several pipelines, which have cp * tp ranks
-        of a stage each.
+        A pipeline has cp * tp ranks in each stage, and an EP group has `ep` consecutive ranks of
+        dp x cp x tp. So a group may span several pipelines, which then wait for each other in every
+        layer with experts.
         """
         return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
 
@@ -432,7 +433,10 @@ class RunSpec:
 
     @property
     def stage_kind_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Number of decoder layers by kind and stage, kinds in the order of `layer_kinds`."""
+        """Number of decoder layers of each kind in each stage, shape [num_kinds][num_stages].
+
+        Kinds are in the order of `ModelSpec.layer_kinds`.
+        """
         model, kinds = self.model, self.model.layer_kinds
         if len(kinds) == 1:
             return (self.stage_layers,)
