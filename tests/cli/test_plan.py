@@ -226,12 +226,13 @@ def test_tuning_recommends_a_setting(
     common = ["--lengths", lengths, "--steps", "15", "--s-max", "1.5", "--step-tokens", "0", "1.2",
               "--thresholds", "0.3", "0.7", "--prices", "1", *SMALL]  # fmt: skip
     out = run(capsys, "tune", "packing", *common, "--plot", str(plot), "--out", str(own))
-    (command,) = re.findall(r"^Use it: (wlb train 7b_128k --set .+)$", out, re.MULTILINE)
+    (command,) = re.findall(r"^- in wlb's trainer: (wlb train 7b_128k .+)$", out, re.MULTILINE)
     words = shlex.split(command)
     assert words.pop(4) == "data.store=PREFIX"
     assert words[4:6] == SMALL[1:]
     # The first line says whether it is worth it, the table compares it with the present packing.
-    first, fits, *_ = out.splitlines()
+    first, priced, fits, *_ = out.splitlines()
+    assert priced.startswith("Simulated for 7b_128k")
     assert first.startswith("15 steps are too few to say whether another packing of 7b_128k saves")
     assert re.fullmatch(
         r"It fits: the fullest of 64 GPUs needs [\d.]+ GiB, and training may use [\\d.]+ of its .+",
@@ -240,7 +241,7 @@ def test_tuning_recommends_a_setting(
     rows = {row.split("│")[1].strip(): row.split("│")[2:] for row in out.splitlines() if "│" in row}
     assert {"usual loader", "of 7b_128k", "recommended"} <= set(rows)
     assert "Recommended: policy " in out
-    assert "How it was chosen: 10 settings were compared by imbalance" in out
+    assert "How it was chosen: 10 settings were tried." in out
     assert "tok. CV" not in out
     assert "tok. CV" in run(capsys, "tune", "packing", *common, "--all")
     # The loss weighs labels of unequal steps alike where the remark says so.
@@ -270,7 +271,7 @@ def test_tuning_leaves_out_what_does_not_fit(
     out = " ".join(run(capsys, *words).split())
     said = "Micro-batches of 60 windows (--s-max) were not tried, because they need more than the"
     assert said in out
-    assert "1 settings were compared" in out
+    assert "1 settings were tried" in out
 
 
 def test_a_budget_that_nothing_keeps_is_said(

@@ -47,17 +47,17 @@ def all_keys(
 
 
 def priced_model(options: argparse.Namespace, spec: RunSpec, profile: str) -> str:
-    """Say which model was priced with which profile, and whether that model is only the default.
+    """Name the priced model, its GPUs and the profile; say so if the model is only the default.
 
     Args:
         options: The command line.
         spec: The run, with all values filled in.
         profile: Name of the kernel profile.
     """
-    size = spec.model.num_parameters
+    size, gpus = spec.model.num_parameters, spec.parallel.world_size
     words = (
-        f"{options.name} ({size / 1e9:.3g} billion parameters) with kernel times of profile "
-        f"{profile}"
+        f"{options.name} ({size / 1e9:.3g} billion parameters) on {gpus:,} GPU{'s' * (gpus > 1)}, "
+        f"with kernel times of profile {profile}"
     )
     if options.name not in options.words:
         words += "; that model is the default, give NAME for yours"

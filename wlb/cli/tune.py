@@ -158,20 +158,36 @@ def run(options: argparse.Namespace) -> int:
         PackingChoice("recommended", best.summary, 1 - hours["recommended"]),
     )
     screen = console(markup=False)
-    saved = {"best": hours["recommended"], "own": hours["own"]}
-    screen.print(switch_verdict(options.name, **saved, error=switch.error, steps=len(sample)))
+    screen.print(
+        switch_verdict(
+            options.name,
+            best=hours["recommended"],
+            own=hours["own"],
+            error=switch.error,
+            steps=len(sample),
+        )
+    )
+    screen.print(f"Simulated for {model}.")
     for line in _fits(options, filled):
         screen.print(line)
     screen.print(choice_table(choices))
     screen.print(f"Recommended: {in_words(filled.packing)}.")
+    screen.print("To use it:")
     # Do not fold the command, because it is meant to be copied.
-    screen.print(f"Use it: {command}", soft_wrap=True)
+    screen.print(f"- in wlb's trainer: {command}", soft_wrap=True)
     if not options.corpus:
         screen.print(
-            "PREFIX: your documents as a token store, which `wlb prepare` makes; Megatron's .bin "
-            "and .idx files are one. Other training loops take the same settings: see "
-            "wlb/adapters/README.md."
+            "  PREFIX is your documents as a token store: Megatron's .bin and .idx files, or what "
+            "`wlb prepare` makes."
         )
+    screen.print(
+        "- in Megatron-Core, torchtitan, transformers or TRL: the same settings, by an adapter "
+        "(wlb/adapters/README.md)."
+    )
+    screen.print(
+        f"- for another model or number of GPUs: write `wlb init {options.name} > my.toml`, change "
+        f"my.toml, and tune that."
+    )
     if is_constant:
         screen.print(
             f"training.loss_normalizer=constant: the loss is divided by a constant instead of the "
@@ -181,10 +197,6 @@ def run(options: argparse.Namespace) -> int:
         )
     for line in (how_chosen(tuning), *left_out, *facts.lines):
         screen.print(line)
-    screen.print(
-        f"Predicted for {model}. For another model or cluster give its preset or TOML file instead "
-        f"of {options.name}."
-    )
     if options.all:
         screen.print(f"As {options.name} is set: {gain}.")
         screen.print(tuning_table(tuning, rows=options.rows))

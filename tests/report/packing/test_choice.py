@@ -9,12 +9,12 @@ from wlb.spec import PackingSection, Policy
 @pytest.mark.parametrize(
     ("best", "error", "said"),
     [
-        (0.076, 0.002, "The difference has a standard error of 0.2% (160 steps)."),
+        (0.076, 0.002, "The difference between both, 1.2%, has a standard error of 0.2% over 160"),
         (0.052, 0.002, "Keep the packing of 7b: it saves 6.4% of the usual loader's GPU hours"),
         (0.076, 0.012, "too few to trust the difference, whose standard error is 1.2%: repeat"),
         (0.076, 0.012, "--steps 1500."),
         (0.068, 0.003, "--steps 240."),
-        (0.065, 0.002, "Either will do: the difference has a standard error of 0.2%."),
+        (0.065, 0.002, "Either will do: their difference has a standard error of 0.2%."),
         (0.076, None, "repeat with more --steps."),
     ],
 )

@@ -75,7 +75,11 @@ def test_facts_of_lengths() -> None:
     assert (facts.num_long, facts.long_share) == (1, 0.75)
     assert facts.short_share == 0.25
     assert "75.0% of tokens) are longer than it and are cut into pieces" in facts.lines[1]
-    assert facts_of("some", int_array("l", [10]), window=100).lines[1].endswith("none is longer.")
+    assert (
+        facts_of("some", int_array("l", [10]), window=100)
+        .lines[1]
+        .endswith("no document is longer than the window.")
+    )
     assert facts.to_json()["longest"] == 300
 
 

@@ -53,11 +53,15 @@ def switch_verdict(name: str, *, best: float, own: float, error: float | None, s
         f"packing of {name} saves {own:.1%}."
     )
     if saved > SIGNIFICANT * error:
-        return f"{verdict} The difference has a standard error of {error:.1%} ({steps:,} steps)."
+        shown = round(best, 3) - round(own, 3)  # what a reader computes from the two figures
+        return (
+            f"{verdict} The difference between both, {shown:.1%}, has a standard error of "
+            f"{error:.1%} over {steps:,} steps."
+        )
     # A third of the saving, so that the next verdict is unlikely to be another draw.
     enough = max(FINE, abs(saved) / 3)
     if error <= enough:
-        return f"{verdict} Either will do: the difference has a standard error of {error:.1%}."
+        return f"{verdict} Either will do: their difference has a standard error of {error:.1%}."
     more = _rounded_up(steps * (error / enough) ** 2)
     return (
         f"{verdict} But {steps:,} steps are too few to trust the difference, whose standard error "
@@ -76,9 +80,10 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
         "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "
-        "ends; GPU hours: of simulated training, relative to it; imbalance: time of a step's "
-        "slowest micro-batch over the mean, 1.000 is perfect; delay: steps that a token waits "
-        "until it is trained; most tokens: of a micro-batch, with all its documents"
+        "ends; GPU hours: of simulated training, relative to it, with pipeline bubbles and "
+        "communication, which packing does not change; imbalance: time of a step's slowest "
+        "micro-batch over the mean, 1.000 is perfect; delay: steps from reading a token to "
+        "training it; most tokens: of a micro-batch"
     )
     table = new_table("", labels=["packing"], numbers=columns, caption=caption)
     for choice in choices:
@@ -125,8 +130,8 @@ def how_chosen(tuning: Tuning) -> str:
             f"{budget:g} steps (--delay-budget), so the one with the least delay is taken."
         )
     return (
-        f"How it was chosen: {tried} settings were compared by imbalance, if their mean delay is "
-        f"at most {budget:g} steps (--delay-budget; with 0.5 the paper found no loss of "
-        f"quality). Of those whose imbalance is within {SAME} of the least, the one with the least "
-        f"delay is taken. --all lists others."
+        f"How it was chosen: {tried} settings were tried. Those with a mean delay of at most "
+        f"{budget:g} steps (--delay-budget; with 0.5 the paper found no loss of quality) were "
+        f"compared by imbalance. Of those whose imbalance is within {SAME} of the least, the one "
+        f"with the least delay is taken. --all lists others."
     )

@@ -340,7 +340,7 @@ class SourceFacts(PlainRecord):
                 f"and are cut into pieces of at most a window."
             )
         else:
-            second += "none is longer."
+            second += "no document is longer than the window."
         return first, second
 
 
