@@ -35,8 +35,8 @@ class HeldUp(NamedTuple):
 
     rank: int  # the rank that posts both
     communicator: Communicator
-    first: RankMessage  # the earlier one
-    second: RankMessage  # the one behind it
+    first: RankMessage  # the earlier transfer
+    second: RankMessage  # the later transfer, which `first` may delay
 
 
 def held_up(programs: Programs) -> list[HeldUp]:
