@@ -176,8 +176,8 @@ def test_examples_of_own_parts_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_tour_has_twelve_files() -> None:
-    text = README.read_text("utf-8").split("## Read the code")[1].split("\n## ")[0]
-    assert len(re.findall(r"^\| \[wlb/", text, re.MULTILINE)) == TOUR
+    text = (ROOT / "wlb" / "README.md").read_text("utf-8").split("## A tour")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\| \[[\w/]+\.py\]", text, re.MULTILINE)) == TOUR
 
 
 def test_every_public_name_is_in_the_reference() -> None:
