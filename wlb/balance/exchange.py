@@ -1,7 +1,7 @@
 """Exchanges units between bins, so that each bin gets closer to its target of work.
 
 A round pairs each of the bins that exceed their targets most with another bin, and uses no bin
-twice. Up to four units of each bin of a pair are divided anew, in the best of the 2^8 = 256 ways:
+twice. Each bin of a pair offers up to four units, which are divided in the best of 2^8 = 256 ways:
 
     bin 0: units a b c d        way 0b00010111: a b c and e go to bin 0
     bin 1: units e f g h        and d f g h to bin 1
@@ -20,7 +20,7 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import BoolArray, FloatArray
 
 TAKEN = 4
-"""Number of units of each bin that a round divides anew."""
+"""Number of units that each bin of a pair offers for exchange in a round."""
 WAYS = (np.arange(1 << (2 * TAKEN))[:, None] >> np.arange(2 * TAKEN) & 1).astype(np.float64)
 """WAYS[w, u] says whether unit u goes to the first bin in way w, shape [256, 8]."""
 
@@ -47,8 +47,8 @@ class SharedBins:
     units have a last entry of zeros for it. Values are integers in float64.
     """
 
-    work: FloatArray  # of each unit, shape [num_units + 1]
-    tokens: FloatArray  # of each unit, shape [num_units + 1]
+    work: FloatArray  # work of each unit, shape [num_units + 1]
+    tokens: FloatArray  # tokens of each unit, shape [num_units + 1]
     samples: FloatArray  # number of samples of each unit, shape [num_units + 1]
     # Units of each bin in ascending order, filled up with num_units, shape [num_bins, columns].
     members: IntArray
@@ -104,7 +104,7 @@ def redistribute(
     spare: FloatArray | None,
     turn: int,
 ) -> BoolArray:
-    """Divide units of each pair of bins anew, so that both exceed their targets about equally.
+    """Divide the units of each pair of bins so that both exceed their targets about equally.
 
     Args:
         bins: The bins, changed in place.

@@ -62,7 +62,7 @@ class Slots:
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set each bin's target to the level of its slot."""
+        """Set each bin's target to the work that the bins of its slot should have."""
         order = np.argsort(-loads, kind="stable")
         slots = order.reshape(-1, self.num_ranks)
         self.target = np.empty(loads.size)
@@ -73,7 +73,7 @@ class Slots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair bins with most excess with any other bins."""
+        """Pair the bins with most excess with bins that have less, on any ranks."""
         num = excess.size
         order = np.argsort(excess, kind="stable")
         return _partners(order[None], min(num // 2, max(num // self.num_ranks, num // 8)), turn)
@@ -92,7 +92,7 @@ class RankSlots:
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set each bin's target to the level of its slot."""
+        """Set each bin's target to the work that the bins of its slot should have."""
         by_rank = loads.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         order = np.argsort(-by_rank, 1, kind="stable") + np.arange(self.num_ranks)[:, None] * num
@@ -105,7 +105,7 @@ class RankSlots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair bins with most excess with any others, or of the same rank if units must stay."""
+        """Pair the bins with most excess with others, on the same rank if units must stay there."""
         by_rank = excess.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         if self.stay_on_ranks:

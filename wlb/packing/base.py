@@ -88,7 +88,7 @@ class PackerOptions:
     long_documents: str = (
         "split"  # documents longer than C: "split" cuts them, "refuse" is an error
     )
-    seed: int = 0  # of the random order of pieces in a micro-batch, and of steps
+    seed: int = 0  # seed of the random order of pieces in a micro-batch, and of steps
 
     def __post_init__(self) -> None:
         convert_to_ints(self, **_LEAST)
@@ -252,7 +252,7 @@ class PolicyPacker:
             shuffle: Whether to order the pieces of a micro-batch at random.
         """
         work, length = self.options.workloads(pieces), pieces.length
-        # After each step wait the tokens of the steps behind it, and those that no step takes.
+        # Tokens that wait after a step: those of later steps, and those that no step takes.
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
         held = num_waiting_tokens + sum(tokens) - np.cumsum(tokens, dtype=np.int64)
         return tuple(

@@ -129,7 +129,8 @@ class StepLimits:
     s_max: int  # most tokens of a micro-batch
     step_tokens: int  # T, most tokens of the step
     max_delay: int  # D, steps that a document may wait
-    price: float  # of holding a global batch back for one step, in times of a typical micro-batch
+    # Price of holding a global batch back for one step, in times of a typical micro-batch.
+    price: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,7 @@ class BoundedPacker(PolicyPacker):
         return max(2, self.max_delay // 2) * self.options.tokens_per_step
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plans of the steps that can be made, and the carry; see `Packer.push`."""
+        """Pack `batch` with what waits, and return the steps that can be made and the new carry."""
         limit = min(self.s_max, self.limits.step_tokens)
         check_fits(carry.pieces, limit, name="s_max or step_tokens")
         step = carry.next_step
@@ -411,9 +412,10 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return where the released outliers of the tallest one's size class end, [num_candidates].
+        """Return, for each candidate, where the released part of its tallest size class ends.
 
-        At most N of them count, since each is to have a micro-batch.
+        At most N outliers count, since each is assumed to have a micro-batch to itself. The result
+        has shape [num_candidates].
         """
         ends = np.append(self.class_starts[1:], [self.num_outliers, self.num_outliers])
         size_class = np.searchsorted(self.class_starts, candidates.tallest, "right") - 1
@@ -944,7 +946,7 @@ class _Packing:
 
     @property
     def slowest(self) -> list[int]:
-        """Each micro-batch's load at its worst price."""
+        """Load of each micro-batch at the price at which it is slowest."""
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:
@@ -964,7 +966,8 @@ class _Packing:
             at = bisect_left(top_work, half)
             moved = top_documents[max(0, at - 1) : at + 1]
             tried: list[tuple[int, int | None]] = [(d, None) for d in moved]
-            # Try to swap each of the largest documents with the two that leave about that half.
+            # Try to swap each of the largest documents with two documents of micro-batch j, such
+            # that about half of the difference moves.
             for d in top_documents[-MOST_SWAPPED:]:
                 at = bisect_left(other_work, work[d] - half)
                 tried += [(d, e) for e in other_documents[max(0, at - 1) : at + 1]]

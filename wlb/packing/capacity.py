@@ -61,7 +61,7 @@ class CapacityPacker(PolicyPacker):
         return self.options.context_window if self.capacity is None else self.capacity
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plans of the full steps, and the carry; see `Packer.push`."""
+        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
         # Delay counts from the step in which a loader without packing would train the batch. Each
         # batch that waits before it would have taken one step.

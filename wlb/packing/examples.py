@@ -44,7 +44,7 @@ class ExamplesPacker(PolicyPacker):
         return self.examples * self.num_micro_batches
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plans of the full steps, and the carry; see `Packer.push`."""
+        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
         check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         pieces = Pieces.concat(carry.pieces, arrived)

@@ -74,7 +74,7 @@ class FixedPacker(PolicyPacker):
         convert_to_ints(self, window_batches=1)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plans of the full steps, and the carry; see `Packer.push`."""
+        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))

@@ -44,7 +44,7 @@ class OriginalPacker(PolicyPacker):
     cut: WindowCut = WindowCut.ANYWHERE  # which documents may be cut (`packing.window_cut`)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plans of the full steps, and the carry; see `Packer.push`."""
+        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
         if self.cut == WindowCut.SHORT:
             return self._push_whole(batch, carry)
         window, num = self.options.context_window, self.num_micro_batches

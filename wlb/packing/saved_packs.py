@@ -50,7 +50,7 @@ class Packs:
     # Micro-batch i has `rows[offsets[i]:offsets[i + 1]]`, shape [num_steps * N + 1].
     offsets: IntArray
     num_micro_batches: int  # N, of a step
-    context_window: int  # in tokens
+    context_window: int  # context window with which they were packed, in tokens
     layout: Layout  # which documents of a micro-batch attend to each other
     made_by: str  # policy that packed the epoch
     lengths: int  # digest of the lengths of the store's documents
@@ -256,7 +256,7 @@ class SavedPacker(PolicyPacker):
     packs: Packs
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the saved step's plan, and the carry; see `Packer.push`."""
+        """Return the plan of the saved step whose documents `batch` has, and an empty carry."""
         if len(carry.pieces):
             raise UserError(
                 f"{len(carry.pieces)} documents wait from a run with packing.policy = "

@@ -67,7 +67,7 @@ def balanced(
         if exchange != GATHER:
             plans = [*by_need(pieces, cp=cp, cost=cost), *plans]
         # The first of equally fast plans is taken. Prefer the plan of `hybrid` with an all-gather,
-        # and the others, which move fewer rows, with a `needed` exchange.
+        # and the other plans, which move fewer rows, with a `needed` exchange.
         plans = [best, *plans] if exchange == GATHER else [*plans, best]
         best = cheapest(plans, cost, exchange=exchange)
     return replace(best, strategy=STRATEGY)

@@ -68,18 +68,18 @@ def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingP
     maker = _PlanMaker(pieces, cp, cost)
     level = [FillOptions(whole=whole) for whole in WHOLE]
     plans: list[ShardingPlan] = []
-    # 1. All ranks alike, with equal work.
+    # 1. Fill all ranks with equal work.
     for options in level:
         plans += maker.rounds(options)
-    # 2. With more work for the ranks of a long document.
+    # 2. Allow more work on the ranks of a long document, so that fewer ranks share it.
     for share in SHARES:
         plans += maker.rounds(FillOptions(share=share), rounds=1)
-    # 3. Documents stay in a node where possible.
+    # 3. Keep documents on one node where possible.
     if 1 < per_node < cp:
         for node_share in NODE_SHARES:
             for options in level:
                 plans += maker.rounds(options, group_size=per_node, node_share=node_share)
-    # 4. Documents stay in a group of ranks where possible.
+    # 4. Keep documents in one group of ranks where possible.
     if per_node < cp and isinstance(cost, HiddenExchange) and cost.overlaps:
         sizes = {round(cp * share) for share in GROUPS}
         for size in sorted(size for size in sizes if per_node < size < cp):

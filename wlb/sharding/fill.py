@@ -45,7 +45,7 @@ class FillCut(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class FillPart:
-    """A part of a document, or a whole one."""
+    """Tokens of one document that a rank or a node gets: the whole document, or a part of it."""
 
     piece: int  # the document
     size: int  # tokens of the part

@@ -5,7 +5,7 @@ Only long pieces are worth a binary variable for each micro-batch. Pieces shorte
 tokens may go to a micro-batch.
 
 - `items_of` makes the program. If the greedy packing cuts a long piece, the program places the
-  parts as pieces of their own.
+  parts as separate pieces.
 - `placed` makes micro-batches of a solution. It puts the short documents, longest first, where the
   slowest micro-batch of the step leaves most time for each free token. On the fitted stream the
   result is 0.03 to 0.14% above the lower bound.
@@ -42,7 +42,7 @@ class Items:
     """The pieces that the ILP places, and the program that it solves."""
 
     pieces: Pieces
-    cost_ns: IntArray  # of each piece, shape [num_pieces]
+    cost_ns: IntArray  # cost of each piece, shape [num_pieces]
     whole: list[int]  # rows of long pieces, which have binary variables, in descending length
     fluid: list[list[int]]  # rows of short pieces by class, in descending length
     shape: Shape
@@ -151,7 +151,10 @@ def _start(
 
 
 def placed(items: Items, plan: Assignment) -> Window | None:
-    """Place the documents as a solution says; None if they do not fit and may not be cut."""
+    """Turn a solution of the program into micro-batches.
+
+    Returns None if the short documents do not fit as the solution says, and may not be cut.
+    """
     shape, lengths = items.shape, items.pieces.length.tolist()
     filling = _MostHeadroomFirst(shape, items.problem.step_maxima_ns(plan))
     parts: list[Part] = []

@@ -43,8 +43,8 @@ class Objective(StrEnum):
 class FluidClass:
     """Short documents of similar length, which the program divides freely."""
 
-    tokens: int  # of all documents together
-    cost_ns: int  # of all documents together
+    tokens: int  # total tokens of the documents
+    cost_ns: int  # total cost of the documents
     least_rate: float  # ns per token of the cheapest document
     most_rate: float  # ns per token of the dearest document
 
@@ -60,7 +60,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The numbers of the integer linear program."""
+    """The data of an integer linear program: pieces to place, and micro-batches to fill."""
 
     lengths: list[int]  # tokens of the long pieces, in descending order
     costs_ns: list[int]  # costs of the long pieces, in the same order

@@ -50,13 +50,13 @@ class IlpOptions:
 
     solver: Solver = Solver.HIGHS
     objective: Objective = Objective.SUM_OF_STEP_MAX
-    time_limit_s: float = 10.0  # of the solver, for each window
+    time_limit_s: float = 10.0  # time limit of the solver for each window
     gap_limit: float = 1e-4  # stop at this relative gap between objective and bound
     # Documents of fewer tokens are a fluid, longer ones have binary variables. None = C // 16;
     # 0 = all documents have binary variables.
     divisible_below: int | None = None
     threads: int = 1
-    seed: int = 0  # of the solver
+    seed: int = 0  # seed of the solver
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", Solver(self.solver))
@@ -82,7 +82,7 @@ class IlpReport:
     # How the solver ended: "optimal" (to gap_limit, with short documents as a fluid), "feasible"
     # (out of time), "nothing_found", or "infeasible", which would be an error of the solver.
     status: str
-    objective_ns: int  # objective of the packing that was returned, of its real documents
+    objective_ns: int  # objective of the packing that was returned
     # Lower bound on the objective of every packing that cuts at most num_micro_batches - 1 pieces,
     # none more expensive than the most expensive one that this packing cuts. Where greedy cuts a
     # long document, its parts count as pieces.
@@ -91,7 +91,7 @@ class IlpReport:
     # Whether the greedy packing was returned, because the solver's packing was no better after its
     # fluid was replaced by documents.
     kept_greedy: bool
-    num_binaries: int  # binary variables of the program
+    num_binaries: int  # number of binary variables in the program
     time_s: float  # time to pack the window
 
     @property
@@ -288,7 +288,7 @@ class IlpVarLenPacker(PolicyPacker):
         check_s_max(self.s_max, self.options)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plans of the full steps, and the carry; see `Packer.push`."""
+        """Collect W batches, then pack them; return the plans, if any, and the new carry."""
         step, num_batches = carry.next_step, int(carry.slot.max(initial=LEFTOVER))
         arrived = self.options.arrived(batch, step + num_batches)
         num_batches += len(arrived) > 0

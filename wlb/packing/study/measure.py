@@ -66,9 +66,9 @@ class PackingSummary:
     step_time_weighted: float  # sum of the slowest micro-batches over sum of the means
     imbalance_dear: float  # mean for the same plans if attention takes DEAR times its price
 
-    lower_bound: float  # of `imbalance`, for any packing of the same documents in the same steps
+    lower_bound: float  # least `imbalance` of any packing of the same documents in the same steps
 
-    mean_delay: float  # of a token
+    mean_delay: float  # mean delay of a token
     p99_delay: int  # 99th percentile over tokens
     max_delay: int  # longest delay of a token
     mean_advance: float  # mean over tokens of the steps that a token is trained early
@@ -76,8 +76,8 @@ class PackingSummary:
 
     tokens_per_step: float  # mean
     tokens_cv: float  # standard deviation of the tokens of a step, over their mean
-    longest_micro_batch: int  # in tokens
-    longest_step: int  # in tokens
+    longest_micro_batch: int  # tokens of the longest micro-batch
+    longest_step: int  # tokens of the longest step
     held_tokens: float  # tokens that wait after a step, on average
     flushed_tokens: int  # tokens trained after the end of the data
     flush_steps: int  # steps made after the end of the data

@@ -36,12 +36,12 @@ OBJECTIVES = ("step_time_weighted", "mean_delay", "p99_delay", "max_delay", "tok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningGrid:
-    """The values that are tried, in all combinations."""
+    """The values of [packing] settings that are tried, in all combinations."""
 
     policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)
     thresholds: tuple[float, ...] = THRESHOLDS  # L_i of Algorithm 1, in context windows
     max_queues: int = 2  # most outlier queues of Algorithm 1
-    s_max: tuple[float, ...] = S_MAX  # in context windows
+    s_max: tuple[float, ...] = S_MAX  # S_max, in context windows
     step_tokens: tuple[float, ...] = STEP_TOKENS  # T, in global batches; 0 = no cap
     prices: tuple[float, ...] = PRICES  # delay prices of `bounded`, relative to its default
 
