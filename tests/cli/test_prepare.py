@@ -113,7 +113,7 @@ def test_checking_stores(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "has checksum" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-2])
     assert run("--verify", out) == 2
-    assert "the copy is not complete" in capsys.readouterr().err
+    assert "the copy is incomplete" in capsys.readouterr().err
     assert run("--verify", corpus.parent / "none") == 2
     assert "no token store at" in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_conversations(chats: Path, tokenizer: Path, capsys: pytest.CaptureFixtu
         "3 split, 6 split documents",
         "1 untrained",
         "left out, untrained, 1 in all:",
-        f"  {chats}, line 31: no token of it is trained (12 tokens",
+        f"  {chats}, line 31: none of its 12 tokens is trained (",
         f"{out}: {train.num_documents} documents, {train.num_tokens:,} tokens; checksum and",
         f"{out}-heldout: {held.num_documents} documents",
     ):
@@ -206,7 +206,7 @@ def test_flags_of_conversations(
     assert trained(out) == [8] * 27
     assert run(*command, "--on-untrained", "fail") == 2
     error = capsys.readouterr().err
-    assert f"{chats}, line 31: no token of it is trained (12 tokens" in error
+    assert f"{chats}, line 31: none of its 12 tokens is trained (" in error
     assert "with --on-untrained skip" in error
     assert run(*command, "--on-untrained", "skip", "--turns", "all", "--too-long", "split") == 2
     assert "--too-long split needs --limit TOKENS" in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixt
     assert run(*command, "--tokenizer", plain) == 0
     assert TokenStore(out).read(3).tolist()[:6] == [257, *b"Why?", 256]
     assert run(*command, "--tokenizer", "bpe") == 2
-    assert "knows the special tokens of built-in templates" in capsys.readouterr().err
+    assert "is only for built-in templates" in capsys.readouterr().err
 
 
 def test_a_saved_tokenizer_without_a_limit_of_length(

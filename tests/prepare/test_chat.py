@@ -221,7 +221,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
         ({"messages": []}, "the conversation has no message"),
         (
             {"messages": [{"role": "user", "content": "x"}], "prompt": "y", "completion": "z"},
-            r"more than one conversation \(messages; prompt and completion\); keep the one",
+            r"several conversations \(messages; prompt and completion\); keep the one",
         ),
         (
             {"messages": [{"role": "system", "content": "x"}], "system": "y"},

@@ -163,7 +163,7 @@ def test_processes_and_interruptions_change_neither_bytes_nor_counts(tmp_path) -
     for report in made[1:]:
         assert (report.counts, report.skipped) == (made[0].counts, made[0].skipped)
         assert report.num_targets == made[0].num_targets
-    with pytest.raises(ValueError, match="is there already and was made of other inputs or"):
+    with pytest.raises(ValueError, match="already exists and was made of other inputs or"):
         prepare_store(options("one"), encoder=replace(chat, turns=Turns.LAST))
 
 
@@ -209,12 +209,12 @@ def test_a_conversation_without_a_trained_token_is_reported(tmp_path) -> None:
     records = [ask("?", "!"), {"messages": [{"role": "user", "content": "Hello?"}]}]
     made = prepared(tmp_path, *records)
     assert (made.skipped, made.num_documents) == ({"untrained": 1}, 1)
-    assert "line 2: no token of it is trained (14 tokens" in made.examples["untrained"][0]
-    message = r"line 2: no token of it is trained \(14 tokens.* with --on-untrained skip"
+    assert "line 2: none of its 14 tokens is trained (" in made.examples["untrained"][0]
+    message = r"line 2: none of its 14 tokens is trained \(.* with --on-untrained skip"
     for on_error in OnError:  # which does not decide this
         with pytest.raises(ValueError, match=message):
             prepared(tmp_path, *records, on_untrained=OnError.FAIL, on_error=on_error)
-    with pytest.raises(ValueError, match=r"no document is left of .*'untrained': 1"):
+    with pytest.raises(ValueError, match=r"has no document, because all records .*'untrained': 1"):
         prepared(tmp_path, records[1])
 
 
@@ -243,8 +243,11 @@ def test_truncation_may_leave_nothing_to_train(tmp_path) -> None:
     how = {"too_long": TooLong.TRUNCATE_LEFT}
     made = prepared(tmp_path, {"prompt": "", "completion": "y"}, asks, limit=24, **how)
     assert (made.skipped, made.counts, made.num_documents) == ({"untrained": 1}, {}, 1)
-    assert "line 2: no trained token is left of its 71 tokens" in made.examples["untrained"][0]
-    with pytest.raises(ValueError, match="no trained token is left"):
+    assert (
+        "line 2: truncating it removes all trained tokens (it has 71 tokens)"
+        in made.examples["untrained"][0]
+    )
+    with pytest.raises(ValueError, match="truncating it removes all trained tokens"):
         prepared(tmp_path, asks, on_untrained=OnError.FAIL, limit=20, **how)
 
 
@@ -392,9 +395,15 @@ def test_a_jinja_template_and_what_it_cannot_render(tmp_path) -> None:
         ({"template": "llama3"}, "--chat llama3: the tokenizer has no token <.begin_of_text"),
         ({"template": "vicuna"}, "no chat template vicuna: give one of chatml, llama3"),
         ({"template": "JINJA", "add_tokens": True}, "--add-tokens is for built-in templates"),
-        ({"template": "JINJA", "tokenizer": "bpe"}, "--tokenizer bpe knows the special tokens of"),
-        ({"template": "ENDLESS"}, "which is no special token of the tokenizer"),
-        ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be above 258: 256 by"),
+        (
+            {"template": "JINJA", "tokenizer": "bpe"},
+            "--tokenizer bpe is only for built-in templates",
+        ),
+        ({"template": "ENDLESS"}, "which is not a special token of the tokenizer"),
+        (
+            {"tokenizer": "bpe", "vocab_size": 258},
+            "--vocab-size = 258 must be above 258, for 256 by",
+        ),
     ],
 )
 def test_options_that_cannot_be(tmp_path, changes, message) -> None:
@@ -490,6 +499,6 @@ def test_a_store_of_a_version_that_read_fewer_marks_is_not_used_again(tmp_path, 
     prepared(tmp_path, path, **options)
     assert prepared(tmp_path, path, **options).reused
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="is there already and was made of other inputs or"):
+    with pytest.raises(ValueError, match="already exists and was made of other inputs or"):
         prepared(tmp_path, path, overwrite=False, **options)
     assert not prepared(tmp_path, path, **options).reused

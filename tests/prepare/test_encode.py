@@ -133,7 +133,9 @@ def test_which_token_ends_a_document(tmp_path):
     path = saved(tmp_path, bpe("<s>", "</s>"))
     tokenizer = Tokenizer.from_file(str(path))
     assert read_vocabulary(path).eos_id is None  # </s> or <|endoftext|>: not guessed
-    with pytest.raises(ValueError, match=r"--documents separator needs a token.*--eos TOKEN"):
+    with pytest.raises(
+        ValueError, match=r"--documents separator needs a special token.*--eos TOKEN"
+    ):
         encoder(path)
     assert read_vocabulary(path, eos="</s>").eos_id == tokenizer.token_to_id("</s>")
     config = tmp_path / "tokenizer_config.json"
@@ -151,7 +153,7 @@ def test_which_token_ends_a_document(tmp_path):
 def test_one_usual_name_is_taken(tmp_path):
     path = saved(tmp_path, bpe())
     assert read_vocabulary(path).eos_id == 0
-    with pytest.raises(ValueError, match=r"--documents eos_bos needs a token.*--bos TOKEN"):
+    with pytest.raises(ValueError, match=r"--documents eos_bos needs a special token.*--bos TOKEN"):
         encoder(path, DocumentPolicy.EOS_BOS)
 
 
@@ -191,7 +193,7 @@ def test_a_text_that_gives_no_token_is_empty(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>"])
-    with pytest.raises(BadRecord, match="makes no token"):
+    with pytest.raises(BadRecord, match="returns no token"):
         encoder(saved(tmp_path, tokenizer)).encode({"text": "   "})
 
 

@@ -112,7 +112,7 @@ def test_marks_are_obeyed(record, expected) -> None:
         (talk({}, masked=False), "message 0 has masked = False and is not an assistant's"),
         (
             talk({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
-            r"message 1 has train_detail = \[.*, a key that wlb does not know and that may say",
+            r"message 1 has train_detail = \[.*, a key that wlb does not know and that may decide",
         ),
         (talk({"noLoss": True}), "message 1 has noLoss = True, a key that wlb does not know"),
         (talk({"is_masked": False}), "message 1 has is_masked = False, a key that wlb does not"),
@@ -128,7 +128,7 @@ def test_marks_are_obeyed(record, expected) -> None:
         ({**talk({}), "mask_history": True}, "mask_history = True; give --turns last for all"),
         ({**talk({}), "loss_mask": [0, 0]}, r"the record has loss_mask = \[0, 0\]; wlb takes no"),
         ({**talk({}), "completion_mask": "0"}, "the record has completion_mask = '0'; wlb takes"),
-        ({**talk({}), "mask": "User"}, "the record has mask = 'User'; wlb trains what assistants"),
+        ({**talk({}), "mask": "User"}, "the record has mask = 'User'; wlb trains only messages"),
         ({**talk({}), "weight": 0.5}, "the record has weight = 0.5; wlb trains every record alike"),
         (
             {"instruction": "a", "output": "one", "train": False},

@@ -278,7 +278,7 @@ def test_other_arguments_never_replace_a_store_unless_told(corpus, tmp_path):
     out = tmp_path / "x"
     prepare_store(options(corpus, out))
     before = contents(out)
-    with pytest.raises(ValueError, match=r"x is there already.*--overwrite"):
+    with pytest.raises(ValueError, match=r"x already exists and .*--overwrite"):
         prepare_store(options(corpus, out, seed=4))
     assert contents(out) == before
     made = prepare_store(options(corpus, out, heldout_fraction=0.0, overwrite=True))
@@ -387,7 +387,9 @@ def test_a_link_that_a_pattern_finds_and_that_leads_nowhere_is_named(tmp_path):
 
 def test_nothing_left(corpus, tmp_path):
     corpus.write_text('{"text": ""}\n' * 3)
-    with pytest.raises(ValueError, match=r"no document is left .*'empty': 3"):
+    with pytest.raises(
+        ValueError, match=r"has no document, because all records were left out .*'empty': 3"
+    ):
         prepare_store(options(corpus, tmp_path / "x"))
 
 
@@ -436,7 +438,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         ({"tokenizer": "bpe", "policy": DocumentPolicy.EOS_BOS}, r"--bos '<\|endoftext\|>'"),
         ({"tokenizer": "no/such.json"}, r"no file no/such\.json; give a tokenizer\.json, 'bpe'"),
         ({"inputs": ()}, "there is no input"),
-        ({"inputs": (".",), "out": "./sub/x"}, r"--out \./sub/x lies in the input folder \."),
+        ({"inputs": (".",), "out": "./sub/x"}, r"--out \./sub/x is in the input folder \."),
     ],
 )
 def test_refuses(corpus, tmp_path, changes, message):
@@ -453,7 +455,7 @@ def test_a_store_is_not_its_own_input(tmp_path):
     prepare_store(asked)
     before = contents(tmp_path / "mix", SUFFIXES[:3])
     for again in (asked, replace(asked, overwrite=True, on_error=OnError.SKIP)):
-        with pytest.raises(ValueError, match=r"hold .*mix\.(bin|idx|json), which --out .*mix"):
+        with pytest.raises(ValueError, match=r"have .*mix\.(bin|idx|json), which --out .*mix"):
             prepare_store(again)
     assert contents(tmp_path / "mix", SUFFIXES[:3]) == before
 
@@ -462,7 +464,7 @@ def test_a_damaged_store_is_called_that(corpus, tmp_path):
     prepare_store(options(corpus, tmp_path / "x"))
     path = tmp_path / "x.bin"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"x is there already and cannot be used \(.*x\.bin"):
+    with pytest.raises(ValueError, match=r"x already exists and cannot be used \(.*x\.bin"):
         prepare_store(options(corpus, tmp_path / "x"))
     made = prepare_store(options(corpus, tmp_path / "x", overwrite=True))
     verify_store(made.prefix)
@@ -473,7 +475,7 @@ def test_a_bpe_of_no_record_is_refused(tmp_path):
     (tmp_path / "in").mkdir()
     path = tmp_path / "in" / "none.parquet"
     pq.ParquetWriter(path, pa.schema([("text", pa.string())])).close()
-    with pytest.raises(ValueError, match=r"--tokenizer bpe: .*none.parquet holds no record"):
+    with pytest.raises(ValueError, match=r"--tokenizer bpe: .*none.parquet has no record"):
         prepare_store(options(path, tmp_path / "x", tokenizer="bpe"))
     assert not (tmp_path / "x.parts").exists()
 
@@ -500,5 +502,7 @@ def test_a_store_too_narrow_for_its_vocabulary_is_refused(corpus, tmp_path):
     made = prepare_store(options(corpus, tmp_path / "x"))
     sidecar = tmp_path / "x.json"
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 65537'))
-    with pytest.raises(ValueError, match=r"vocabulary of 65537 tokens, .*uint16, whose largest value is 65535"):
+    with pytest.raises(
+        ValueError, match=r"vocabulary of 65537 tokens, .*uint16, whose largest value is 65535"
+    ):
         TokenStore(made.prefix)

@@ -67,10 +67,10 @@ def test_another_encoder_and_its_trained_tokens(tmp_path):
             assert store.trained(i).tolist() == expected
         verify_store(prefix)
     assert sorted(found) == sorted(rows)
-    with pytest.raises(ValueError, match="is there already and was made of other"):
+    with pytest.raises(ValueError, match="already exists and was made of other"):
         prepare_store(asked, encoder=EveryOther(step=3))
     path.write_text('{"numbers": []}')
-    with pytest.raises(ValueError, match=r"line 1: the encoder gave neither document nor reason"):
+    with pytest.raises(ValueError, match=r"line 1: the encoder returned no document"):
         prepare_store(replace(asked, overwrite=True), encoder=EveryOther())
     with pytest.raises(ValueError, match="--tokenizer bpe: these records have no text to train"):
         prepare_store(replace(asked, out=f"{asked.out}-bpe", tokenizer="bpe"), encoder=EveryOther())

@@ -101,7 +101,7 @@ def test_jsonl_positions_and_reasons(tmp_path):
         "three",
     ]
     assert skipped == {}
-    where = [position.spoken() for position, _ in found]
+    where = [position.describe() for position, _ in found]
     assert where == [f"{path}, line {number}" for number in range(1, 8)]
     assert "not JSON: Expecting ',' delimiter at character 14" in str(found[2][1])
     assert "0xff" in str(found[4][1])
@@ -117,7 +117,7 @@ def test_compressed_files(tmp_path, suffix, pack):
     found, _, shards = read(packed, shard_bytes=10)
     assert len(shards) == 1
     assert texts(found) == texts(read(plain)[0])
-    assert found[7][0].spoken() == f"{packed}, line 8"
+    assert found[7][0].describe() == f"{packed}, line 8"
     (tmp_path / f"one.txt{suffix}").write_bytes(pack(b"whole\ntext"))
     assert texts(read(tmp_path / f"one.txt{suffix}")[0]) == ["whole\ntext"]
     packed.write_bytes(packed.read_bytes()[:-9])
@@ -141,7 +141,7 @@ def test_parquet_rows_by_row_group(tmp_path, kind):
         assert [item["text"].decode() for _, item in found] == values
         assert [position.offset for position, _ in found] == list(range(95))
         assert set(found[0][1]) == {"text"}  # other columns are not read
-    assert found[40][0].spoken() == f"{path}, row 40"
+    assert found[40][0].describe() == f"{path}, row 40"
     assert found[40][0].name == "a.parquet:40"
 
 
@@ -223,7 +223,7 @@ def test_a_json_list_gives_its_items(tmp_path, blanks, indent, pack):
     assert len(shards) == 1
     assert [item for _, item in found[:50]] == items
     assert texts(found[50:]) == ["not_an_object", "last"]
-    assert found[50][0].spoken() == f"{path}, record 50"
+    assert found[50][0].describe() == f"{path}, record 50"
     assert found[50][0].name == f"{path.name}:50"
 
 
@@ -238,7 +238,7 @@ def test_json_lines_named_json_are_lines(tmp_path):
     path = write_lines(tmp_path / "a.json", "one", "two")
     found, _, _ = read(path, shard_bytes=4)
     assert texts(found) == ["one", "two"]
-    assert found[1][0].spoken() == f"{path}, line 2"
+    assert found[1][0].describe() == f"{path}, line 2"
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,10 @@ def test_json_lines_named_json_are_lines(tmp_path):
     [
         (
             b'{\n "data": []\n}',
-            r"a\.json holds neither a JSON list .* nor a JSON object a line; .*jq",
+            r"a\.json is neither a JSON list .* nor one JSON object per line; .*jq",
         ),
-        (b"words", "holds neither"),
-        (b" \n", "holds neither"),
+        (b"words", "is neither"),
+        (b" \n", "is neither"),
         (b'[{"text": "a"}, {"text" "b"}]', "record 1 cannot be read: Expecting ':'"),
         (b'[{"text": "a"}', "record 0 is followed by neither a comma"),
         (b'[{"text": "a"}, ', "record 1 cannot be read: Expecting value"),

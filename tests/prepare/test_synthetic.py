@@ -63,7 +63,7 @@ def test_a_larger_store_begins_as_a_smaller_one_does(tmp_path: Path) -> None:
 
 def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
     made(tmp_path / "drawn", num_tokens=10)
-    with pytest.raises(UserError, match=r"drawn is a store already; .*--overwrite"):
+    with pytest.raises(UserError, match=r"drawn is already a store; .*--overwrite"):
         made(tmp_path / "drawn", num_tokens=10)
     made(tmp_path / "drawn", num_tokens=20, overwrite=True)
     made(tmp_path / "drawn-heldout", num_tokens=10)

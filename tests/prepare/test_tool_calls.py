@@ -222,7 +222,9 @@ def test_tokens_that_end_turns(source: str, answer: str, calls: str) -> None:
     assert encoder.end_of(called)[1] == calls
     endless = BLOCKS.replace("<|im_end|>{% endg", "{% endg").replace("{{ '\\n' }}", "<|im_end|>")
     template = ChatTemplate(endless, name="test", variables={})
-    with pytest.raises(ValueError, match="trains no special token after what an assistant says"):
+    with pytest.raises(
+        ValueError, match="trains no special token at the end of an assistant's turn"
+    ):
         ChatEncoder(TOKENIZER, template).end_of(plain)
 
 

@@ -1,4 +1,4 @@
-"""Text, records and conversations to token stores."""
+"""Turn text, records and conversations into token stores."""
 
 from wlb.prepare.chat import ChatEncoder as ChatEncoder
 from wlb.prepare.chat import TooLong as TooLong

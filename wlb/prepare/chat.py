@@ -1,8 +1,9 @@
-"""Conversations to tokens, with the spans that are trained (README.md has the rules).
+"""Encode conversations as tokens, and say which tokens are trained (README.md has the rules).
 
-Special tokens are matched only in the template's own text. Text is cut where training begins and
-ends, so that every token is trained or not as a whole; if contents hold no special token and no
-token would cross a cut, the result equals encoding the rendered text at once.
+Special tokens are matched only in text that the template itself writes, never in the contents of
+messages. The text is cut where training begins and ends, and each part is encoded separately, so
+every token is either trained or not. If contents have no special token and no token would cross a
+cut, the result equals encoding the rendered text at once.
 """
 
 import json
@@ -25,57 +26,64 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+# Roles of example conversations, which show which special tokens a template uses. A template must
+# render the first one; it may refuse the others.
 _PROBES = (
     (Role.USER, Role.ASSISTANT, Role.USER, Role.ASSISTANT),
     (Role.SYSTEM, Role.USER, Role.ASSISTANT),
     (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT),
 )
-"""Conversations that show which tokens a template uses; it must render the first one."""
 
 
 class TooLong(StrEnum):
-    """Treatment of a conversation of more than `limit` tokens.
+    """What to do with a conversation of more than `limit` tokens."""
 
-    SPLIT: it becomes documents of as many whole turns as fit. A turn that does not fit is cut after
-    `limit` tokens, and the next document repeats one token where its first one is trained, so no
-    label is lost; only the first document has the system message. TRUNCATE_LEFT: the oldest turns
-    are dropped, or the beginning of a last turn that does not fit; the system message stays.
-    """
-
+    # Split it into documents of as many whole turns as fit. A turn that does not fit is cut after
+    # `limit` tokens. A document starts with the last token of the one before if the token after it
+    # is trained, so no label is lost. Only the first document has the system message.
     SPLIT = "split"
+    # Drop the oldest turns, or the beginning of a last turn that does not fit. Keep the system
+    # message.
     TRUNCATE_LEFT = "truncate_left"
+    # Refuse it.
     REFUSE = "refuse"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatTokens:
-    """A document of a conversation.
+    """The tokens of a conversation, or of a part of one."""
 
-    tokens: int64 [num_tokens]. is_trained: bool [num_tokens]. turns: the tokens at which a turn
-    after the first one begins, ascending. prefix: tokens before the first turn (start of text,
-    system message); None where the system message is inside it. num_dropped: messages whose
-    reasoning the template left out, which are not trained.
-    """
-
-    tokens: IntArray
-    is_trained: BoolArray
-    turns: tuple[int, ...] = ()
+    tokens: IntArray  # shape [num_tokens]
+    is_trained: BoolArray  # whether each token is trained, shape [num_tokens]
+    turns: tuple[int, ...] = ()  # positions where the second and later turns begin, ascending
+    # Tokens before the first turn: start of text and system message. None if the template writes
+    # the system message inside the first turn.
     prefix: int | None = 0
-    num_dropped: int = 0
+    num_dropped: int = 0  # messages that are not trained, because the template drops reasoning
 
     @property
     def trained(self) -> IntArray:
-        """Half-open spans of trained tokens, int64 [k, 2]."""
+        """Half-open spans of trained tokens, shape [k, 2]."""
         return spans_of(self.is_trained)
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are trained as labels: the first one never is."""
+        """Number of trained labels. The first token is never a label."""
         return int(self.is_trained[1:].sum())
 
 
 class ChatEncoder:
-    """Encodes conversations with one tokenizer and one template."""
+    """Encodes conversations with one tokenizer and one chat template.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: The chat template.
+        turns: Which messages of assistants are trained.
+
+    Raises:
+        UserError: The tokenizer lacks a special token of the template, or it cannot encode a text
+            in parts.
+    """
 
     def __init__(
         self, tokenizer: "Tokenizer", template: ChatTemplate, *, turns: Turns = Turns.ALL
@@ -100,15 +108,21 @@ class ChatEncoder:
         _check_parts(self._tokenizer)
 
     def encode(self, conversation: Conversation) -> ChatTokens:
-        """UserError for a conversation that the template refuses or cannot render exactly."""
-        # Tools and calls are part of the template's text, where special tokens are matched.
+        """Encode a conversation.
+
+        Raises:
+            InjectedToken: Text of a message or of a tool would become a special token.
+            UserError: The template refuses the conversation, or it is unclear what is trained.
+        """
+        # The template writes tools and calls, so special tokens would be matched in them.
         if found := self._special.search(conversation.literals):
             raise InjectedToken(
                 f"its tools or tool calls contain the special token {found[0].strip()}, which only "
-                f"the template may set; take it out of them"
+                f"the template may add; remove it from them"
             )
         rendered = self.template.render(conversation, self.turns, self._special)
         spans = [(reply.start, self._stop(rendered.text, reply)) for reply in rendered.replies]
+        # Encode the text between two cuts at a time. `starts` maps each cut to its first token.
         places = [*rendered.turns, *([] if rendered.prefix is None else [rendered.prefix])]
         edges = [place for span in spans for place in span]
         cuts = sorted({0, len(rendered.text), *places, *edges})
@@ -126,10 +140,13 @@ class ChatEncoder:
         )
 
     def end_of(self, conversation: Conversation) -> tuple[int, str]:
-        """Id and text of the trained token that ends its last turn, an assistant's.
+        """Find the trained special token that ends the assistant's last turn.
 
-        That is the first special token after an answer's content, or the last one of those that
-        follow it directly, and the last one after calls. UserError for none.
+        Returns:
+            The id and the text of the token.
+
+        Raises:
+            UserError: There is no such token, so a model could not learn to stop.
         """
         rendered = self.template.render(conversation, self.turns)
         for reply in reversed(rendered.replies):
@@ -138,29 +155,31 @@ class ChatEncoder:
                 name = self._name(match)
                 return self._ids_by_name[name], name
         raise UserError(
-            f"chat template {self.template.name} trains no special token after what an assistant "
-            f"says, so the model could not learn to stop; put the token that ends its turn into "
-            f"the {{% generation %}} block"
+            f"chat template {self.template.name} trains no special token at the end of an "
+            f"assistant's turn, so the model could not learn to stop; put the token that ends the "
+            f"turn into the {{% generation %}} block"
         )
 
     def _stop(self, text: str, reply: Reply) -> int:
-        """Where the trained part of a reply ends."""
+        """Return the position in the text where the trained part of a reply ends."""
         if reply.is_block:
             return reply.stop
         if (match := self._ending(text, reply)) is not None:
             return match.end()
         raise UserError(
             f"chat template {self.template.name} ends an assistant's turn with "
-            f"{text[reply.said : reply.stop]!r}, which is no special token of the tokenizer: the "
-            f"model could not learn to stop; use the tokenizer that belongs to the template, or "
-            f"add the token to it"
+            f"{text[reply.content_end : reply.stop]!r}, which is not a special token of the "
+            f"tokenizer, so the model could not learn to stop; use the tokenizer that belongs to "
+            f"the template, or add the token to it"
         )
 
     def _ending(self, text: str, reply: Reply) -> re.Match[str] | None:
-        """The special token that ends a reply: the first one after its content, or the last one of
-        those that follow it directly, and the last one after calls.
+        """Find the special token that ends a reply, or None.
+
+        After tool calls it is the last special token. After text it is the first one; if several
+        follow each other directly, it is the last of these.
         """
-        found = list(self._pattern.finditer(text, reply.said, reply.stop))
+        found = list(self._pattern.finditer(text, reply.content_end, reply.stop))
         if not found or reply.has_calls:
             return found[-1] if found else None
         last = found[0]
@@ -171,11 +190,11 @@ class ChatEncoder:
         return last
 
     def _name(self, match: re.Match[str]) -> str:
-        """The special token of a match, which may have white space around it."""
+        """Return the name of a matched token. The match may include white space around it."""
         return match[0] if match[0] in self._ids_by_name else match[0].strip()
 
     def _ids_of(self, rendered: Rendered, start: int, stop: int) -> list[int]:
-        """The tokens of [start, stop): special ones in the template's own text only."""
+        """Encode [start, stop) of the text, with special tokens only where the template wrote."""
         text, at, ids = rendered.text, start, list[int]()
         for a, b in rendered.template_spans(start, stop):
             for match in self._pattern.finditer(text, a, b):
@@ -185,21 +204,22 @@ class ChatEncoder:
         return ids + self._ids(text[at:stop]) if at < stop else ids
 
     def _ids(self, text: str) -> list[int]:
-        # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no
-        # offsets.
+        # Unlike encode(), encode_batch_fast computes no offsets. With one text it uses one thread.
         encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded[0].ids
         if not self._forbidden.isdisjoint(ids):
             token = next(token for token in ids if token in self._forbidden)
             raise InjectedToken(
-                f"its text encodes to the special token {token}, which only the template may set; "
-                f"use a tokenizer without that piece, or take it out of the text"
+                f"its text encodes to the special token {token}, which only the template may add; "
+                f"use another tokenizer, or remove that part of the text"
             )
         return ids
 
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
-        """A copy in which every added token that the template uses is special, because contents
-        could match added tokens that are not.
+        """Copy a tokenizer so that contents cannot become tokens that the template uses.
+
+        Text matches added tokens that are not marked as special. In the copy, every added token
+        that the template uses is special.
         """
         from tokenizers import Tokenizer
 
@@ -207,7 +227,7 @@ class ChatEncoder:
         for roles in _PROBES:
             try:
                 rendered = self.template.render(probe_of(roles), Turns.LAST)
-            # A template may refuse system messages and tools.
+            # A template may refuse system messages or tools.
             except UserError:
                 if roles == _PROBES[0]:
                     raise
@@ -220,21 +240,30 @@ class ChatEncoder:
             is_used = token["content"].strip() in used - set(CONTENT_TAGS)
             token["special"] = token["special"] or is_used
         copy = Tokenizer.from_str(json.dumps(data))
-        # Each run of text is encoded as a whole.
+        # Every text must be encoded as it is.
         copy.no_truncation()
         copy.no_padding()
         return copy
 
 
 def probe_of(roles: Sequence[Role]) -> Conversation:
-    """A conversation of these roles, for examining a template."""
+    """Return a conversation of these roles with the contents "x", to examine a template."""
     return Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
 
 
 def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatTokens]:
-    """Documents of at most `limit` tokens; the conversation itself where it fits.
+    """Fit a conversation into documents of at most `limit` tokens.
 
-    UserError where it is refused or cannot be truncated.
+    Args:
+        made: The encoded conversation.
+        limit: The most tokens of a document, None for any number.
+        too_long: What to do if the conversation has more tokens.
+
+    Returns:
+        The documents. A conversation that fits is returned unchanged.
+
+    Raises:
+        UserError: The conversation is refused, or it cannot be truncated.
     """
     num = made.tokens.size
     if limit is None or num <= limit:
@@ -256,7 +285,8 @@ def _split(made: ChatTokens, limit: int) -> list[ChatTokens]:
     num, start, trained = made.tokens.size, 0, made.is_trained
     pieces: list[tuple[int, int]] = []
     while num - start > limit:
-        # The first token of a document has no label, so repeat one token where it is trained.
+        # The first token of a document is no label. If the token at `stop` is trained, the next
+        # document starts one token earlier.
         turns = [t for t in made.turns if start < t - int(trained[t]) and t <= start + limit]
         stop = turns[-1] if turns else start + limit
         pieces.append((start, stop))
@@ -269,20 +299,20 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
         raise UserError(
-            "this template writes the system message into the first turn, so a conversation "
-            'cannot be truncated and keep it; use too_long = "split" or "refuse"'
+            "the template writes the system message inside the first turn, so truncating would "
+            'lose it; use too_long = "split" or "refuse"'
         )
-    room = limit - prefix
-    if room < 2:
+    left = limit - prefix
+    if left < 2:
         raise UserError(
-            f"the system message has {prefix} tokens and leaves {max(room, 0)} of the limit of "
+            f"the system message has {prefix} tokens and leaves {max(left, 0)} of the limit of "
             f'{limit}; raise the limit or use too_long = "split"'
         )
-    turns = [turn for turn in made.turns if num - turn <= room]
-    start = turns[0] if turns else num - room
+    turns = [turn for turn in made.turns if num - turn <= left]
+    start = turns[0] if turns else num - left
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
     is_trained = made.is_trained.copy()
-    # The first token after a removed part has no predecessor to be predicted from.
+    # The tokens from which this one would be predicted were removed.
     is_trained[start] = False
     return _document(made.tokens[rows], is_trained[rows])
 
@@ -293,8 +323,9 @@ def _document(tokens: IntArray, is_trained: BoolArray) -> ChatTokens:
 
 
 def _pattern_of(added: list[Any]) -> re.Pattern[str]:
-    """Finds added tokens, the longest first, with the space that lstrip and rstrip take in."""
+    """Return a pattern that finds added tokens, with white space for lstrip and rstrip."""
     patterns: list[str] = []
+    # The longest token first, because a token may begin like a shorter one.
     for token in sorted(added, key=lambda token: len(token.content), reverse=True):
         left, right = (r"\s*" if on else "" for on in (token.lstrip, token.rstrip))
         patterns.append(f"{left}{re.escape(token.content)}{right}")
@@ -303,18 +334,18 @@ def _pattern_of(added: list[Any]) -> re.Pattern[str]:
 
 
 def _check_parts(tokenizer: "Tokenizer") -> None:
-    """UserError for a tokenizer that encodes the parts of a text differently from the whole."""
+    """Raise UserError if the tokenizer encodes parts of a text differently from the whole."""
     encoded: list[list[int]] = [
         tokenizer.encode(text, add_special_tokens=False).ids for text in ("\nword", "\n", "word")
     ]
     if encoded[0] != encoded[1] + encoded[2]:
         raise UserError(
-            "the tokenizer puts white space in front of each text, so a conversation cannot "
-            "be encoded in parts and contents be kept apart from special tokens; use a tokenizer "
+            "the tokenizer puts white space in front of each text, so a conversation cannot be "
+            "encoded in parts, which keeps contents apart from special tokens; use a tokenizer "
             "without a prefix space (byte-level BPE with add_prefix_space = false)"
         )
 
 
 def add_chat_tokens(tokenizer: "Tokenizer", template: ChatTemplate) -> int:
-    """Adds the template's special tokens that the tokenizer lacks; returns how many."""
+    """Add the template's special tokens that the tokenizer lacks; return how many were added."""
     return add_special_tokens(tokenizer, template.special_tokens)

@@ -1,11 +1,18 @@
-"""Conversations as records of `prepare_store`: template, trained messages, limit of tokens.
+"""Encode records that are conversations, for `prepare_store`.
 
-`Encoded.counts` has `empty_replies` and messages of `dropped_reasoning`, which the template leaves
-out: both are not trained; conversations with `developer_as_system`, whose template has no
-developer's role; messages with a KEY that says something and is not read, as
-`unread:KEY`; conversations `split` and their
-`split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`; conversations
-`truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
+The statistics in `Encoded.counts` are:
+
+    empty_replies          messages of assistants without text or calls, which are not trained
+    dropped_reasoning      messages that are not trained because the template drops their reasoning
+    developer_as_system    conversations whose developer message became a system message
+    unread:KEY             messages with a key KEY that wlb does not read
+    split                  conversations that were split
+    split_documents        documents that they became
+    untrained_parts        parts without a trained token, which were left out
+    untrained_part_tokens  tokens of these parts
+    truncated              conversations that were truncated
+    truncated_tokens       tokens that were removed from them
+    truncated_targets      trained tokens among these
 """
 
 from collections import Counter
@@ -31,12 +38,12 @@ from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 from wlb.prepare.tool_calls import calls_text
 
+# Increase this when a conversation is encoded differently, so that old stores and parts are not
+# reused. Version 1 did not read other trainers' marks; version 2 found trained text differently.
 _VERSION = 3
-"""Of what is made of a conversation: stores and parts of another version are not used again. The
-first did not read the marks of other trainers (`wlb.prepare.marks`), the second found what is
-trained in another way."""
 UNREAD = "unread:"
-"""In front of a key's name in `Encoded.counts`."""
+"""Prefix of the statistics for keys that are not read."""
+# Examples to find the tokens that end an assistant's answer and tool call.
 _PROBE = probe_of((Role.USER, Role.ASSISTANT))
 _CALL_PROBE = Conversation(
     messages=(
@@ -48,26 +55,22 @@ _CALL_PROBE = Conversation(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice(EncoderChoice):
-    """Conversations, for `prepare_store(options, encoder=ChatChoice(...))`.
+    """Records that are conversations, for `prepare_store(options, encoder=ChatChoice(...))`."""
 
-    template: chatml, llama3, a model's folder, a file with a Jinja template or a
-    tokenizer_config.json. limit: most
-    tokens of a document, None for any length. on_untrained: for conversations without a trained
-    token. add_tokens: whether a tokenizer.json gets the special tokens of a built-in template that
-    it lacks (the model's embedding must have room); a BPE that is trained here has them.
-    """
-
+    # "chatml", "llama3", the folder of a model, a Jinja template, or a tokenizer_config.json.
     template: str = "chatml"
-    turns: Turns = Turns.ALL
-    limit: int | None = None
+    turns: Turns = Turns.ALL  # which messages of assistants are trained
+    limit: int | None = None  # the most tokens of a document, None for any number
     too_long: TooLong = TooLong.SPLIT
-    on_untrained: OnError = OnError.SKIP
+    on_untrained: OnError = OnError.SKIP  # what to do with a conversation without trained tokens
+    # Whether to add the special tokens of a built-in template that a tokenizer.json lacks. The
+    # model's embedding needs rows for them. A BPE that is trained here always has them.
     add_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.limit is not None:
             check_at_least("--limit", self.limit, 2, " tokens: one to predict from")
-        # This raises UserError for a template that cannot be used.
+        # Loading the template raises UserError if it cannot be used.
         load_template(self.template)
         if self.add_tokens and self.template not in BUILT_IN:
             raise UserError(
@@ -77,9 +80,7 @@ class ChatChoice(EncoderChoice):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Template files count by checksum, so that an edited template is another argument, and
-        what is made of a conversation counts by its version.
-        """
+        """All settings, the checksums of the template's files, and the version of the encoding."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {"chat": given.pop("template"), "version": _VERSION, **given}
         if self.template not in BUILT_IN:
@@ -90,28 +91,32 @@ class ChatChoice(EncoderChoice):
 
     @property
     def actions(self) -> Mapping[Skip, OnError]:
+        """What to do with conversations without trained tokens (`--on-untrained`)."""
         return {Skip.UNTRAINED: self.on_untrained}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns of a Parquet file that conversations are made of."""
         return conversation_columns(names)
 
     def texts(self, record: Record) -> Sequence[str]:
+        """Return the contents and the reasoning of all messages."""
         messages = _conversation(record).messages
         return [text for m in messages for text in (m.reasoning, m.content) if text]
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
+        """Return the built-in template's special tokens, if they are to be added."""
         if tokenizer != BPE and not self.add_tokens:
             return ()
         if self.template not in BUILT_IN:
             raise UserError(
-                f"--tokenizer {BPE} knows the special tokens of built-in templates "
-                f"({', '.join(BUILT_IN)}), not those of {self.template}; give the tokenizer.json "
-                f"that belongs to it"
+                f"--tokenizer {BPE} is only for built-in templates ({', '.join(BUILT_IN)}), whose "
+                f"special tokens are known; for {self.template} give the tokenizer.json that "
+                f"belongs to it"
             )
         return BUILT_IN[self.template].special_tokens
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatRecordEncoder":
-        """Encodes a conversation, so that a tokenizer without the template's tokens is refused."""
+        """Open the encoder, and encode an example to test that tokenizer and template fit."""
         if not tokenizer:
             raise UserError(
                 f"--tokenizer bytes has no special tokens for --chat {self.template}; use a "
@@ -125,14 +130,14 @@ class ChatChoice(EncoderChoice):
         return encoder
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Under "chat": `ChatFormat` as JSON."""
+        """Return a `ChatFormat` as JSON values under the key "chat"."""
         encoder = self.open(tokenizer, vocabulary).encoder
         template, ends = encoder.template, [encoder.end_of(_PROBE)]
-        # Some templates end a turn that calls tools with another token; others have no form for it.
+        # Some templates end a turn with tool calls with another token. Others cannot write calls.
         with suppress(UserError):
             ends.append(encoder.end_of(_CALL_PROBE))
         variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}
-        # A template may have another use for the variable.
+        # Set eos_token for users of the model, unless the template itself uses that variable.
         if "eos_token" not in template.variable_names:
             variables["eos_token"] = ends[0][1]
         ids = {name: number for number, name in ends}
@@ -142,19 +147,16 @@ class ChatChoice(EncoderChoice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """What a model that was trained on conversations needs in order to chat and to stop.
+    """What a program needs to chat with a model that was trained on these conversations."""
 
-    template: in Jinja. variables: its tokens by name (bos_token, ...). ends: id of each token that
-    ends an assistant's turn, by its text; that of an answer first.
-    """
-
-    template: str
-    variables: dict[str, str]
+    template: str  # the chat template in Jinja
+    variables: dict[str, str]  # special tokens that the template uses, such as bos_token
+    # Id of each token that ends an assistant's turn, by its text. The first one ends an answer.
     ends: dict[str, int]
 
 
 class ChatRecordEncoder:
-    """Documents of a record that is a conversation."""
+    """Turns records that are conversations into documents."""
 
     def __init__(self, choice: ChatChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
         self._choice = choice
@@ -164,7 +166,8 @@ class ChatRecordEncoder:
         )
 
     def encode(self, record: Record) -> Sequence[Encoded]:
-        with left_out_as(Skip.NOT_RENDERED):
+        """Return the documents of a conversation; raise `BadRecord` if nothing of it is trained."""
+        with bad_record_for_errors(Skip.NOT_RENDERED):
             conversation = _conversation(record)
             made = self.encoder.encode(conversation)
         num_empty = conversation.num_empty_replies
@@ -176,15 +179,15 @@ class ChatRecordEncoder:
                     f"are not trained without it; use a template that writes it"
                 )
             raise BadRecord(
-                Skip.UNTRAINED, f"no token of it is trained ({made.tokens.size} tokens, {why})"
+                Skip.UNTRAINED, f"none of its {made.tokens.size} tokens is trained ({why})"
             )
-        with left_out_as(Skip.TOO_LONG):
+        with bad_record_for_errors(Skip.TOO_LONG):
             parts = fit(made, self._choice.limit, self._choice.too_long)
-        kept = [part for part in parts if part.num_targets]
-        if not kept:
+        with_targets = [part for part in parts if part.num_targets]
+        if not with_targets:
             raise BadRecord(
                 Skip.UNTRAINED,
-                f"no trained token is left of its {made.tokens.size} tokens when truncated",
+                f"truncating it removes all trained tokens (it has {made.tokens.size} tokens)",
             )
         documents = [
             Encoded(
@@ -192,7 +195,7 @@ class ChatRecordEncoder:
                 trained=part.trained,
                 num_unknown=count_of(self._unknown, part.tokens),
             )
-            for part in kept
+            for part in with_targets
         ]
         is_renamed = conversation.has_developer and not self.encoder.template.knows_developer
         counts = {
@@ -209,8 +212,11 @@ class ChatRecordEncoder:
 
 
 @contextmanager
-def left_out_as(reason: Skip) -> Generator[None]:
-    """BadRecord with `reason` for a UserError in the block; an injected token has its own."""
+def bad_record_for_errors(reason: Skip) -> Generator[None]:
+    """Turn a UserError in the `with` block into a `BadRecord` with the given reason.
+
+    An `InjectedToken` always becomes one with the reason SPECIAL_TOKEN.
+    """
     try:
         yield
     except BadRecord:
@@ -221,35 +227,35 @@ def left_out_as(reason: Skip) -> Generator[None]:
 
 
 def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) -> dict[str, int]:
-    """Statistics of a conversation that did not fit; see the module."""
-    kept = [part for part in parts if part.num_targets]
+    """Return the statistics of a conversation that was too long (see the module)."""
+    with_targets = [part for part in parts if part.num_targets]
     if too_long == TooLong.TRUNCATE_LEFT:
         return {
             "truncated": 1,
-            "truncated_tokens": made.tokens.size - kept[0].tokens.size,
-            "truncated_targets": made.num_targets - kept[0].num_targets,
+            "truncated_tokens": made.tokens.size - with_targets[0].tokens.size,
+            "truncated_targets": made.num_targets - with_targets[0].num_targets,
         }
-    counts = {"split": 1, "split_documents": len(kept)}
-    if len(kept) < len(parts):
+    counts = {"split": 1, "split_documents": len(with_targets)}
+    if len(with_targets) < len(parts):
         empty = [part.tokens.size for part in parts if not part.num_targets]
         counts |= {"untrained_parts": len(empty), "untrained_part_tokens": sum(empty)}
     return counts
 
 
 def _conversation(record: Record) -> Conversation:
-    """BadRecord for a record that is no conversation."""
+    """Return the conversation in a record; raise `BadRecord` if it is not one."""
     if set(record) == {"text"}:
         raise BadRecord(
             Skip.NOT_A_CONVERSATION,
             "text, not a conversation; conversations are read from JSONL (.jsonl, .ndjson), JSON "
             "lists (.json) and Parquet, so name the file by its kind",
         )
-    with left_out_as(Skip.NOT_A_CONVERSATION):
+    with bad_record_for_errors(Skip.NOT_A_CONVERSATION):
         return conversation_of(_decoded(record))
 
 
 def _decoded(value: object) -> object:
-    """The value with text for bytes, at any depth; BadRecord for bytes that are not UTF-8."""
+    """Decode all bytes in a value to text; raise `BadRecord` if some are not UTF-8."""
     match value:
         case bytes():
             try:

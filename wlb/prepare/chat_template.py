@@ -1,14 +1,19 @@
-"""Chat templates: a conversation as text, with the places of contents and of what is trained.
+"""Render a conversation as text, and find where its contents are and what of it is trained.
 
-1. The text is rendered with marks in contents and reasoning, so that it says where each of them is,
-and without them: where more than the marks differ, the template changes contents or decides by
-them, and is refused.
-2. Where contents hold the text of special tokens, it is rendered once more with other characters in
-their place. A template that then writes anything else beside the contents copies from them what
-would become special tokens, and is refused.
-3. The contents of {% generation %} blocks are trained. Without them what an assistant generates
-begins where the text with a generation prompt ends, and its turn ends where the text of the
-messages up to there ends, if the whole text begins with these texts.
+A chat template is a program, so where it writes the contents is found by experiment:
+
+1. The conversation is rendered as it is, and once more with marks: one character of each content
+and
+   each reasoning is replaced by a private-use character that occurs nowhere else. The marks show
+   where each field is. If the two texts differ in more than the marks, the template changes
+   contents or depends on them, and the conversation is refused.
+2. If contents have the text of special tokens, the conversation is rendered again with "x" in place
+   of that text. If the template then writes anything different outside of the contents, it copies
+   text from them that would become special tokens, and the conversation is refused.
+3. Text in {% generation %} blocks is trained. Without such blocks, an assistant's reply begins
+where
+   a rendering of the earlier messages with a generation prompt ends, and its turn ends where a
+   rendering of the messages up to it ends. Both renderings must be prefixes of the whole text.
 """
 
 import json
@@ -33,40 +38,38 @@ from wlb.prepare.tool_calls import with_other_arguments
 
 
 class Turns(StrEnum):
-    """Assistant messages that are trained."""
+    """Which messages of assistants are trained."""
 
     ALL = "all"
-    LAST = "last"
+    LAST = "last"  # only the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an assistant generates, as places in a rendering.
+    """The part of a rendered text that an assistant generates, as positions in the text."""
 
-    It is trained from `start` up to the special token in [said, stop) that ends the turn; what a
-    generation block holds is trained as a whole.
-    """
-
-    start: int
-    said: int  # where the content ends
+    start: int  # where training begins
+    content_end: int  # where the content of the message ends
+    # Training ends with the special token in [content_end, stop) that ends the turn. A generation
+    # block is trained up to `stop`.
     stop: int
-    has_calls: bool
-    is_block: bool = False
+    has_calls: bool  # whether the message has tool calls
+    is_block: bool = False  # whether this is a {% generation %} block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A rendered conversation, with places in its text."""
+    """A rendered conversation. All numbers are positions in its text."""
 
     text: str
-    contents: tuple[tuple[int, int], ...]  # spans that messages wrote, ascending
-    replies: tuple[Reply, ...]  # of the messages that are trained
-    turns: tuple[int, ...]  # where a turn after the first one begins, where known
+    contents: tuple[tuple[int, int], ...]  # spans of the contents and reasoning, ascending
+    replies: tuple[Reply, ...]  # replies that are trained
+    turns: tuple[int, ...]  # where the second and later turns begin, as far as it is known
     prefix: int | None  # where the first turn begins; None if the system message is inside it
-    num_dropped: int = 0  # messages whose reasoning the template left out
+    num_dropped: int = 0  # messages that are not trained, because the template drops reasoning
 
     def template_spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The spans of [start, stop) that the template wrote itself."""
+        """Yield the spans of [start, stop) that the template wrote itself, without contents."""
         for a, b in self.contents:
             if b > start and a < stop:
                 if start < a:
@@ -78,31 +81,38 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MarkedText:
-    """A rendering with marks, as `FieldMarks` numbers the fields."""
+    """A rendering with marks in its fields.
+
+    Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
+    """
 
     text: str
-    given: dict[str, Any]  # what it was rendered from
-    fields: dict[int, tuple[int, int]]  # their places
-    blocks: list[tuple[int, int]]  # places of generation blocks
-    lengths: list[int | None]  # of the prefixes that were asked for
-    replaced: dict[int, str]  # characters by the code points that stand for them
-    dropped: frozenset[int]  # messages whose reasoning is left out
+    given: dict[str, Any]  # variables of the rendering: messages and tools
+    fields: dict[int, tuple[int, int]]  # span of each field in the text
+    blocks: list[tuple[int, int]]  # spans of the generation blocks
+    lengths: list[int | None]  # for each prefix that was rendered, its length (`render_all`)
+    replaced: dict[int, str]  # for the code point of each mark, the character that it replaced
+    dropped: frozenset[int]  # messages whose reasoning the template leaves out
 
-    def said(self, number: int) -> int:
-        """Where the content of a message ends, 0 for none."""
+    def content_end(self, number: int) -> int:
+        """Return where the content of a message ends, or 0 if it has none."""
         return self.fields.get(2 * number + 1, (0, 0))[1]
 
-    def begin(self, number: int) -> int | None:
-        """Where the first field of a message begins, None for a message without text."""
+    def first_field(self, number: int) -> int | None:
+        """Return where the first field of a message begins, or None if it has no text."""
         found = [self.fields[n][0] for n in (2 * number, 2 * number + 1) if n in self.fields]
         return min(found, default=None)
 
-    def inside(self, start: int, stop: int) -> list[int]:
-        """The messages with a field in [start, stop)."""
+    def messages_inside(self, start: int, stop: int) -> list[int]:
+        """Return the messages that have a field in [start, stop)."""
         return sorted({n // 2 for n, (a, b) in self.fields.items() if start <= a and b <= stop})
 
-    def around(self, start: int, stop: int, num_messages: int) -> list[int]:
-        """The messages between the fields before and after [start, stop), then those of them."""
+    def messages_around(self, start: int, stop: int, num_messages: int) -> list[int]:
+        """Return messages that may have written [start, stop), which has no field.
+
+        First come the messages between the last field before the span and the first field behind
+        it, then the messages of these two fields.
+        """
         before = max((n // 2 for n, (_, b) in self.fields.items() if b <= start), default=0)
         after = min(
             (n // 2 for n, (a, _) in self.fields.items() if a >= stop), default=num_messages
@@ -110,26 +120,34 @@ class _MarkedText:
         return [i for i in (*range(before + 1, after), before, after) if i < num_messages]
 
     def has_content(self, number: int) -> bool:
+        """Return whether a message has a content."""
         return 2 * number + 1 in self.fields
 
 
 class InjectedToken(UserError):
-    """Text of a conversation would become a special token."""
+    """Text of a conversation would become a special token, which only templates may write."""
 
 
 class ChatTemplate(TemplateSource):
-    """Renders conversations in exact places."""
+    """A chat template that renders a conversation and says what of the text is trained."""
 
     def render(
         self, conversation: Conversation, turns: Turns, special: re.Pattern[str] | None = None
     ) -> Rendered:
-        """UserError for a conversation of which it is not exactly known what is trained.
+        """Render a conversation.
 
-        special: finds special tokens, which the template may not copy from contents; None where
-        contents are known to hold none.
+        Args:
+            conversation: The conversation.
+            turns: Which messages of assistants are trained.
+            special: Pattern of special tokens, which the template must not copy from contents. None
+                if the contents are known to have none.
+
+        Raises:
+            UserError: The template refuses the conversation, or it is unclear what is trained.
         """
         conversation = conversation if self.knows_developer else conversation.as_system()
         self._check(conversation)
+        # Step 1: render the conversation, and the prefixes after which a turn may end or begin.
         messages, trained = conversation.messages, trained_messages(conversation, turns)
         ended = [i for i, m in enumerate(messages[:-1]) if m.role == Role.ASSISTANT or i == 0]
         prompted = [] if self.has_generation_blocks else trained
@@ -137,12 +155,14 @@ class ChatTemplate(TemplateSource):
         found = self._marked_text(conversation, asked)
         if special is not None:
             self._check_copies(conversation, found, special)
+        # Step 2: for each message the end of its turn, if the rendering up to it is a prefix.
         ends = {
             i: stop
             for i, stop in zip(ended, found.lengths, strict=False)
-            if stop is not None and stop >= found.said(i)
+            if stop is not None and stop >= found.content_end(i)
         }
         ends[len(messages) - 1] = len(found.text)
+        # Step 3: what assistants generate.
         trained = [i for i in trained if i not in found.dropped]
         if self.has_generation_blocks:
             replies = self._in_blocks(messages, found, trained)
@@ -150,6 +170,7 @@ class ChatTemplate(TemplateSource):
             prompts = dict(zip(prompted, found.lengths[len(ended) :], strict=True))
             begins = self._begins(messages, found, {i: prompts[i] for i in trained}, ends)
             replies = [self._reply(messages, found, i, begins[i], ends[i]) for i in trained]
+        # Step 4: where turns begin, at which a long conversation may be split.
         has_system = messages[0].role in (Role.SYSTEM, Role.DEVELOPER)
         has_start = bool(self.start) and found.text.startswith(self.start)
         prefix = ends.get(0) if has_system else len(self.start) * has_start
@@ -171,9 +192,14 @@ class ChatTemplate(TemplateSource):
         prompts: Mapping[int, int | None],
         ends: Mapping[int, int],
     ) -> dict[int, int]:
-        """Where what is trained of each message begins. prompts: where the text with a generation
-        prompt ends, for the messages that are trained, where the whole text begins with it. ends:
-        where turns end.
+        """Find where training begins in each trained message.
+
+        Args:
+            messages: All messages.
+            found: The rendering with marks.
+            prompts: For each trained message, the length of the rendering of the messages before it
+                with a generation prompt. None if the whole text does not begin with that.
+            ends: For each message, where its turn ends, as far as it is known.
         """
         begins: dict[int, int] = {}
         unsure: dict[int, int | None] = {}
@@ -181,18 +207,22 @@ class ChatTemplate(TemplateSource):
             if number not in ends:
                 raise UserError(
                     f"chat template {self.name} writes message {number} differently when more "
-                    f"messages follow, so where its turn ends is not known; put what the assistant "
-                    f"generates into {{% generation %}} blocks, or train only the last turn"
+                    f"messages follow, so it is unclear where its turn ends; put what the "
+                    f"assistant generates into {{% generation %}} blocks, or train only the last "
+                    f"turn"
                 )
-            # Some templates write a system message only together with the user's first message.
-            if prompt is not None and prompt < found.said(number - 1):
+            # Some templates write a system message only together with the user's first message, so
+            # the prompt's rendering may end before the message that precedes the reply.
+            if prompt is not None and prompt < found.content_end(number - 1):
                 prompt = None
-            if prompt is not None and prompt == found.begin(number):
+            if prompt is not None and prompt == found.first_field(number):
                 begins[number] = prompt
             else:
                 unsure[number] = prompt
         if not unsure:
             return begins
+        # For the others, compare with renderings of other replies: an answer "x", and the message
+        # itself, each up to where its content begins.
         asked: list[dict[str, Any]] = []
         for number in unsure:
             bare = Message(role=Role.ASSISTANT, content="x")
@@ -202,15 +232,16 @@ class ChatTemplate(TemplateSource):
         _, lengths = self.render_all([found.given], asked)
         for i, (number, prompt) in enumerate(unsure.items()):
             without, *behind_headers = lengths[3 * i : 3 * i + 3]
-            # Where the prompt adds nothing, as after a tool's answer, the header is no reply.
+            # If the generation prompt adds nothing, as after a tool's answer, use the end of the
+            # header that the other renderings have.
             candidates = [None if prompt == without else prompt, *behind_headers]
             if not found.has_content(number):
                 candidates.append(prompt)
             start = next((at for at in candidates if at is not None), None)
             if start is None:
                 raise UserError(
-                    f"chat template {self.name} writes message {number} otherwise than after its "
-                    f"generation prompt, so where the assistant begins is not known; put what the "
+                    f"chat template {self.name} does not write message {number} as after its "
+                    f"generation prompt, so it is unclear where the assistant begins; put what the "
                     f"assistant generates into {{% generation %}} blocks"
                 )
             begins[number] = start
@@ -219,41 +250,51 @@ class ChatTemplate(TemplateSource):
     def _reply(
         self, messages: Sequence[Message], found: "_MarkedText", number: int, start: int, stop: int
     ) -> Reply:
-        """What is trained of a message between `start` and the end of its turn."""
+        """Return the reply of a message that is trained from `start`, in a turn up to `stop`."""
         has_calls = bool(messages[number].tool_calls)
-        said = max(start, found.said(number))
-        return Reply(start=start, said=said, stop=stop, has_calls=has_calls)
+        content_end = max(start, found.content_end(number))
+        return Reply(start=start, content_end=content_end, stop=stop, has_calls=has_calls)
 
     def _in_blocks(
         self, messages: Sequence[Message], found: "_MarkedText", trained: Sequence[int]
     ) -> list[Reply]:
-        """The generation blocks of the messages that are trained."""
+        """Return a reply for each generation block of a trained message."""
         replies: list[Reply] = []
         for start, stop in found.blocks:
-            inside = found.inside(start, stop)
+            inside = found.messages_inside(start, stop)
             for number in inside:
                 if messages[number].role != Role.ASSISTANT:
                     raise UserError(
                         f"chat template {self.name} has the {messages[number].role}'s message "
                         f"{number} in a {{% generation %}} block, which would train it"
                     )
-            # A block without a field is of an assistant between those around it, or next to it.
-            near = inside or found.around(start, stop, len(messages))
-            said_by = (i for i in near if messages[i].role == Role.ASSISTANT)
-            owner = next(said_by, None)
+            # A block without text of the message, such as one with only tool calls, belongs to an
+            # assistant's message between the fields around it, or to one of their messages.
+            candidates = inside or found.messages_around(start, stop, len(messages))
+            assistants = (i for i in candidates if messages[i].role == Role.ASSISTANT)
+            owner = next(assistants, None)
             if owner is not None and owner in trained:
-                said = min(stop, max(start, found.said(owner)))
+                content_end = min(stop, max(start, found.content_end(owner)))
                 has_calls = bool(messages[owner].tool_calls)
                 replies.append(
-                    Reply(start=start, said=said, stop=stop, has_calls=has_calls, is_block=True)
+                    Reply(
+                        start=start,
+                        content_end=content_end,
+                        stop=stop,
+                        has_calls=has_calls,
+                        is_block=True,
+                    )
                 )
         return replies
 
     def _check(self, conversation: Conversation) -> None:
-        """UserError for marks in the conversation, and for reasoning that would be lost."""
+        """Raise UserError if the text has private-use characters, or reasoning would be lost."""
         for i, message in enumerate(conversation.messages):
             if found := RESERVED.search(message.reasoning + message.content):
-                raise UserError(f"message {i} contains {found[0]!a}, which marks contents here")
+                raise UserError(
+                    f"message {i} contains {found[0]!a}, a private-use character that wlb needs to "
+                    f"mark contents; remove it"
+                )
             if message.reasoning and not self.writes_reasoning[0]:
                 remedy = (
                     "write it as <think>...</think> in front of the content, or remove it"
@@ -261,12 +302,13 @@ class ChatTemplate(TemplateSource):
                     else "use a template that writes it, or remove it"
                 )
                 raise UserError(
-                    f"chat template {self.name} leaves out the reasoning of message {i}, which "
-                    f"would be lost; {remedy}"
+                    f"chat template {self.name} would leave out the reasoning of message {i}; "
+                    f"{remedy}"
                 )
         if found := RESERVED.search(conversation.literals):
             raise UserError(
-                f"its tools or tool calls contain {found[0]!a}, which marks contents here"
+                f"its tools or tool calls contain {found[0]!a}, a private-use character that wlb "
+                f"needs to mark contents; remove it"
             )
         if len(conversation.messages) * 2 > MOST_MARKS:
             raise UserError(
@@ -277,15 +319,21 @@ class ChatTemplate(TemplateSource):
     def _marked_text(
         self, conversation: Conversation, prefixes: Sequence[dict[str, Any]]
     ) -> "_MarkedText":
-        """The rendering with marks. UserError for contents, calls or tools that are not in it as
-        they are.
+        """Render a conversation with marks, and check that nothing of it is changed or lost.
+
+        Args:
+            conversation: The conversation.
+            prefixes: Beginnings of it to render as well, made by `prefix_of`.
+
+        Raises:
+            UserError: Contents, tool calls or tools are not in the text as they are.
         """
         plain = [self.message_for(message) for message in conversation.messages]
         marks = FieldMarks()
         marked = [self.message_for(m, (marks, i)) for i, m in enumerate(conversation.messages)]
         tools = json.loads(conversation.tools) if conversation.tools else None
         given = {"messages": marked, "tools": tools}
-        others = self._without(conversation, given)
+        others = self._variants(conversation, given)
         texts, lengths = self.render_all(
             [{"messages": plain, "tools": tools}, *(other for _, other in others), given], prefixes
         )
@@ -312,8 +360,10 @@ class ChatTemplate(TemplateSource):
     def _check_copies(
         self, conversation: Conversation, found: "_MarkedText", special: re.Pattern[str]
     ) -> None:
-        """InjectedToken for a template that writes another text beside contents where their
-        special tokens are replaced by other characters.
+        """Raise InjectedToken if the template copies special tokens from contents.
+
+        It does if the text outside of the contents changes when special tokens in the contents are
+        replaced by "x".
         """
         messages = conversation.messages
         if not any(special.search(m.reasoning) or special.search(m.content) for m in messages):
@@ -327,16 +377,16 @@ class ChatTemplate(TemplateSource):
             at = stop
         if text != expected + found.text[at:]:
             raise InjectedToken(
-                f"chat template {self.name} copies text of contents that hold special tokens, or "
-                f"decides by it, so that a message could set special tokens, which only the "
-                f"template may set; take them out of the messages, or use a template that writes "
-                f"contents only as they are"
+                f"chat template {self.name} copies or depends on special tokens in the contents of "
+                f"messages, so a message could add special tokens, which only the template may "
+                f"add; remove them from the messages, or use a template that only writes the "
+                f"contents"
             )
 
     def _fields(
         self, conversation: Conversation, text: str, marks: "FieldMarks"
     ) -> dict[int, tuple[int, int]]:
-        """The places of the fields by number; a reasoning may be left out."""
+        """Return the span of each field in the text. Reasoning may be missing."""
         found = [(ord(m[0]) - FIRST_MARK, m.start()) for m in RESERVED.finditer(text)]
         contents = [number for number, _ in found if number % 2]
         owners = [number // 2 for number, _ in found]
@@ -345,8 +395,8 @@ class ChatTemplate(TemplateSource):
             raise UserError(
                 f"chat template {self.name} writes the contents of messages "
                 f"{[number // 2 for number in contents]} of {len(conversation.messages)} "
-                f"({', '.join(conversation.roles)}): it repeats, leaves out or "
-                f"changes some, so what is trained is not exactly known"
+                f"({', '.join(conversation.roles)}); it repeats, leaves out or changes some, so it "
+                f"is unclear what is trained; use a template that writes each content once"
             )
         fields: dict[int, tuple[int, int]] = {}
         for number, at in found:
@@ -360,16 +410,22 @@ class ChatTemplate(TemplateSource):
     def _changes(self, where: str) -> UserError:
         return UserError(
             f"chat template {self.name} changes the contents{where} of this conversation (it does "
-            f"more than remove white space around them, or take <think>...</think> from their "
-            f"beginning), so what is trained is not exactly known; use a template that writes "
-            f"contents as they are"
+            f"more than remove white space around them, or <think>...</think> from their "
+            f"beginning), so it is unclear what is trained; use a template that writes contents as "
+            f"they are"
         )
 
-    def _without(
+    def _variants(
         self, conversation: Conversation, given: dict[str, Any]
     ) -> list[tuple[str, dict[str, Any]]]:
-        """What a template leaves out that writes the same text of this: no tools, and other
-        arguments of each call.
+        """Return variants of a conversation that a template must render differently.
+
+        One variant has no tools, and for each tool call there is one with other arguments. If a
+        variant renders to the same text, the template leaves out the tools or that call.
+
+        Returns:
+            For each variant, what the template does in that case, for messages, and the variables
+            to render.
         """
         made: list[tuple[str, dict[str, Any]]] = []
         if conversation.tools:
@@ -384,7 +440,10 @@ class ChatTemplate(TemplateSource):
 
 
 def trained_messages(conversation: Conversation, turns: Turns) -> list[int]:
-    """Indices of the assistant's messages that are trained: not those that say nothing."""
+    """Return the numbers of the messages that are trained.
+
+    These are messages of assistants that have text or calls and are not marked as not trained.
+    """
     messages = conversation.messages
     found = [i for i, m in enumerate(messages) if m.role == Role.ASSISTANT]
     if turns == Turns.LAST:

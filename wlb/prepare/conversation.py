@@ -1,8 +1,9 @@
-"""Conversations: messages with roles, in the four shapes that records of them usually have.
+"""Parse records as conversations, which are lists of messages with roles.
 
-README.md lists the shapes. Text under "system" is a system message before the others, and null is
-a key that is absent, as in Parquet. Nothing is guessed: messages that are out of order, have no
-text or would lose a part are refused with their number.
+Records may have one of four shapes, which README.md lists. A record's text under "system" becomes a
+system message before the others. A key whose value is null counts as absent, because rows of
+Parquet have all columns. Nothing is guessed: a conversation is refused, with the number of the
+message, if messages are out of order, have no text, or have parts that would be lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +17,17 @@ from wlb.prepare.tool_calls import calls_text, tools_text
 
 
 class Role(StrEnum):
-    """Author of a message."""
+    """Who wrote a message."""
 
     SYSTEM = "system"
+    # OpenAI's newer name for the system. Templates that do not know it get "system" instead.
     DEVELOPER = "developer"
-    """OpenAI's name of who instructs the assistant; the system, to templates that have none."""
     USER = "user"
     ASSISTANT = "assistant"
     TOOL = "tool"
 
 
+# Roles by their names under "role", and under "from" in ShareGPT records.
 _ROLE = {str(role): role for role in Role}
 _FROM = {
     "system": Role.SYSTEM,
@@ -39,8 +41,9 @@ _FROM = {
     "tool": Role.TOOL,
     "observation": Role.TOOL,
 }
+# A message with this value of "from" is an assistant's whose value is the JSON of tool calls.
 _CALL = "function_call"
-"""A message from it is an assistant's whose value is the JSON of tool calls."""
+# After which roles each role may come. None means the start of the conversation.
 _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.SYSTEM: (None,),
     Role.DEVELOPER: (None,),
@@ -48,60 +51,60 @@ _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.ASSISTANT: (Role.USER, Role.TOOL),
     Role.TOOL: (Role.ASSISTANT, Role.TOOL),
 }
+# Keys of parts of a conversation that wlb cannot train. Records and messages with them are refused.
 _MORE = ("function_call", "functions", "history", "documents", "images", "audio", "videos")
-"""Keys with parts of a conversation that text messages cannot hold."""
 
+# Each shape of a record is named by the keys that it has.
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of an assistant's message that hold what it thought; a template may take another one."""
+"""Keys under which records and templates have the reasoning of an assistant's message."""
 CONTENT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
                 "</tool_response>")  # fmt: skip
-"""Tags that end no turn, and that data sets write in contents as templates do beside them (the form
-of Hermes' calls). Where a tokenizer does not mark them as special, contents have their tokens."""
+"""Tags that both templates and contents of messages may write (as in Hermes' tool calls).
+
+They end no turn. Unless the tokenizer marks them as special, contents may become these tokens.
+"""
+# Fields of a tool's `Message`, and their keys in a record.
 _ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
-"""Fields of a message and the keys that they have in a record."""
+# Keys for the text of a part of a content. LLaMA-Factory v1 writes the second one.
 _PART_TEXT = ("text", "value")
-"""Keys of the text of a part of a content; LLaMA-Factory v1 writes the second."""
+# The shape of Alpaca. It is used only for records without another shape, because data sets often
+# keep these columns beside a conversation.
 _ALPACA = ("instruction", "output")
-"""Read where a record has none of the other shapes, as data sets keep these columns beside them."""
 _NEEDED = "messages, or conversations, or prompt and completion, or instruction and output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """is_trained: whether an assistant's content may be trained; nobody else's ever is. reasoning:
-    what an assistant thought before the content, "" for none. tool_calls: JSON list of an
-    assistant's calls, "" for none. name, call_id: of a tool's answer, "" if absent. unread: keys
-    that say something and are not read.
-    """
+    """One message of a conversation."""
 
     role: Role
     content: str
-    is_trained: bool = True
-    reasoning: str = ""
-    tool_calls: str = ""
+    is_trained: bool = True  # whether it may be trained. Only messages of assistants ever are.
+    reasoning: str = ""  # what an assistant thought before its content, "" if nothing
+    tool_calls: str = ""  # JSON list of an assistant's calls, "" if none
+    # Of a tool's answer: name of the tool, and id of the call that it answers. "" if absent.
     name: str = ""
     call_id: str = ""
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # keys of the record's message that have a value but are not read
 
     @property
     def is_empty_reply(self) -> bool:
-        """An assistant's message from which a model would learn to say nothing."""
+        """Whether this is an assistant's message without text and calls, which is not trained."""
         is_empty = not self.content.strip() and not self.tool_calls
         return self.role == Role.ASSISTANT and is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages in order: at most one of the system or a developer, then turns of a user and an
-    assistant.
+    """A conversation whose messages are in a valid order.
 
-    Tools may answer an assistant, who then continues. Any role may have the last message. tools:
-    JSON list of the tools that the assistant may call, "" for none.
+    It may start with one message of the system or a developer. Then users and assistants alternate.
+    Tools may answer an assistant, who then continues. Any role may have the last message.
     """
 
     messages: tuple[Message, ...]
-    tools: str = ""
+    tools: str = ""  # JSON list of the tools that the assistant may call, "" if none
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -120,30 +123,37 @@ class Conversation:
 
     @property
     def has_developer(self) -> bool:
+        """Whether the conversation starts with a developer's message."""
         return self.messages[0].role == Role.DEVELOPER
 
     def as_system(self) -> "Conversation":
-        """The same with the developer's message as the system's."""
+        """Return the conversation with the role system instead of developer."""
         first = replace(self.messages[0], role=Role.SYSTEM)
         return replace(self, messages=(first, *self.messages[1:])) if self.has_developer else self
 
     @property
     def roles(self) -> tuple[Role, ...]:
+        """The role of each message."""
         return tuple(message.role for message in self.messages)
 
     @property
     def num_empty_replies(self) -> int:
+        """Number of messages of assistants without text and calls."""
         return sum(message.is_empty_reply for message in self.messages)
 
     @property
     def literals(self) -> str:
-        """All text besides contents that a template may write: tools, calls, names, ids."""
+        """All text except contents that a template may write: tools, calls, names and ids."""
         texts = [text for m in self.messages for text in (m.tool_calls, m.name, m.call_id)]
         return "\n".join(filter(None, [self.tools, *texts]))
 
 
 def conversation_of(record: object) -> Conversation:
-    """The conversation that a JSON object holds; UserError names the problem."""
+    """Parse a record, which is a JSON object, as a conversation.
+
+    Raises:
+        UserError: The record is not a conversation, or something in it would be lost.
+    """
     if not isinstance(record, Mapping):
         raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)
@@ -162,8 +172,7 @@ def conversation_of(record: object) -> Conversation:
         case several:
             names = "; ".join(" and ".join(shape) for shape in several)
             raise UserError(
-                f"the record holds more than one conversation ({names}); keep the one that is to "
-                f"be trained"
+                f"the record has several conversations ({names}); keep the one to be trained"
             )
     if data.get("system"):
         messages = (Message(role=Role.SYSTEM, content=_text(data["system"], "system")), *messages)
@@ -172,7 +181,11 @@ def conversation_of(record: object) -> Conversation:
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """The columns of a table that `conversation_of` reads or refuses; UserError without a shape."""
+    """Return the columns of a table that `conversation_of` reads or refuses.
+
+    Raises:
+        UserError: The table has none of the shapes of conversations.
+    """
     if not any(set(shape) <= set(names) for shape in (*_SHAPES, _ALPACA)):
         raise UserError(
             f"has no column of conversations; its columns are {', '.join(names)}, and it needs "
@@ -201,7 +214,7 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
 
 
 def _instruction_and_output(data: Mapping[str, Any]) -> tuple[Message, ...]:
-    """A row of Alpaca: the input, if there is one, follows the instruction on a line of its own."""
+    """Turn an Alpaca record into two messages; its input comes on a line after the instruction."""
     asked = [_text(data[key], key) for key in ("instruction", "input") if data.get(key)]
     return (
         Message(role=Role.USER, content="\n".join(asked)),
@@ -223,7 +236,7 @@ def _message(value: object, name: str) -> Message:
     is_from = data.get("from") is not None
     keys, known = (("from", "value"), _FROM) if is_from else (("role", "content"), _ROLE)
     missing = [key for key in keys if key not in data]
-    # A message that only calls tools has no content, or null.
+    # A message that only calls tools may have no content.
     if missing and not (missing == ["content"] and data.get("tool_calls")):
         raise UserError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
     role = data[keys[0]]
@@ -250,7 +263,7 @@ def _message(value: object, name: str) -> Message:
 def _unread(
     data: dict[str, Any], name: str, keys: tuple[str, str], *, is_call: bool, role: Role
 ) -> tuple[str, ...]:
-    """The keys of a message and of the parts of its content that say something and are not read."""
+    """Return the keys of a message, and of the parts of its content, that are not read."""
     read = {*keys, *_MORE}
     if role == Role.ASSISTANT:
         read |= {*REASONING_KEYS} if is_call else {*REASONING_KEYS, "tool_calls"}
@@ -268,7 +281,7 @@ def _unread(
 
 
 def _content(value: object, name: str) -> str:
-    """Text, or the texts of a list of parts one after the other."""
+    """Return a content as text; a list of parts becomes their texts one after the other."""
     if not isinstance(value, list):
         return _text(value, name)
     texts: list[str] = []
@@ -282,7 +295,7 @@ def _content(value: object, name: str) -> str:
 
 
 def _text_key(part: Mapping[str, Any]) -> str:
-    """The key that has the text of a part, "" for none."""
+    """Return the key under which a part has its text, or "" if it has none."""
     return next((key for key in _PART_TEXT if part.get(key) is not None), "")
 
 
@@ -297,7 +310,7 @@ def _text(value: object, name: str) -> str:
 
 
 def _reasoning(data: dict[str, Any], role: Role, name: str) -> str:
-    """The reasoning of a message, "" for none; UserError for that of others than assistants."""
+    """Return the reasoning of an assistant's message, or ""; refuse reasoning of other roles."""
     if role != Role.ASSISTANT:
         _refuse_more(data, name, REASONING_KEYS)
         return ""
@@ -314,8 +327,8 @@ def _refuse_more(data: dict[str, Any], name: str, keys: Sequence[str] = ()) -> N
     for key in (*_MORE, *keys):
         if data.get(key):
             raise UserError(
-                f"{name} has {key} = {_short(data[key])}, which would be lost; write it into a "
-                f"message's content as the model is to see it, or remove it"
+                f"{name} has {key} = {_short(data[key])}, which would be lost; write it into the "
+                f"content of a message, as the model should see it, or remove it"
             )
 
 

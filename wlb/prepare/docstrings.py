@@ -1,9 +1,11 @@
-"""Conversations about Python's standard library from its docstrings: `data.corpus = "docstrings"`.
+"""Make conversations from the docstrings of Python's standard library, for `data.corpus`.
 
-A public function's docstring answers a question about it; a class is a conversation in several
-turns, the class first and then its methods in source order. Sources are parsed, never imported, in
-2 to 4 s; equal sources give equal conversations, since a hash of the name words the question.
-The stores' tokenizer is a byte-level BPE of the conversations with ChatML's two tokens.
+The docstring of a public function is the answer to a question about it. A class becomes a
+conversation of several turns: first the class, then its methods in the order of the source. Sources
+are parsed and never imported. The wording of a question depends on a hash of the name, so equal
+sources give equal conversations. The tokenizer is a byte-level BPE trained on the conversations,
+with the two special tokens of ChatML.
+Cost: 2 to 4 s for the whole library.
 """
 
 import ast
@@ -19,11 +21,12 @@ from wlb.data.store import TokenStore, store_path
 from wlb.plan import UserError, digest
 from wlb.prepare.chat_encode import ChatChoice
 from wlb.prepare.encode import BPE
-from wlb.prepare.files import found_or_made, write_text
+from wlb.prepare.files import find_or_make, write_text
 from wlb.prepare.pipeline import prepare_store
 from wlb.prepare.request import PrepareOptions, StoreReport, report_of
 from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
+# Wordings of questions.
 _ABOUT_FUNCTION = (
     "What does `{name}` do?",
     "How do I use `{name}`?",
@@ -45,9 +48,10 @@ _ABOUT_METHOD = (
     "Explain `{method}` too, please.",
 )
 _SYSTEM = "You answer questions about Python's standard library from its documentation."
+# One in this many conversations has the system message.
 _SYSTEM_SHARE = 4
-"""One in this many conversations has the system message."""
 
+# Increase this when conversations change, so that old stores are not reused.
 _FORMAT = 4
 _LEAST_VOCAB = 258
 
@@ -55,10 +59,15 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def docstring_conversations(documents: TextDocuments | None = None) -> Iterator[dict[str, Any]]:
-    """{"messages": [...]} of every documented public function and class, in order of the files.
+    """Yield a conversation about each public function and class that has a docstring.
 
-    documents: Python sources by path, the standard library by default. Tests, private modules and
-    files that are no Python of this version are left out.
+    Tests, private modules and files that this Python cannot parse are left out.
+
+    Args:
+        documents: Python sources with their paths as names. None means the standard library.
+
+    Yields:
+        Records {"messages": [...]}, in the order of the files.
     """
     documents = documents or stdlib_documents()
     for row, name in enumerate(documents.names):
@@ -74,15 +83,15 @@ def docstring_conversations(documents: TextDocuments | None = None) -> Iterator[
 
 
 def write_docstring_conversations(path: str | Path, documents: TextDocuments | None = None) -> None:
-    """Writes them as JSONL; the file is complete or absent."""
+    """Write the conversations of `docstring_conversations` atomically as a JSONL file."""
     records = docstring_conversations(documents)
     write_text(Path(path), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def _module_of(path: str) -> str | None:
-    """The module's name; None for private modules, names that cannot be imported, and tests.
+    """Return the name of the module in a file, or None for a private module or a test.
 
-    Tests are found by name, so unittest and doctest are among them.
+    Tests are recognised by their names, so unittest and doctest count as tests.
     """
     parts = path.removesuffix(".py").split("/")
     if parts[-1] == "__init__":
@@ -94,7 +103,8 @@ def _module_of(path: str) -> str | None:
 
 def _parse(text: str) -> ast.Module | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sources have invalid escapes in string literals
+        # Some sources have invalid escapes in string literals, which only cause warnings.
+        warnings.simplefilter("ignore")
         try:
             return ast.parse(text)
         except (SyntaxError, ValueError):
@@ -102,7 +112,7 @@ def _parse(text: str) -> ast.Module | None:
 
 
 def _turns(module: str, node: ast.stmt) -> list[tuple[str, str]]:
-    """(question, answer) pairs about a documented public function or class; else none."""
+    """Return pairs of question and answer about a public function or class with a docstring."""
     if isinstance(node, _Function):
         return _about_function(f"{module}.{node.name}", node, _ABOUT_FUNCTION)
     if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
@@ -133,7 +143,7 @@ def _about_function(
 
 
 def _arguments(node: _Function, *, bound: bool) -> str:
-    """The arguments that a caller gives: without self."""
+    """Return the arguments in a function's signature as text; for a method without self or cls."""
     text = ast.unparse(node.args)
     first = (node.args.posonlyargs + node.args.args)[:1]
     if bound and first and first[0].arg in ("self", "cls"):
@@ -163,14 +173,19 @@ def _hash(name: str) -> int:
 def prepare_docstrings(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> StoreReport:
-    """Writes, or finds, the stores in `folder`, and the conversations beside them as JSONL.
+    """Find or make the stores of these conversations in `folder`, and a JSONL file beside them.
 
-    vocab_size: includes ChatML's tokens. limit: most tokens of a document; longer ones are split.
+    Args:
+        folder: Where the stores are.
+        vocab_size: Tokens of the BPE, including the two special tokens of ChatML.
+        limit: The most tokens of a document. Longer conversations are split.
+        heldout_fraction: Share of the conversations that are held out.
+        seed: Decides which conversations are held out.
     """
     if vocab_size <= _LEAST_VOCAB:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}: 256 bytes and three "
-            f"special tokens"
+            f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}, for 256 bytes and "
+            f"three special tokens"
         )
     prefix = docstring_prefix(
         folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
@@ -183,7 +198,8 @@ def prepare_docstrings(
         vocab_size=vocab_size,
         heldout_fraction=heldout_fraction,
         seed=seed,
-        overwrite=True,  # parts of an interrupted call are of an older JSONL
+        # Replace the parts of an interrupted call, whose JSONL had another modification time.
+        overwrite=True,
     )
 
     def make() -> None:
@@ -191,13 +207,13 @@ def prepare_docstrings(
         prepare_store(options, encoder=ChatChoice(template="chatml", limit=limit))
 
     lock = store_path(prefix, ".jsonl.lock")
-    return found_or_made(lock, lambda: _find(prefix, heldout_fraction), make)
+    return find_or_make(lock, lambda: _find(prefix, heldout_fraction), make)
 
 
 def docstring_prefix(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> Path:
-    """Prefix of the stores of these arguments for this version of Python."""
+    """Return the prefix of the stores with these arguments and this version of Python."""
     mark = digest(
         _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
     )
@@ -205,7 +221,7 @@ def docstring_prefix(
 
 
 def _find(prefix: Path, heldout_fraction: float) -> StoreReport | None:
-    """The stores, or None where they are not complete; the train store is written last."""
+    """Return the report of the stores, or None if they are incomplete."""
     try:
         train = TokenStore(prefix)
         heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None

@@ -1,8 +1,10 @@
-"""Records to tokens: the tokenizer, and the special tokens before and after a document.
+"""Encode records as tokens, with special tokens before and after each document.
 
-A preparation knows a kind of records only by its `EncoderChoice`, plain data that travels to worker
-processes and opens an encoder there. Special tokens come from the policy alone. Cost: 2 to 3 MB/s a
-process for BPE, and some 100 bytes a token of the longest piece of text.
+A kind of records is an `EncoderChoice`. It is plain data that is sent to worker processes, where it
+opens a `RecordEncoder`; the rest of the pipeline does not know what records contain. Only the
+policy puts special tokens into text: text that looks like one is encoded as ordinary text.
+Cost: a process encodes 2 to 3 MB/s with a BPE, and needs about 100 bytes of memory per token of the
+longest piece of text.
 """
 
 import json
@@ -26,149 +28,178 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-"""The special token of a BPE that is trained here; it ends every document."""
+"""The special token of a BPE that is trained here. It ends every document."""
+# Values of --tokenizer other than a path.
 BYTES = "bytes"
 BPE = "bpe"
+# Tokens 0 to 255 of the tokenizer "bytes" are the bytes of the text.
 BYTES_BOS, BYTES_EOS, BYTES_VOCAB = 256, 257, 258
 PIECE_CHARACTERS = 1 << 20
+"""The most characters that are encoded in one call."""
 
+# Usual names of special tokens, for tokenizers that do not say which token is EOS or BOS.
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofsentence|>")
 _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
 
 
 class DocumentPolicy(StrEnum):
-    """Special tokens of a document: BOS before and EOS after it, only EOS, or none."""
+    """Which special tokens a document gets."""
 
-    EOS_BOS = "eos_bos"
-    SEPARATOR = "separator"
+    EOS_BOS = "eos_bos"  # BOS before it and EOS after it
+    SEPARATOR = "separator"  # only EOS after it
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """One document. tokens: shape [n], n >= 1. trained: half-open spans of trained tokens, shape
-    [m, 2]; None for all. num_unknown: tokens that stand for unknown characters. counts: statistics
-    by name, summed over documents; those of a whole record are in one of its documents.
-    """
+    """One encoded document."""
 
-    tokens: TokenArray
-    trained: IntArray | None = None
-    num_unknown: int = 0
+    tokens: TokenArray  # shape [num_tokens], at least one token
+    trained: IntArray | None = None  # half-open spans of trained tokens, shape [k, 2]; None = all
+    num_unknown: int = 0  # tokens that stand for unknown characters
+    # Statistics by name, which are summed over all documents. If a record becomes several
+    # documents, the record's statistics are in one of them.
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class RecordEncoder(Protocol):
-    """Turns records into documents; raises `BadRecord`, with the reason, for one that is none."""
+    """Turns records into documents."""
 
     def encode(self, record: Record) -> Sequence[Encoded]:
-        """The documents of a record, at least one; all go to the same side of the split."""
+        """Return the documents of a record, at least one.
+
+        Either all of them are held out or none is.
+
+        Raises:
+            BadRecord: The record is not a document.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer's size and special tokens, by id; None where it has none.
-
-    special: ids that text must not encode to.
-    """
+    """The size and the special tokens of a tokenizer. An id is None if there is no such token."""
 
     size: int
     bos_id: int | None = None
     eos_id: int | None = None
-    unknown_id: int | None = None
-    special: tuple[int, ...] = ()
+    unknown_id: int | None = None  # token that stands for unknown characters
+    special: tuple[int, ...] = ()  # ids that text must never encode to
 
 
 class EncoderChoice(Protocol):
-    """A kind of records, for `prepare_store`: plain, picklable data; derive from it.
+    """A kind of records, and how `prepare_store` encodes them.
 
-    arguments: JSON-able; an interrupted preparation continues only with equal ones. actions: for
-    records that are left out for a reason with an option of its own, `--on-<reason>`.
+    Derive a frozen dataclass from it. Its objects are pickled and sent to worker processes.
     """
 
     @property
-    def arguments(self) -> dict[str, Any]: ...
+    def arguments(self) -> dict[str, Any]:
+        """All settings as JSON values. An interrupted call is resumed only if they are equal."""
+        ...
 
     @property
     def actions(self) -> Mapping[Skip, OnError]:
+        """What to do with a record for reasons that have an option `--on-<reason>`."""
         return {}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the columns of a Parquet file to read; UserError where it lacks some."""
+        """Return which of the columns `names` of a Parquet file to read.
+
+        Raises:
+            UserError: A column that is needed is not among them.
+        """
         ...
 
     def texts(self, record: Record) -> Sequence[str]:
-        """Return the text that a BPE may be trained on; `BadRecord` if the record is left out."""
+        """Return the text of a record on which a BPE may be trained.
+
+        Raises:
+            BadRecord: The record is not a document.
+            UserError: These records have no text to train a BPE on.
+        """
         raise UserError(
             f"--tokenizer {BPE}: these records have no text to train one on; give a tokenizer.json"
         )
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
-        """Special tokens to add to the tokenizer if it lacks them. tokenizer: "bpe" or a path."""
+        """Return special tokens that the tokenizer must have; those that it lacks are added.
+
+        tokenizer: "bpe" or a path.
+        """
         return ()
 
     def eos_id(self, vocabulary: Vocabulary) -> int | None:
-        """The token that ends every document; None if there is none."""
+        """Return the token that ends every document, or None if there is none."""
         return None
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """What users of the model must know, JSON-able; it goes to the sidecar's `preparation`."""
+        """Return JSON values for `StoreInfo.preparation`, for those who use the model later."""
         return {}
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:
-        """The encoder, opened once in every worker. tokenizer: a path, or "" for raw bytes.
+        """Open the encoder. Each worker does this once.
 
-        UserError for a tokenizer that these records cannot be encoded with.
+        Args:
+            tokenizer: Path of a tokenizer.json, or "" for bytes.
+            vocabulary: Size and special tokens of the tokenizer.
+
+        Raises:
+            UserError: These records cannot be encoded with this tokenizer.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChoice(EncoderChoice):
-    """Records with a text under `text_key`.
-
-    in_pieces: whether long text may be cut at line ends before encoding, as for our own BPE: it
-    decodes to the same text, but may get other tokens at a cut before an indented line.
-    """
+    """Records that have their text under one key."""
 
     policy: DocumentPolicy = DocumentPolicy.SEPARATOR
     text_key: str = "text"
+    # Whether to cut long text at line ends before encoding, which bounds the memory. The tokens
+    # decode to the same text, but may differ at a cut before an indented line. So this is used
+    # only with a BPE that is trained here.
     in_pieces: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """The settings that decide the tokens."""
         return {"policy": self.policy, "text_key": self.text_key}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the column of the text, and columns that may say what is trained."""
         if self.text_key not in names:
             raise UserError(
                 f"has no column {self.text_key!r}; its columns are {', '.join(names)}: choose one "
                 f"with --text-key"
             )
-        # The marks are read to be refused where they say that not all of a text is trained.
+        # Read columns such as loss_mask too, to refuse records of which not all text is trained.
         return (
             self.text_key,
             *(n for n in names if n.lower() in RECORD_MARKS and n != self.text_key),
         )
 
     def texts(self, record: Record) -> Sequence[str]:
+        """Return the text of a record."""
         return (text_of(record, self.text_key),)
 
     def eos_id(self, vocabulary: Vocabulary) -> int | None:
+        """Return the token that ends every document, or None with the policy NONE."""
         return vocabulary.eos_id if self.policy != DocumentPolicy.NONE else None
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoder":
+        """Open the encoder."""
         return TextEncoder(self, tokenizer, vocabulary)
 
 
 class TextEncoder:
-    """Encodes the text of a record and puts the policy's tokens around it."""
+    """Encodes the text of a record, and puts special tokens around it as the policy says."""
 
     def __init__(self, choice: TextChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
         self._key = choice.text_key
         self._special = np.array(vocabulary.special, np.int64)
         self._unknown = vocabulary.unknown_id
-        self._before, self._after = around(choice.policy, vocabulary)
+        self._before, self._after = tokens_around(choice.policy, vocabulary)
         self._ids: Callable[[str], TokenArray] = byte_ids
         if tokenizer:
             opened = load_tokenizer(tokenizer)
@@ -176,6 +207,7 @@ class TextEncoder:
             self._ids = lambda text: encode(opened, text)
 
     def encode(self, record: Record) -> Sequence[Encoded]:
+        """Return the one document of a record; raise `BadRecord` if it has no usable text."""
         text = text_of(record, self._key)
         try:
             check_record(record, besides=self._key)
@@ -183,37 +215,45 @@ class TextEncoder:
             raise BadRecord(Skip.NOT_TEXT, str(error)) from None
         ids = self._ids(text)
         if not ids.size:
-            raise BadRecord(Skip.EMPTY, "the tokenizer makes no token of it")
+            raise BadRecord(Skip.EMPTY, "the tokenizer returns no token for it")
         if self._special.size and (found := np.isin(ids, self._special)).any():
             raise BadRecord(
                 Skip.SPECIAL_TOKEN,
-                f"its text encodes to the special token {ids[found][0]}, which only the policy may "
-                f"set; use a tokenizer without that piece, or take it out of the text",
+                f"its text encodes to the special token {ids[found][0]}, which only --documents "
+                f"may add; use another tokenizer, or remove that part of the text",
             )
         tokens = np.concatenate([self._before, ids, self._after])
         return [Encoded(tokens=tokens, num_unknown=count_of(self._unknown, ids))]
 
 
 def count_of(token: int | None, ids: TokenArray) -> int:
-    """How often `token` is in `ids`; never where there is no such token."""
+    """Count how often `token` is in `ids`; 0 if `token` is None."""
     return 0 if token is None else int((ids == token).sum())
 
 
-def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
-    """Tokens before and after a document; UserError where the vocabulary lacks one."""
+def tokens_around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
+    """Return the tokens before and after each document.
+
+    Raises:
+        UserError: The policy needs a special token that the tokenizer does not have.
+    """
     after = [vocabulary.eos_id] if policy != DocumentPolicy.NONE else []
     before = [vocabulary.bos_id] if policy == DocumentPolicy.EOS_BOS else []
     for option, wanted in (("--eos", after), ("--bos", before)):
         if None in wanted:
             raise UserError(
-                f"--documents {policy} needs a token that the tokenizer does not name; say which "
-                f"with {option} TOKEN, or use --documents none"
+                f"--documents {policy} needs a special token, but the tokenizer does not say which "
+                f"one; give it with {option} TOKEN, or use --documents none"
             )
     return np.array(before, np.int64), np.array(after, np.int64)
 
 
 def text_of(record: Record, key: str) -> str:
-    """`record[key]`, a string with UTF-8; BadRecord with the reason otherwise."""
+    """Return the text under a key of a record.
+
+    Raises:
+        BadRecord: There is no such key, or its value is not a text of valid Unicode.
+    """
     if key not in record:
         known = ", ".join(map(repr, list(record)[:8]))
         raise BadRecord(
@@ -239,19 +279,23 @@ def text_of(record: Record, key: str) -> str:
     return value
 
 
+# The largest token id of a tokenizer.json. `_LARGE_ID` finds numbers that may be larger ids.
 _MOST_ID = 1 << 24
 _LARGE_ID = re.compile(rb":\s*([0-9]{8,19})")
 
 
 def byte_ids(text: str) -> TokenArray:
-    """The UTF-8 bytes of `text` as tokens 0 to 255."""
+    """Return the UTF-8 bytes of `text` as tokens 0 to 255."""
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Opens a tokenizer that never matches special tokens in text and does not cut or pad.
+    """Open a tokenizer.json.
 
-    UserError without the tokenizers library, or for a file that it cannot read.
+    The tokenizer does not truncate or pad, and it encodes special tokens in text as ordinary text.
+
+    Raises:
+        UserError: The tokenizers library is missing, or it cannot read the file.
     """
     try:
         from tokenizers import Tokenizer
@@ -263,7 +307,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     _check_ids(Path(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    # tokenizers raises plain Exception, and where it panics an exception that is none.
+    # The library raises plain Exception. If its Rust code panics, it raises a BaseException.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -275,8 +319,9 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def refuse_sentence_piece(path: Path) -> None:
-    """UserError for a SentencePiece model, which older models have and the tokenizers library does
-    not read. Mistral's have a version behind the suffix.
+    """Raise UserError if the file is a SentencePiece model, which tokenizers cannot read.
+
+    Older models have such a file, named *.model or *.model.v3 (Mistral).
     """
     if ".model" in path.suffixes and path.is_file():
         raise UserError(
@@ -287,8 +332,9 @@ def refuse_sentence_piece(path: Path) -> None:
 
 
 def _check_ids(path: Path) -> None:
-    """UserError for a vocabulary with an id so large that the tokenizers library, which counts up
-    to it, would not end.
+    """Raise UserError if a token has a huge id.
+
+    The tokenizers library loops over all ids, so it would run almost forever.
     """
     data = path.read_bytes() if path.is_file() else b""
     if not any(int(found[1]) > _MOST_ID for found in _LARGE_ID.finditer(data)):
@@ -305,18 +351,18 @@ def _check_ids(path: Path) -> None:
 
 
 def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no offsets.
+    # Unlike encode(), encode_batch_fast computes no offsets. With one text it uses one thread.
     encoded: Any = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoded[0].ids, np.int64)
 
 
 def _in_pieces(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    """Encodes a long text piece by piece: an encoding takes some 100 bytes a token until freed."""
+    """Encode a long text piece by piece, because an encoding needs 100 bytes per token."""
     return np.concatenate([_whole(tokenizer, piece) for piece in text_pieces(text)])
 
 
 def text_pieces(text: str) -> Iterator[str]:
-    """Yield pieces of at most PIECE_CHARACTERS, which end with a line where possible."""
+    """Cut a text into pieces of at most PIECE_CHARACTERS, at line ends where possible."""
     start = 0
     while start < len(text):
         stop = start + PIECE_CHARACTERS
@@ -327,11 +373,12 @@ def text_pieces(text: str) -> Iterator[str]:
 
 
 def byte_vocabulary() -> Vocabulary:
+    """Return the vocabulary of the tokenizer "bytes"."""
     return Vocabulary(size=BYTES_VOCAB, bos_id=BYTES_BOS, eos_id=BYTES_EOS)
 
 
 def add_special_tokens(tokenizer: "Tokenizer", names: Sequence[str]) -> int:
-    """Adds those of `names` that the tokenizer lacks; returns how many."""
+    """Add the special tokens `names` that the tokenizer lacks, and return how many were added."""
     from tokenizers import AddedToken
 
     tokens = [AddedToken(name, special=True, normalized=False) for name in names]
@@ -342,11 +389,17 @@ def add_special_tokens(tokenizer: "Tokenizer", names: Sequence[str]) -> int:
 def read_vocabulary(
     path: str | Path, *, bos: str = "", eos: str = "", folder: str | Path | None = None
 ) -> Vocabulary:
-    """Size and special tokens of a tokenizer file.
+    """Read the size and the special tokens of a tokenizer.json.
 
-    bos, eos: tokens by name; "" for the token of the tokenizer_config.json in `folder` (that of the
-    file), or else the one special token with a usual name. size: the largest id, added tokens
-    included, plus one.
+    Args:
+        path: The tokenizer.json.
+        bos: Name of the BOS token. "" means the one that tokenizer_config.json names, or else a
+            special token with a usual name, if there is exactly one.
+        eos: Name of the EOS token, likewise.
+        folder: Folder of the tokenizer_config.json. None means the folder of `path`.
+
+    Returns:
+        The vocabulary. Its size is the largest id, including added tokens, plus 1.
     """
     tokenizer = load_tokenizer(path)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -379,7 +432,7 @@ def read_vocabulary(
 
 
 def unknown_id(tokenizer: "Tokenizer") -> int | None:
-    """The token that stands for unknown characters; None if there is none."""
+    """Return the token that stands for unknown characters, or None if there is none."""
     model = cast("dict[str, Any]", json.loads(tokenizer.to_str())["model"])
     if isinstance(index := model.get("unk_id"), int):
         return index
@@ -388,13 +441,13 @@ def unknown_id(tokenizer: "Tokenizer") -> int | None:
 
 
 def token_text(value: Any) -> str | None:
-    """A token as configurations write it: its text, or an object with its content."""
+    """Return the text of a token in a configuration, which is text or an object with "content"."""
     content = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 def tokenizer_config(path: Path) -> dict[str, Any]:
-    """The object of a tokenizer_config.json; empty where there is none."""
+    """Read a tokenizer_config.json; return an empty object if there is no such file."""
     try:
         return read_object(path, remedy="repair or remove it", wide=True)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and locks that let one process prepare a store."""
+"""Write files atomically, and let only one process prepare a store at a time."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from wlb.prepare.request import StoreReport
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file that is complete or absent."""
+    """Write a UTF-8 file atomically: readers see the whole file or none."""
     make_folder(path.parent)
     temporary = temporary_name(path)
     try:
@@ -28,7 +28,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Waits for a lock file and holds it; says so where the file system has no locks."""
+    """Lock a file for a `with` block, waiting until it is free.
+
+    On a file system without locks it prints a warning and continues.
+    """
     with ExitStack() as opened:
         folder = make_and_open(path.parent)
         opened.callback(os.close, folder)
@@ -43,39 +46,49 @@ def locked(path: Path) -> Generator[None]:
                     f"{path.parent} is on a file system without locks ({error.strerror}): make "
                     f"sure that no second process prepares {path.stem} at the same time\n"
                 )
-            # The file may have been removed before it was locked.
+            # If another process removed the file before it was locked, start over.
             if is_named(file, path, folder):
                 break
             tried.close()
-        # Closing the file releases the lock, also when the process dies.
+        # Closing the file releases the lock. The kernel does that too if the process is killed.
         yield
 
 
 @contextmanager
 def locked_folder(path: Path) -> Generator[None]:
-    """Makes a folder and holds its lock; starts over if the folder was replaced while it waited."""
+    """Create a folder and lock it for a `with` block, waiting until it is free."""
     with ExitStack() as opened:
         for _ in attempts(path):
             tried = opened.enter_context(ExitStack())
             folder = make_and_open(path)
             tried.callback(os.close, folder)
-            # NFS locks files, not folders; `locked` says where there are no locks at all.
+            # NFS cannot lock folders. `locked` warns if the file system has no locks at all.
             with suppress(NoLocks):
                 lock(folder, waits=True)
+            # If another process replaced the folder before it was locked, start over.
             if is_named(folder, path):
                 break
             tried.close()
         yield
 
 
-def found_or_made(
+def find_or_make(
     lock_file: Path, find: Callable[[], StoreReport | None], make: Callable[[], object]
 ) -> StoreReport:
-    """Return the report of the stores; one process makes them where `find` finds none."""
+    """Find stores or make them, and return their report.
+
+    If several processes call this at the same time, one makes the stores and the others wait.
+
+    Args:
+        lock_file: File that the process which makes the stores locks.
+        find: Returns the report of the stores, or None if they do not exist.
+        make: Makes the stores.
+    """
     began = time.perf_counter()
     if (found := find()) is None:
         with locked(lock_file):
-            if (found := find()) is None:  # None made it while this one waited.
+            # Another process may have made the stores while this one waited for the lock.
+            if (found := find()) is None:
                 make()
                 if (found := find()) is None:
                     raise RuntimeError(

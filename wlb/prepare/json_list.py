@@ -1,7 +1,7 @@
-"""A JSON file of one list, item by item, and what a .json file holds.
+"""Parse a JSON file that is one list, item by item.
 
-The text of a list is held in memory, its items one at a time. What follows a damaged item cannot be
-found, so the file is refused there.
+The whole text is in memory, but only one parsed item at a time. A damaged item is an error of the
+whole file, because where the next item begins cannot be known.
 """
 
 import codecs
@@ -14,9 +14,15 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def first_bytes(file: IO[bytes], *, most: int) -> tuple[bytes, bytes]:
-    """The first character that is no blank, and the line that it is on; reads at most `most` bytes.
+    """Return the first character of a file that is not white space, and the line it is on.
 
-    Both are empty where those are blanks. A mark of byte order is left out.
+    Args:
+        file: A binary file at its beginning.
+        most: The most bytes to read.
+
+    Returns:
+        The character and the line, without a byte-order mark. Both are empty if all bytes that were
+        read are white space.
     """
     line = file.readline(most).removeprefix(codecs.BOM_UTF8)
     passed = len(line)
@@ -27,9 +33,10 @@ def first_bytes(file: IO[bytes], *, most: int) -> tuple[bytes, bytes]:
 
 
 def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
-    """The items of the JSON list that is the whole of `file`.
+    """Yield the items of a file that is one JSON list.
 
-    ValueError where the file is no such list, or has more than `most` bytes.
+    Raises:
+        ValueError: The file is not such a list, or has more than `most` bytes.
     """
     data = file.read(most + 1).removeprefix(codecs.BOM_UTF8)
     if len(data) > most:
@@ -38,11 +45,11 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
-    at = _passed(text, 0)
+    at = _skip_space(text, 0)
     if text[at : at + 1] != "[":
-        raise ValueError("it is no JSON list")
+        raise ValueError("it is not a JSON list")
     scan, number = json.JSONDecoder().raw_decode, 0
-    at = _passed(text, at + 1)
+    at = _skip_space(text, at + 1)
     while number or text[at : at + 1] != "]":
         try:
             item, end = scan(text, at)
@@ -50,24 +57,24 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
             raise ValueError(
                 f"record {number} cannot be read: {error.msg} at character {error.pos - at} of it"
             ) from None
-        # The item is nested too deeply, or has a number of too many digits.
+        # Python refuses JSON that is nested too deeply, and numbers of too many digits.
         except (RecursionError, ValueError) as error:
             raise ValueError(f"record {number} cannot be read: {error}") from None
         yield item
         number += 1
-        at = _passed(text, end)
+        at = _skip_space(text, end)
         if text[at : at + 1] == "]":
             break
         if text[at : at + 1] != ",":
             raise ValueError(
                 f"record {number - 1} is followed by neither a comma nor the list's end"
             )
-        at = _passed(text, at + 1)
-    if _passed(text, at + 1) < len(text):
+        at = _skip_space(text, at + 1)
+    if _skip_space(text, at + 1) < len(text):
         raise ValueError(f"text follows the list of {number} records")
 
 
-def _passed(text: str, at: int) -> int:
-    """Where the next character stands that is no blank."""
+def _skip_space(text: str, at: int) -> int:
+    """Return the position of the next character, from `at` on, that is not white space."""
     found = _SPACE.match(text, at)
     return found.end() if found else at

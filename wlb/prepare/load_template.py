@@ -1,4 +1,4 @@
-"""Chat templates by name or file: ChatML and Llama 3, and those of models."""
+"""Load chat templates: the built-in ones by name, and those of models from files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ CHATML = ChatTemplate(
     variables={},
     special_tokens=("<|im_start|>", "<|im_end|>"),
 )
-"""ChatML. It adds no system message; the newline after a message is not trained."""
+"""ChatML. It adds no system message, and the newline behind a message is not trained."""
 
 LLAMA3 = ChatTemplate(
     "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + "
@@ -32,23 +32,31 @@ LLAMA3 = ChatTemplate(
     special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     start="<|begin_of_text|>",
 )
-"""The template of Llama 3, without the date that 3.1 adds to the system message."""
+"""The template of Llama 3.0. (That of 3.1 adds a date to the system message.)"""
 
 BUILT_IN = {template.name: template for template in (CHATML, LLAMA3)}
 
 
 def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """A built-in template by name, or the Jinja template of a model's folder or of a file.
+    """Load a chat template by name or from a file.
 
-    A folder has chat_template.jinja, or a tokenizer_config.json with a chat_template. A `.json`
-    file is a tokenizer_config.json; any other file is the template itself. Both take bos_token and
-    the like from the tokenizer_config.json beside them. variables: further variables of the
-    template, such as date_string.
+    Special tokens such as bos_token are read from the tokenizer_config.json beside the template.
+
+    Args:
+        name: "chatml", "llama3", the folder of a model (with chat_template.jinja, or with a
+            tokenizer_config.json that has a chat_template), a tokenizer_config.json, or a file with
+            a Jinja template.
+        variables: Further variables of the template, such as date_string.
+
+    Raises:
+        UserError: There is no such template, or it cannot be used.
     """
     given = dict(variables or {})
     if str(name) in BUILT_IN:
         if given:
-            raise UserError(f"chat template {name} has no variables, got {sorted(given)}")
+            raise UserError(
+                f"chat template {name} has no variables, but got {sorted(given)}; leave them out"
+            )
         return BUILT_IN[str(name)]
     path, config_path = template_files(name)
     config = read_object(config_path, wide=True) if config_path.is_file() else {}
@@ -64,9 +72,12 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
 
 
 def template_files(name: str | Path) -> tuple[Path, Path]:
-    """The file that has the template, and the tokenizer_config.json beside it, which may be absent.
+    """Return the file with the template, and the tokenizer_config.json beside it.
 
-    UserError where there is no template.
+    The second file may be absent.
+
+    Raises:
+        UserError: There is no template.
     """
     path = Path(name)
     if path.is_dir():
@@ -80,6 +91,7 @@ def template_files(name: str | Path) -> tuple[Path, Path]:
 
 
 def _source_of(config: dict[str, Any], path: Path) -> str:
+    """Return the template in a tokenizer_config.json; of several named ones, the default."""
     found: Any = config.get("chat_template")
     if isinstance(found, list):
         named = {t["name"]: t["template"] for t in cast(list[dict[str, str]], found)}

@@ -1,6 +1,8 @@
-"""The arguments and inputs of a preparation, kept beside its parts and in its store.
+"""Record the arguments and input files of a preparation in a manifest.
 
-An interrupted preparation continues only with equal arguments and unchanged inputs.
+The manifest is saved with the parts, and its digest in the finished store. An interrupted
+preparation is resumed only if its manifest is equal: same arguments, and inputs of unchanged size
+and modification time.
 """
 
 import hashlib
@@ -19,22 +21,24 @@ Manifest = dict[str, Any]
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+# An error message names at most this many changed inputs.
 _MOST_NAMED = 5
 
 
 def manifest_of(arguments: dict[str, Any], files: Sequence[InputFile]) -> Manifest:
-    """JSON-able; equal for equal arguments and inputs."""
+    """Make a manifest of JSON values. Equal arguments and inputs give equal manifests."""
     made = {"format": _FORMAT, "arguments": arguments, "inputs": [asdict(file) for file in files]}
     return json.loads(json.dumps(made))
 
 
 def manifest_digest(manifest: Manifest) -> str:
+    """Return a hash of a manifest, in hexadecimal."""
     text = json.dumps(manifest, sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """Describe the changes between two manifests; empty if they are equal."""
+    """Describe each difference between two manifests in words. Equal manifests have none."""
     if old.get("format") != new["format"]:
         return [f"it was made by another version of this program (format {old.get('format')})"]
     sides = [
@@ -61,7 +65,7 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
 
 
 def is_manifest(path: Path, manifest: Manifest) -> bool:
-    """Whether `path` is this manifest."""
+    """Return whether the file `path` has this manifest."""
     try:
         return json.loads(path.read_bytes()) == manifest
     except (OSError, ValueError):
@@ -69,9 +73,18 @@ def is_manifest(path: Path, manifest: Manifest) -> bool:
 
 
 def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) -> bool:
-    """Whether `path` is this manifest already; else its folder is emptied and gets it.
+    """Resume a folder of parts if it has this manifest; otherwise empty it and write the manifest.
 
-    UserError where a different one exists, unless overwrite is set.
+    Args:
+        path: The manifest's file in the folder of parts.
+        manifest: The manifest of this call.
+        overwrite: Whether parts with another manifest may be removed.
+
+    Returns:
+        Whether the folder had this manifest already.
+
+    Raises:
+        UserError: The folder has another manifest, and overwrite is not set.
     """
     try:
         what = f"{path} is not the manifest of a preparation"
@@ -85,21 +98,23 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
         if not found:
             return True
         problem = (
-            f"an interrupted preparation in {path.parent} has other arguments or inputs: "
-            f"{'; '.join(found)}. Use the same arguments to continue it, or start anew with "
+            f"the interrupted preparation in {path.parent} has other arguments or inputs: "
+            f"{'; '.join(found)}. Use the same arguments to resume it, or start over with "
             f"--overwrite"
         )
     if problem and not overwrite:
         raise UserError(problem)
-    # Parts of other arguments may be left even where their manifest is not.
+    # Remove parts even if there is no manifest: parts of other arguments may be left.
     remove_parts(path.parent)
     write_text(path, json.dumps(manifest))
     return False
 
 
 def remove_parts(folder: Path, *, with_manifest: bool = False) -> None:
-    """Empties a folder of parts. The manifest stays, or goes last: while there are parts, it says
-    of which arguments they are, also where this is interrupted.
+    """Empty a folder of parts.
+
+    with_manifest: whether to remove the manifest and the folder too. The manifest is removed last:
+    if this is interrupted, it still says with which arguments the remaining parts were made.
     """
     for entry in folder.iterdir():
         if entry.name != MANIFEST:
@@ -110,7 +125,7 @@ def remove_parts(folder: Path, *, with_manifest: bool = False) -> None:
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
-    """UserError for the first input whose size or modification time changed since the listing."""
+    """Raise UserError if an input's size or modification time changed since it was listed."""
     for file in files:
         try:
             status = Path(file.path).stat()

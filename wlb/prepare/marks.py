@@ -1,8 +1,9 @@
-"""Keys by which other trainers mark what is trained: their meaning, or the reason they are refused.
+"""Obey or refuse keys with which other trainers mark what is trained.
 
-wlb trains an assistant's message as a whole or not at all, and each record once. A mark that says
-so is obeyed; one that says anything else is a UserError with its key, value and remedy, so that no
-label is trained that was marked as not trained. Null is an absent key.
+wlb trains an assistant's message as a whole or not at all, and each record once. A key that says
+whether a whole message is trained is obeyed. A key that says anything else, such as a weight of 0.5
+or a mask of tokens, raises a UserError. So no label is trained that was marked as not trained. A
+key whose value is null counts as absent.
 """
 
 import re
@@ -18,45 +19,42 @@ from wlb.plan.errors import shortened
 class MessageMark:
     """A key of a message whose value, 0 or 1, says whether the message is trained."""
 
-    trained: int = 1  # the value of a message that is trained
-    any_role: bool = False  # whether its trainers train messages of users by it too
+    trained: int = 1  # the value that means "trained"
+    any_role: bool = False  # whether trainers with this key can train messages of users too
 
 
 MESSAGE_MARKS = {
     "weight": MessageMark(),  # OpenAI, Mistral, Fireworks
     "loss": MessageMark(),  # ms-swift
-    "loss_scale": MessageMark(),  # ms-swift, where it may be a factor as well
-    "loss_weight": MessageMark(),  # LLaMA-Factory v1, likewise
+    "loss_scale": MessageMark(),  # ms-swift, where it may also be a factor such as 0.5
+    "loss_weight": MessageMark(),  # LLaMA-Factory v1, where it may also be a factor
     "step_loss_mask": MessageMark(),  # slime
     "train": MessageMark(any_role=True),  # axolotl: message_field_training in its documentation
-    "training": MessageMark(any_role=True),  # axolotl: its own name for the same
+    "training": MessageMark(any_role=True),  # axolotl: its internal name for the same
     "trainable": MessageMark(any_role=True),  # tinker-cookbook
     "loss_mask": MessageMark(any_role=True),
     "masked": MessageMark(trained=0, any_role=True),  # torchtune
 }
-"""What is obeyed in a message. Its parts and its other keys can only be refused: see
-`is_trained`."""
+"""Keys of a message that are obeyed. In a part of a content the same keys are refused."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+# An unknown key is refused if a word in its name begins like this, as in axolotl's train_detail.
 _OF_TRAINING = ("train", "untrain", "mask", "unmask", "loss", "weight")
-"""Beginnings of words of a key's name, as in train_detail (axolotl's spans of characters)."""
+# Likewise, unless the value is text: a key such as learning_goal may contain ordinary text.
 _OF_LEARNING = ("ignore", "learn", "supervis")
-"""The same, where the value is not a text: `learning_goal` may well be one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMark:
-    """A key of a record. harmless: values by which a trainer would do what wlb does anyway; None
-    for all but 0, as for a key that many data sets have for something else.
-    """
+    """A key of a record with which other trainers change how the record is trained."""
 
+    # Values with which a trainer does what wlb does anyway; other values are refused. None means
+    # every value except 0, for keys that many data sets use for something else.
     harmless: tuple[int, ...] | None
-    remedy: str
+    remedy: str  # end of the error message
 
 
-_ASKED = RecordMark(
-    harmless=(0,), remedy="wlb trains what assistants say, not what they are asked: remove the key"
-)
+_ASKED = RecordMark(harmless=(0,), remedy="wlb trains only messages of assistants: remove the key")
 _TOKENS = RecordMark(
     harmless=(),
     remedy="wlb takes no mask of tokens: mark whole messages with train = false, or remove the key",
@@ -76,7 +74,7 @@ RECORD_MARKS = {
         harmless=(0,), remedy="give --turns last for all records, and remove the key"
     ),
     "mask": RecordMark(  # NeMo: the role whose messages are not trained
-        harmless=(), remedy="wlb trains what assistants say and nothing else: remove the key"
+        harmless=(), remedy="wlb trains only messages of assistants: remove the key"
     ),
     "loss_mask": _TOKENS,  # slime, verl
     "response_loss_mask": _TOKENS,  # ms-swift
@@ -93,15 +91,16 @@ RECORD_MARKS = {
     "trainable": _WHOLE,
     "loss": _WHOLE,
 }
+"""Keys of a record that are refused unless their value is harmless."""
 
 
 def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
-    """UserError for a record marked otherwise than wlb trains it.
+    """Raise UserError if a record is marked to be trained differently from how wlb trains it.
 
     Args:
-        record: Upper and lower case of its keys are the same.
-        besides: The key of the text, in a record of plain text. Texts and objects under other keys
-            say nothing there: a table of goods may have the column "weight" with "5 kg".
+        record: The record. Upper and lower case of its keys are the same.
+        besides: For a record of plain text, the key of the text. Texts and objects under other keys
+            are then ignored: a table of products may have a column "weight" with "5 kg".
     """
     for key, value in record.items():
         mark = RECORD_MARKS.get(key.lower())
@@ -116,10 +115,16 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
 
 
 def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> bool:
-    """Whether a message may be trained; UserError with its `name` for marks that say anything else.
+    """Return whether a message may be trained, as its marks say.
 
-    Those are a factor, a mark of a part, marks that contradict each other, and a message of another
-    than an assistant that is to be trained.
+    Args:
+        message: The message as in the record.
+        name: Its name, for messages.
+        is_assistant: Whether an assistant wrote it.
+
+    Raises:
+        UserError: A mark is not 0 or 1, marks contradict each other, or a message that is not an
+            assistant's is marked as trained.
     """
     found: dict[str, bool] = {}
     for key, value in message.items():
@@ -127,14 +132,14 @@ def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> 
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
             raise UserError(
-                f"{name} has {key} = {_short(value)}; it must be 0 or 1 (false or true), as wlb "
-                f"trains a message or does not"
+                f"{name} has {key} = {_short(value)}; it must be 0 or 1 (false or true), because "
+                f"wlb trains a message as a whole or not at all"
             )
         found[key] = value == mark.trained
         if found[key] and mark.any_role and not is_assistant:
             raise UserError(
-                f"{name} has {key} = {_short(value)} and is not an assistant's; wlb trains what "
-                f"assistants say and nothing else: remove the key"
+                f"{name} has {key} = {_short(value)} and is not an assistant's; wlb trains only "
+                f"messages of assistants: remove the key"
             )
     if len(set(found.values())) > 1:
         given = " and ".join(f"{key} = {_short(message[key])}" for key in found)
@@ -145,16 +150,22 @@ def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> 
 def unread_keys(
     data: Mapping[str, Any], name: str, *, read: Collection[str], is_part: bool = False
 ) -> Iterator[str]:
-    """The keys of a message, or of a part of its content, that say something and are not read; the
-    middle of a very long one is left out.
+    """Yield the keys of a message, or of a part of its content, that have a value but are not read.
 
-    UserError with `name` for a part that is marked as not trained, and for a key that is not known
-    and whose name speaks of training.
+    Args:
+        data: The message or the part.
+        name: Its name, for messages.
+        read: Keys that are read.
+        is_part: Whether this is a part of a content.
+
+    Raises:
+        UserError: A part is marked as not trained, or the name of an unknown key is about training.
     """
     for key, value in data.items():
-        # An empty list of spans, such as a table's column has, says nothing.
+        # Null counts as absent, and messages' marks are handled by `is_trained`.
         if value is None or key in read or (key in MESSAGE_MARKS and not is_part):
             continue
+        # An empty value, such as an empty list of spans in a table's column, means nothing.
         if value in ("", [], {}):
             continue
         if is_part and key in MESSAGE_MARKS:
@@ -163,16 +174,16 @@ def unread_keys(
                     f"{name} has {key} = {_short(value)}; wlb trains a message as a whole: mark "
                     f"the message, or split it"
                 )
-        elif _speaks_of_training(key, value):
+        elif _may_be_about_training(key, value):
             raise UserError(
                 f"{name} has {key} = {_short(value)}, a key that wlb does not know and that may "
-                f"say what is trained; mark whole messages with train = false, or remove the key"
+                f"decide what is trained; mark whole messages with train = false, or remove the key"
             )
         else:
             yield shortened(key, 60)
 
 
-def _speaks_of_training(key: str, value: object) -> bool:
+def _may_be_about_training(key: str, value: object) -> bool:
     beginnings = _OF_TRAINING if isinstance(value, str) else (*_OF_TRAINING, *_OF_LEARNING)
     return any(word.lower().startswith(beginnings) for word in _WORD.findall(key))
 

@@ -1,7 +1,7 @@
-"""Parquet files as records, one batch of rows at a time.
+"""Read the rows of Parquet files as records, one batch of rows at a time.
 
-pyarrow is imported where a Parquet file is met. Strings, also inside lists and structs, are given
-as bytes: a column may hold invalid UTF-8, which is an error of that row alone.
+pyarrow is imported only when a Parquet file is read. Strings are returned as bytes, also inside
+lists and structs: a column may contain invalid UTF-8, and that must be an error of one row alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +13,23 @@ from wlb.plan import UserError
 from wlb.plan.read_file import WRONG_SHAPE, describe_error
 
 Columns = Callable[[Sequence[str]], tuple[str, ...]]
-"""Chooses the columns of a table to read; UserError, without the path, where some are absent."""
+"""Chooses which of a table's columns to read; raises UserError if it lacks one."""
 
 _PARQUET_ROWS = 256
 _BUFFER_BYTES = 1 << 20
 
 
 def _pyarrow(module: str = "") -> Any:
-    # pyarrow has no types, so it is imported by name, which pyright does not follow.
+    # Import by name, which pyright does not follow, because pyarrow has no type annotations.
     return import_module(f"pyarrow{module}")
 
 
 def open_parquet(path: str) -> Any:
-    """`pyarrow.parquet.ParquetFile`; UserError without pyarrow or for another kind of file."""
+    """Open a file as a `pyarrow.parquet.ParquetFile`.
+
+    Raises:
+        UserError: pyarrow is missing, or the file is damaged or not Parquet.
+    """
     try:
         pa, pq = _pyarrow(), _pyarrow(".parquet")
     except ModuleNotFoundError:
@@ -34,17 +38,17 @@ def open_parquet(path: str) -> Any:
         ) from None
     try:
         file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-        _hold_footer(file)
+        _check_footer(file)
         return file
-    # Names of a damaged footer may be no text.
+    # Names of columns in a damaged footer may be invalid UTF-8.
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file or is corrupt ({describe_error(error)})"
         ) from None
 
 
-def _hold_footer(file: Any) -> None:
-    """ValueError for a damaged footer, by whose counts rows would be lost."""
+def _check_footer(file: Any) -> None:
+    """Raise ValueError if the footer's counts of rows disagree, with which rows would be lost."""
     names, metadata = file.schema_arrow.names, file.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -56,8 +60,10 @@ def _hold_footer(file: Any) -> None:
 
 
 def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
-    """The names of the columns to read of an open file; UserError, without the path, where one is
-    absent or there twice.
+    """Return which columns of an open file to read.
+
+    Raises:
+        UserError: A column is absent or exists twice. The message does not have the path.
     """
     names: list[str] = file.schema_arrow.names
     chosen = columns(names)

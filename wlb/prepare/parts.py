@@ -1,9 +1,12 @@
-"""Parts: the pair of stores (train, held-out) that a shard becomes, and their merging.
+"""Encode shards into parts, and merge parts into the final stores.
 
-A part is complete when its summary exists, which is written after both of its stores. Merging reads
-parts in order, so the result does not depend on who made which part or when. A record is held out
-where a hash of (seed, name) is below the fraction; where a fraction above 0 leaves one side empty,
-the record nearest to the limit changes sides.
+A part is what one shard becomes: a store of training documents, a store of held-out documents, and
+a summary. The summary is written last, so a part with a summary is complete. Merging reads parts in
+order, so the result does not depend on which process made which part.
+Whether a record is held out depends only on its name: `draw` maps (seed, name) to a number in
+[0, 1), and the record is held out if the number is below the fraction. If that would leave the
+training store or the held-out store empty, the record whose number is closest to the fraction
+changes sides.
 """
 
 import hashlib
@@ -32,42 +35,44 @@ from wlb.prepare.request import Status
 from wlb.prepare.text import MOST_EXAMPLES, Skip
 
 SIDES = ("train", "heldout")
+"""The two stores of a part. The argument `side` of functions here is an index into this."""
 NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
-"""Reasons that never stop a preparation, whatever --on-error is, because no text is lost."""
+"""Reasons to leave out a record that never stop a preparation, because no text is lost."""
+# A worker checks after this many records whether it should stop.
 _STOP_EVERY = 64
 
 
 class Stopped(Exception):
-    """A worker left its shard because the preparation stops."""
+    """Raised in a worker to leave its shard, because another shard failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartJob:
-    """Settings that all shards of a preparation share.
+    """Settings that all shards of a preparation share."""
 
-    folder: where parts are written. tokenizer: a path, or "" for raw bytes. text_key: the key that
-    the text of a file or line gets.
-    """
-
-    folder: str
+    folder: str  # where parts are written
     choice: EncoderChoice
-    tokenizer: str
+    tokenizer: str  # path of a tokenizer.json, "" for bytes
     vocabulary: Vocabulary
-    text_key: str
+    text_key: str  # key of the record that a text file or a line becomes
     heldout_fraction: float
     seed: int
     on_error: OnError
 
     def open_encoder(self) -> RecordEncoder:
+        """Open the encoder; each worker does this once."""
         return self.choice.open(self.tokenizer, self.vocabulary)
 
     def prefix(self, shard: int, side: int) -> Path:
+        """Return the prefix of a part's training store (side 0) or held-out store (side 1)."""
         return Path(self.folder, f"{shard:06}-{SIDES[side]}")
 
     def summary_path(self, shard: int) -> Path:
+        """Return the path of a part's summary."""
         return Path(self.folder, f"{shard:06}.json")
 
 
+# The number that `draw` gave a record, its first row in the store, and its number of documents.
 _Nearest = tuple[float, int, int]
 _SUMMARY: Schema = {
     "shard": COUNT,
@@ -84,25 +89,24 @@ _SUMMARY: Schema = {
 
 @dataclass(slots=True, kw_only=True)
 class PartSummary:
-    """The outcome of a shard, filled in while it is encoded.
+    """What became of one shard. It is filled in while the shard is encoded."""
 
-    num_documents, num_tokens: of train and held-out. counts: sums of `Encoded.counts`. examples:
-    the first records left out, by reason. nearest: for each side (draw, first row, number of rows)
-    of the record nearest to the held-out limit.
-    """
-
-    shard: int
-    size: int
+    shard: int  # number of the shard
+    size: int  # bytes of input
+    # For the training store and the held-out store.
     num_documents: list[int] = field(default_factory=lambda: [0, 0])
     num_tokens: list[int] = field(default_factory=lambda: [0, 0])
-    num_unknown: int = 0
-    counts: Counter[str] = field(default_factory=Counter[str])
-    skipped: Counter[str] = field(default_factory=Counter[str])
+    num_unknown: int = 0  # tokens that stand for unknown characters
+    counts: Counter[str] = field(default_factory=Counter[str])  # sums of `Encoded.counts`
+    skipped: Counter[str] = field(default_factory=Counter[str])  # records left out, by reason
+    # The first records that were left out, by reason.
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    # For each side, the record whose number is closest to the held-out fraction.
     nearest: list[_Nearest | None] = field(default_factory=lambda: [None, None])
 
     @classmethod
     def read(cls, path: Path) -> "PartSummary":
+        """Read a summary; raise UserError for a damaged file."""
         remedy = "prepare again with --overwrite"
         with malformed(path, remedy):
             data = read_object(path)
@@ -110,23 +114,24 @@ class PartSummary:
             return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     def write(self, path: Path) -> None:
+        """Write the summary as JSON."""
         write_text(path, json.dumps({f.name: getattr(self, f.name) for f in fields(self)}))
 
     def leave_out(self, job: PartJob, position: RecordPosition, bad: BadRecord) -> None:
-        """Counts a record that is no document, or raises UserError with its place."""
+        """Count a record that is not a document, or raise UserError if such records are errors."""
         action, option = job.on_error, "--on-error"
         actions = job.choice.actions
         if bad.reason in actions:
             action, option = actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
             raise UserError(
-                f"{position.spoken()}: {bad}. Correct it, or leave out and count such records "
+                f"{position.describe()}: {bad}. Correct it, or leave out and count such records "
                 f"with {option} skip"
             )
         self.skipped[str(bad.reason)] += 1
         shown = self.examples.setdefault(str(bad.reason), [])
         if len(shown) < MOST_EXAMPLES:
-            shown.append(f"{position.spoken()}: {bad}")
+            shown.append(f"{position.describe()}: {bad}")
 
 
 def encode_shard(
@@ -137,7 +142,19 @@ def encode_shard(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> PartSummary:
-    """Writes the part of shard `number`; UserError for a bad record unless those are skipped."""
+    """Encode a shard and write its part.
+
+    Args:
+        job: Settings of all shards.
+        encoder: The opened encoder.
+        number: Number of the shard.
+        shard: What to read.
+        is_stopped: Returns whether to stop early.
+
+    Raises:
+        UserError: A record is not a document, and such records are errors.
+        Stopped: `is_stopped` returned True.
+    """
     summary = PartSummary(shard=number, size=shard.size)
     with ExitStack() as stack:
         writers = [
@@ -149,6 +166,7 @@ def encode_shard(
         for position, documents in _records(job, encoder, shard, summary, is_stopped):
             drawn = draw(job.seed, position.name)
             side = int(drawn < job.heldout_fraction)
+            # Training records have numbers above the fraction, so the lowest is the nearest one.
             at = summary.nearest[side]
             if at is None or (drawn > at[0] if side else drawn < at[0]):
                 summary.nearest[side] = (drawn, writers[side].num_documents, len(documents))
@@ -169,7 +187,7 @@ def _records(
     summary: PartSummary,
     is_stopped: Callable[[], bool],
 ) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
-    """(position, its documents) of the records that are not left out."""
+    """Yield the position and the documents of each record that is not left out."""
     records = read_shard(shard, text_key=job.text_key, columns=job.choice.columns)
     for number, (position, record) in enumerate(records):
         if number % _STOP_EVERY == 0 and is_stopped():
@@ -182,20 +200,23 @@ def _records(
             summary.leave_out(job, position, bad)
             continue
         if not made:
-            raise UserError(f"{position.spoken()}: the encoder gave neither document nor reason")
+            raise UserError(
+                f"{position.describe()}: the encoder returned no document; it must raise BadRecord "
+                f"instead"
+            )
         yield position, made
 
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) -> None:
-    """Appends a document; a UserError of the store says where the document came from."""
+    """Append a document to a store; if the store refuses it, say where the document is from."""
     try:
         writer.add(encoded.tokens, encoded.trained)
     except UserError as error:
-        raise UserError(f"{position.spoken()}: {error}") from None
+        raise UserError(f"{position.describe()}: {error}") from None
 
 
 def find_part(job: PartJob, shard: int) -> PartSummary | None:
-    """The summary of a part that is complete and matches its checksums; None if it must be made."""
+    """Return the summary of a part that is complete and undamaged, or None if it must be made."""
     try:
         summary = PartSummary.read(job.summary_path(shard))
         for side in range(2):
@@ -209,8 +230,9 @@ def find_part(job: PartJob, shard: int) -> PartSummary | None:
 
 
 def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
-    """Removes temporary files and folders of names that start with `prefix`, left by killed
-    processes.
+    """Remove temporary files and folders that killed processes left in `folder`.
+
+    prefix: how the names of the files begin for which the temporary files were made.
     """
     for entry in os.scandir(folder):
         if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
@@ -221,13 +243,24 @@ def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
 
 
 def draw(seed: int, name: str) -> float:
-    """A number in [0, 1) that (seed, name) decides: below the fraction is held out."""
+    """Map (seed, name) to a number in [0, 1), which decides whether a record is held out."""
     data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
 
 def heldout_rows(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
-    """Mask of the held-out documents, bool [num_documents]; a single document is trained."""
+    """Decide which documents are held out.
+
+    If there are at least two documents, neither side is empty. A single document is trained.
+
+    Args:
+        names: Names of the documents.
+        fraction: Share of the documents to hold out.
+        seed: Seed of the choice.
+
+    Returns:
+        A mask of the held-out documents, shape [num_documents].
+    """
     draws = np.array([draw(seed, name) for name in names])
     heldout = draws < fraction
     if heldout.size <= 1:
@@ -242,10 +275,17 @@ def heldout_rows(names: Iterable[str], *, fraction: float, seed: int) -> BoolArr
 def moved_record(
     summaries: Sequence[PartSummary], *, fraction: float
 ) -> tuple[int, int, range] | None:
-    """(shard, side, rows) of the record that changes sides so that neither side is empty.
+    """Find the record that must change sides so that neither store is empty.
 
-    It is the one nearest to the limit, with all its documents; None where both sides have documents
-    or the only record is in the training store.
+    It is the record whose number is closest to the held-out fraction, with all its documents.
+
+    Args:
+        summaries: Summaries of all parts.
+        fraction: Share of the records that is held out.
+
+    Returns:
+        The record's shard, its present side and its rows there. None if no record must move, or if
+        there is only one record and it is trained.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:
@@ -266,16 +306,21 @@ def merge_parts(
     *,
     report: Callable[[Status], None],
 ) -> None:
-    """Writes the stores `prefixes` (train and held-out, or train alone) from the parts in order.
+    """Write the final stores from the parts, in the order of the parts.
 
-    about: keywords of `TokenStoreWriter` besides those that the job knows.
+    Args:
+        job: Settings of all shards.
+        parts: Summaries of all parts, in order.
+        prefixes: Prefix of the training store, and of the held-out store if there is one.
+        about: Further keyword arguments of `TokenStoreWriter`.
+        report: Called with the progress after each part.
     """
     vocabulary = job.vocabulary
     about = {"vocab_size": vocabulary.size, "eos_id": job.choice.eos_id(vocabulary), **about}
     moved = moved_record(parts, fraction=job.heldout_fraction)
     total, done = sum(part.size for part in parts), 0
-    # ExitStack closes the held-out store first, so that the training store appears last and marks a
-    # complete pair.
+    # ExitStack closes the held-out store first. So the training store appears last, and if it
+    # exists, both stores are complete.
     with ExitStack() as stack:
         writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
         for part in parts:
@@ -291,14 +336,19 @@ def merge_parts(
 
 
 def totals(
-    summaries: Sequence[PartSummary], listed: Mapping[str, int], unreadable: Sequence[str] = ()
+    summaries: Sequence[PartSummary], left_out: Mapping[str, int], unreadable: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Sums over all shards: counts, unknown tokens, records left out with first examples.
+    """Add up the statistics of all shards.
 
-    listed: how many files the listing of inputs left out, by reason. unreadable: the first ones of
-    those that cannot be read.
+    Args:
+        summaries: Summaries of all parts.
+        left_out: Number of files that were not listed as inputs, by reason.
+        unreadable: The first files that cannot be read, each with the reason.
+
+    Returns:
+        The fields skipped, examples, num_unknown and counts of a `StoreReport`.
     """
-    skipped = Counter[str](listed)
+    skipped = Counter[str](left_out)
     counts: Counter[str] = Counter()
     examples = {str(Skip.UNREADABLE): list(unreadable)} if unreadable else dict[str, list[str]]()
     for summary in summaries:

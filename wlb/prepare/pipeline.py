@@ -1,9 +1,14 @@
-"""Files to one token store, by several processes: `wlb prepare`.
+"""Turn input files into a token store with several processes, which is what `wlb prepare` does.
 
-1. List the inputs and divide them into shards (`records.py`). 2. Copy the tokenizer, or train a BPE
-on training records, into `<out>.parts` (`tokenizer.py`). 3. Encode every shard into a part
-(`parts.py`). 4. Merge parts in order into `<out>` and `<out>-heldout`, complete or absent.
-Cost: memory of one document a process; on disk the tokens twice until parts are removed.
+1. List the inputs and divide them into shards (`records.py`).
+2. Copy the tokenizer into `<out>.parts`, or train a BPE there on training records (`tokenizer.py`).
+3. Encode every shard into a part, which is a small pair of stores (`parts.py`).
+4. Merge the parts in order into the stores `<out>` and `<out>-heldout`.
+
+Guarantees: the stores are the same for any number of processes. An interrupted call can be resumed,
+and never leaves an incomplete store.
+Cost: each process keeps one document in memory. Until the parts are removed at the end, the tokens
+are on disk twice.
 """
 
 import os
@@ -60,6 +65,7 @@ from wlb.prepare.text import Skip
 from wlb.prepare.tokenizer import prepare_tokenizer
 from wlb.prepare.workers import encode_shards
 
+# The input is divided into about 256 shards, but no smaller or larger than these bytes.
 _SHARD_BYTES = (1 << 20, 1 << 26)
 _NUM_SHARDS = 256
 
@@ -72,20 +78,26 @@ def prepare_store(
     encoder: EncoderChoice | None = None,
     progress: Progress | None = None,
 ) -> StoreReport:
-    """Writes, goes on with, or finds the store `options.out`; see the module.
+    """Write the store `options.out`, resume an interrupted call, or find the finished store.
 
-    encoder: for records that are not text, such as `ChatChoice`; the options policy, text_key and
-    text_unit do not apply to them.
-    UserError for bad input, for an interrupted call with other arguments, for a store of other
-    arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
+    Args:
+        options: What to prepare, and how.
+        encoder: How to encode records that are not text, such as `ChatChoice`. The options policy,
+            text_key and text_unit do not apply to them. None means text.
+        progress: Called with the progress, several times.
+
+    Raises:
+        UserError: An input is bad, an interrupted call had other arguments, or `options.out` is a
+            store made with other arguments and overwrite is not set.
+        RuntimeError: A worker process died. Calling again resumes.
     """
     began = time.perf_counter()
     refuse_nowhere(Path(options.out).parent)
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(os.path.realpath(options.out)).parents:
             raise UserError(
-                f"--out {options.out} lies in the input folder {folder}: the store would be read "
-                f"as input the next time; write it elsewhere"
+                f"--out {options.out} is in the input folder {folder}, so the next call would read "
+                f"the store as input; write it elsewhere"
             )
     unit, out = options.text_unit, options.out
     files, skipped, unreadable = list_inputs(options.inputs, text_unit=unit, out=out)
@@ -110,7 +122,7 @@ def prepare_store(
         options=options,
         choice=choice,
         files=files,
-        listed={str(reason): count for reason, count in skipped.items()},
+        left_out={str(reason): count for reason, count in skipped.items()},
         unreadable=unreadable,
         manifest=manifest_of(arguments, files),
         report=progress or (lambda _: None),
@@ -120,9 +132,9 @@ def prepare_store(
         if found is None:
             preparation.check_heldout()
         if found is None or preparation.parts.exists():
-            # Parts are locked too: the lock file of a process that makes them may be gone.
+            # Lock the parts too: somebody may have removed the lock file of a running call.
             with locked_folder(preparation.parts):
-                found = preparation.finished_or_made()
+                found = preparation.find_or_make()
     return replace(found, time_s=time.perf_counter() - began)
 
 
@@ -135,7 +147,7 @@ def _unreadable(examples: Sequence[str], num: int) -> UserError:
 
 
 def _mark_of(prefix: str) -> str | None:
-    """Digest of the manifest that made a store; None where it is not known."""
+    """Return the digest of the manifest with which a store was made, or None if it is unknown."""
     try:
         info = TokenStore(prefix).info
     except UserError:
@@ -145,20 +157,18 @@ def _mark_of(prefix: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparation:
-    """A call of `prepare_store`. listed: files that the listing left out, by reason. unreadable:
-    the first ones of those that cannot be read.
-    """
+    """One call of `prepare_store`."""
 
     options: PrepareOptions
     choice: EncoderChoice
     files: Sequence[InputFile]
-    listed: dict[str, int]
-    unreadable: Sequence[str]
+    left_out: dict[str, int]  # number of files that were not listed as inputs, by reason
+    unreadable: Sequence[str]  # the first files that cannot be read, each with the reason
     manifest: Manifest
-    report: Progress
+    report: Progress  # called with the progress
 
     def check_heldout(self) -> None:
-        """Refuses to replace a store at OUT-heldout that was not made together with OUT."""
+        """Raise UserError if OUT-heldout is a store that was not made together with OUT."""
         out, heldout = self.options.out, f"{self.options.out}-heldout"
         if not store_path(heldout, ".idx").exists():
             return
@@ -172,9 +182,10 @@ class _Preparation:
             )
 
     def finished(self) -> StoreReport | None:
-        """The report of a store that this manifest made; None if there is none.
+        """Return the report of a finished store with this manifest, or None if there is none.
 
-        UserError if another store is there and may not be overwritten.
+        Raises:
+            UserError: There is a store with another manifest, and overwrite is not set.
         """
         prefix = self.options.out
         if not store_path(prefix, ".idx").exists():
@@ -194,7 +205,7 @@ class _Preparation:
                 f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
             )
             raise UserError(
-                f"{prefix} is there already and {what}; write to another --out, or replace it with "
+                f"{prefix} already exists and {what}; write to another --out, or replace it with "
                 f"--overwrite"
             )
         size = sum(file.size for file in self.files)
@@ -206,8 +217,8 @@ class _Preparation:
         """The folder of the parts."""
         return store_path(self.options.out, ".parts")
 
-    def finished_or_made(self) -> StoreReport:
-        """The report of a store that another process made meanwhile, or that this one makes."""
+    def find_or_make(self) -> StoreReport:
+        """Make the store unless another process finished it meanwhile, and return its report."""
         if (found := self.finished()) is not None:
             self.tidy()
             return found
@@ -217,13 +228,18 @@ class _Preparation:
         return replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
 
     def tidy(self) -> None:
-        """Removes parts of a finished store, which a call that was killed at its end has left."""
+        """Remove the parts of a finished store, which remain if a call was killed at its end."""
         folder = self.parts
         if is_manifest(folder / MANIFEST, self.manifest) or not any(folder.iterdir()):
             remove_parts(folder, with_manifest=True)
 
     def make(self) -> tuple[int, int]:
-        """Makes parts, then stores; returns the numbers of shards and of parts that existed."""
+        """Make the parts and merge them into stores.
+
+        Returns:
+            The number of shards, and how many of their parts an interrupted call had made.
+        """
+        # Step 1: empty or resume the folder of parts, and divide the input into shards.
         options, folder = self.options, self.parts
         is_begun = open_manifest(folder / MANIFEST, self.manifest, overwrite=options.overwrite)
         remove_unfinished(folder)
@@ -232,16 +248,19 @@ class _Preparation:
         size = sum(file.size for file in self.files)
         shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
         shards = list_shards(self.files, shard_bytes=shard_bytes)
+        # Step 2: the tokenizer.
         self.report(Status(stage="tokenizer", size=size, done=0))
         try:
             tokenizer = prepare_tokenizer(options, self.choice, folder, shards)
-            # This refuses a tokenizer that does not fit.
+            # Opening an encoder raises UserError if the tokenizer does not fit the records.
             self.choice.open(tokenizer.path, tokenizer.vocabulary)
             about = self.choice.about(tokenizer.path, tokenizer.vocabulary)
         except UserError:
-            if not is_begun:  # no part exists that would be lost
+            if not is_begun:
+                # No part of an earlier call would be lost.
                 remove_parts(folder, with_manifest=True)
             raise
+        # Step 3: the parts. Step 4: the stores.
         job = PartJob(
             folder=str(folder),
             choice=self.choice,
@@ -263,8 +282,8 @@ class _Preparation:
     def _publish(
         self, job: PartJob, parts: Sequence[PartSummary], tokenizer: dict[str, Any]
     ) -> None:
-        """Merges parts into the stores, after the tokenizer that they name is in place."""
-        options, left_out = self.options, totals(parts, self.listed, self.unreadable)
+        """Write the tokenizer, and then merge the parts into the stores, which refer to it."""
+        options, left_out = self.options, totals(parts, self.left_out, self.unreadable)
         inputs = ", ".join(options.inputs)
         if not any(sum(part.num_documents) for part in parts):
             if not left_out["skipped"]:
@@ -272,8 +291,8 @@ class _Preparation:
                 what = "rows" if is_table else "records"
                 raise UserError(f"{inputs} has no {what}; give files that have some")
             raise UserError(
-                f"no document is left of {inputs} (left out: {left_out['skipped']}, such as "
-                f"{left_out['examples']})"
+                f"{inputs} has no document, because all records were left out "
+                f"({left_out['skipped']}, such as {left_out['examples']})"
             )
         name = None
         if job.tokenizer:
@@ -288,7 +307,8 @@ class _Preparation:
             **left_out,
         }
         heldout = f"{options.out}-heldout"
-        if not options.heldout_fraction:  # the store that is overwritten may have had one
+        if not options.heldout_fraction:
+            # The store that is overwritten may have had a held-out store.
             for suffix in (".idx", ".bin", ".json", ".targets"):
                 store_path(heldout, suffix).unlink(missing_ok=True)
         prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
@@ -304,13 +324,24 @@ def encode_parts(
     in_threads: bool = False,
     report: Progress,
 ) -> list[tuple[PartSummary, bool]]:
-    """(summary, whether its part existed already) of every shard, in order."""
+    """Encode all shards whose parts do not exist yet.
+
+    Args:
+        job: Settings of all shards.
+        shards: The shards, in order.
+        processes: Number of worker processes or threads.
+        in_threads: Whether the workers are threads.
+        report: Called with the progress after each shard.
+
+    Returns:
+        For each shard, in order, the summary of its part and whether the part existed already.
+    """
     made: dict[int, tuple[PartSummary, bool]] = {}
     at = Status(stage="encode", size=sum(shard.size for shard in shards), done=0)
 
-    def done(summary: PartSummary, kept: bool) -> None:
+    def done(summary: PartSummary, existed: bool) -> None:
         nonlocal at
-        made[summary.shard] = (summary, kept)
+        made[summary.shard] = (summary, existed)
         at = replace(
             at,
             done=at.done + summary.size,
@@ -324,6 +355,7 @@ def encode_parts(
             done(summary, True)
     missing = [number for number in range(len(shards)) if number not in made]
     encoding = encode_shards(job, shards, missing, processes=processes, in_threads=in_threads)
+    # Closing the generator stops its workers if this loop ends with an exception.
     with closing(encoding) as summaries:
         for summary in summaries:
             done(summary, False)

@@ -1,9 +1,16 @@
-"""Inputs to records: text files, JSONL, JSON and Parquet in shards that any process can read.
+"""List input files, divide them into shards, and read the records of a shard.
 
-JSONL and line files are divided at line ends, Parquet by row groups, text files into groups; a JSON
-list is one shard. Shards in order give every line, item, row and file once, in the order of the
-inputs; invalid records are given as `BadRecord`, and reading continues after them. Reading holds
-one line, item or file, or 256 rows.
+A shard is a part of the input that any process can read on its own:
+
+    JSONL and lines of text   bytes [start, stop) of one file; lines that start there belong to it
+    Parquet                   some row groups of one file
+    text files                several whole files
+    JSON list, compressed     one whole file
+
+Guarantees: the shards, in order, have every record once, in the order of the inputs. A record that
+is invalid becomes a `BadRecord`, and reading continues after it.
+Cost: reading keeps one line, list item or text file in memory, or 256 rows of Parquet. Of a JSON
+list the whole text is in memory.
 """
 
 import bz2
@@ -32,48 +39,56 @@ Record = Mapping[str, Any]
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _UNREAD_SUFFIXES = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
+# Errors that reading a truncated or damaged file raises.
 _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
+# The most text files in one shard.
 _MOST_FILES = 4096
+# The longest text or line in bytes. A small compressed file may contain gigabytes.
 _MOST_BYTES = 1 << 28
-"""Longest text or line; a compressed file of megabytes may hold gigabytes."""
+# The longest JSON list in bytes, because its whole text is in memory.
 _MOST_LIST_BYTES = 1 << 30
-"""Longest JSON list, whose text is held in memory."""
+# The most consecutive blank lines. A small compressed file may contain billions.
 _MOST_BLANK = 1 << 20
-"""Blank lines that may follow each other; a compressed file may hold billions."""
+# The byte-order mark of UTF-8.
 _BOM = b"\xef\xbb\xbf"
 
 
 class FileKind(StrEnum):
     """How a file is read."""
 
-    TEXT = "text"
-    LINES = "lines"
-    JSONL = "jsonl"
-    JSON = "json"
-    PARQUET = "parquet"
+    TEXT = "text"  # the file is one document
+    LINES = "lines"  # each line of text is one document
+    JSONL = "jsonl"  # each line is one record
+    JSON = "json"  # a list of records
+    PARQUET = "parquet"  # each row is one record
 
     @property
     def is_text(self) -> bool:
-        """Whether documents are the file's text as it is, not the values of records."""
+        """Whether the file is text, and not records in a format."""
         return self in (FileKind.TEXT, FileKind.LINES)
 
 
 class TextUnit(StrEnum):
-    """Unit of a text file that is one document."""
+    """What becomes one document: a whole text file, or each line of it."""
 
     FILE = "file"
     LINE = "line"
 
 
 class OnError(StrEnum):
-    """Whether a record that is no document stops the preparation or is skipped and counted."""
+    """What to do with a record that is not a document."""
 
-    FAIL = "fail"
-    SKIP = "skip"
+    FAIL = "fail"  # stop the preparation with an error
+    SKIP = "skip"  # leave it out and count it
 
 
 class BadRecord(UserError):
-    """A line, row or file that is no document; it is counted under `reason`."""
+    """A record that is not a document. Depending on `OnError` it is counted, or an error.
+
+    Args:
+        reason: The reason under which it is counted.
+        detail: The reason in words, for messages.
+    """
 
     def __init__(self, reason: Skip, detail: str) -> None:
         super().__init__(detail)
@@ -82,46 +97,44 @@ class BadRecord(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A file to read. name: relative to the input it was found in; documents are named after it."""
+    """A file to read."""
 
     path: str
-    name: str
+    name: str  # path relative to the input folder; records are named after it
     kind: FileKind
-    size: int
-    mtime_ns: int
+    size: int  # bytes
+    mtime_ns: int  # time of the last modification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Part of one file, or several whole text files.
-
-    start, stop: bytes of a JSONL or line file (lines that start in [start, stop) belong to it),
-    row groups of a Parquet file, not used for whole files and JSON lists. size: bytes, for
-    progress.
-    """
+    """A part of one file, or several whole text files."""
 
     files: tuple[InputFile, ...]
+    # Range within the file: bytes of a file of lines, row groups of a Parquet file. The lines that
+    # start in [start, stop) belong to the shard. Not used for whole files.
     start: int = 0
     stop: int = 0
-    size: int = 0
+    size: int = 0  # bytes, for the progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPosition:
-    """Position of a record. offset: bytes before a line, rows or items before a row or an item;
-    None for a whole file. name: text that the held-out rule hashes; it does not depend on the
-    corpus's folder.
-    """
+    """Where a record is in the inputs."""
 
     file: InputFile
-    offset: int | None = None
+    offset: int | None = None  # byte of a line, number of a row or list item, None for a whole file
 
     @property
     def name(self) -> str:
+        """Name of the record, which decides whether it is held out.
+
+        It is independent of the folder of the inputs, so a copy of them has the same names.
+        """
         return self.file.name if self.offset is None else f"{self.file.name}:{self.offset}"
 
-    def spoken(self) -> str:
-        """The place as messages show it: path, with line (from 1), or row or record (from 0)."""
+    def describe(self) -> str:
+        """Return the path, with the line (from 1) or the row or item (from 0), for messages."""
         if self.offset is None:
             return self.file.path
         if self.file.kind == FileKind.PARQUET:
@@ -133,45 +146,54 @@ class RecordPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentShard:
-    """Consecutive documents of a listing."""
+    """Some consecutive documents of a `TextDocuments`."""
 
     documents: TextDocuments
     rows: range
-    size: int
+    size: int  # bytes, for the progress
 
 
 AnyShard = Shard | DocumentShard
 Read = tuple[RecordPosition, Record | BadRecord]
+"""What reading yields: the position of a record, and the record or why it is not one."""
 
 
 def list_inputs(
     inputs: Sequence[str], *, text_unit: TextUnit = TextUnit.FILE, out: str = ""
 ) -> tuple[list[InputFile], Counter[Skip], list[str]]:
-    """Files of paths, folders and glob patterns, in the order given, counts of files left out, and
-    the first ones that cannot be read, each with the reason.
+    """List the files that paths, folders and glob patterns name.
 
-    out: prefix of the store that is written. UserError for an input that is absent, a file named
-    twice, a file of that store, compression that is not read, JSON that holds no records, and a
-    folder or pattern that finds records and text.
+    Args:
+        inputs: Paths, folders and glob patterns.
+        text_unit: Whether a text file is one document, or each line is.
+        out: Prefix of the store to write, whose files must not be inputs.
+
+    Returns:
+        The files in the order of the inputs, the number of files that are left out by reason, and
+        the first files that cannot be read, each with the reason.
+
+    Raises:
+        UserError: An input does not exist, a file is named twice or is of the store, a file has an
+            unsupported format, or a folder or pattern finds both records and text.
     """
-    own = _files_of_store(out) if out else frozenset[str]()
+    files_of_out = _files_of_store(out) if out else frozenset[str]()
     found: dict[str, InputFile] = {}
     skipped: Counter[Skip] = Counter()
     examples: list[str] = []
     for text in inputs:
         new: list[InputFile] = []
         for path, name in _expand(text, skipped, examples):
-            # Path.resolve raises a RuntimeError for a link that leads back to itself.
+            # Unlike Path.resolve, realpath does not raise for links that form a circle.
             resolved = os.path.realpath(path)
             if resolved in found:
                 raise UserError(
                     f"{path} is in the inputs twice; to repeat data give its store a larger weight "
                     f"in data.blend"
                 )
-            if resolved in own:
+            if resolved in files_of_out:
                 raise UserError(
-                    f"the inputs hold {path}, which --out {out} writes: it would be read as text; "
-                    f"write it elsewhere"
+                    f"the inputs have {path}, which --out {out} writes, so the store would be read "
+                    f"as text; write it elsewhere"
                 )
             found[resolved] = _input_file(path, name, text_unit)
             new.append(found[resolved])
@@ -189,19 +211,19 @@ def list_inputs(
 
 
 def _files_of_store(out: str) -> frozenset[str]:
-    """Files that an earlier call may have written and that a pattern may find."""
+    """Return the paths of all files of a store, which an earlier call may have written."""
     parts = (".bin", ".idx", ".json", ".targets")
     ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
     return frozenset(os.path.realpath(f"{out}{end}") for end in ends)
 
 
 def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
-    """UserError for records beside text, such as the README of a data set, in one input."""
+    """Raise UserError if one input has both records and text, such as a data set's README."""
     texts = [file for file in files if file.kind.is_text]
     records = [file for file in files if not file.kind.is_text]
     if not texts or not records:
         return
-    # A .json file beside others is more likely to describe them than to hold the data.
+    # Name a file of another kind than .json, which often only describes the data.
     named = min(records, key=lambda file: ".json" in Path(file.path).suffixes)
     first = Path(named.path)
     suffix = "".join(first.suffixes[-2 if first.suffix.lower() in _OPENERS else -1 :])
@@ -214,7 +236,10 @@ def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
 
 
 def _expand(text: str, skipped: Counter[Skip], examples: list[str]) -> Iterator[tuple[Path, str]]:
-    """(path, name) of the files that an input names; what is left out goes to the other two."""
+    """Yield the path and the name of each file that an input names.
+
+    Files that are left out are counted in `skipped`, and the unreadable ones added to `examples`.
+    """
     path = Path(text)
     if path.is_dir():
         listing = list_folder(path, description=text)
@@ -267,7 +292,7 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
 
 
 def _json_kind(path: Path) -> FileKind:
-    """How a .json file is read; UserError for one that holds neither a list nor a record a line."""
+    """Return whether a .json file is a JSON list or JSONL; raise UserError if it is neither."""
     with _unpacked(str(path)) as file:
         first, line = first_bytes(file, most=_MOST_BYTES)
     if first == b"[":
@@ -275,13 +300,13 @@ def _json_kind(path: Path) -> FileKind:
     if not isinstance(_json_record(line), BadRecord):
         return FileKind.JSONL
     raise UserError(
-        f"{path} holds neither a JSON list of records nor a JSON object a line; write it as JSON "
+        f"{path} is neither a JSON list of records nor one JSON object per line; write it as JSON "
         f"Lines (for a list under a key: jq -c '.KEY[]'), or name it .txt to train its text"
     )
 
 
 def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
-    """`files` in order as shards of about `shard_bytes` each."""
+    """Divide files into shards of about `shard_bytes` each, in order."""
     shards: list[Shard] = []
     for is_text, together in groupby(files, lambda file: file.kind == FileKind.TEXT):
         group = tuple(together)
@@ -296,17 +321,27 @@ def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
 def runs_of(
     sizes: Sequence[int], most_bytes: int, most_rows: int | None = None
 ) -> Iterator[tuple[range, int]]:
-    """Consecutive rows of about `most_bytes` together, with their bytes."""
-    first = held = 0
+    """Divide rows into runs of consecutive rows, each of about `most_bytes`.
+
+    Args:
+        sizes: Bytes of each row.
+        most_bytes: A run ends with the row that brings it to this many bytes.
+        most_rows: The most rows of a run, None for any number.
+
+    Yields:
+        The rows of a run, and their bytes.
+    """
+    first = total = 0
     for row, size in enumerate(sizes):
-        held += size
+        total += size
         stop = row + 1
-        if held >= most_bytes or stop - first == most_rows or stop == len(sizes):
-            yield range(first, stop), held
-            first, held = stop, 0
+        if total >= most_bytes or stop - first == most_rows or stop == len(sizes):
+            yield range(first, stop), total
+            first, total = stop, 0
 
 
 def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
+    """Divide one file, which is not a text file, into shards."""
     if file.kind == FileKind.PARQUET:
         for rows, size in runs_of(group_sizes(file.path), shard_bytes):
             yield Shard(files=(file,), start=rows.start, stop=rows.stop, size=size)
@@ -319,7 +354,7 @@ def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
 
 
 def document_shards(documents: TextDocuments, *, shard_bytes: int) -> list[DocumentShard]:
-    """The documents in order, as shards of about `shard_bytes`."""
+    """Divide documents into shards of about `shard_bytes` each, in order."""
     return [
         DocumentShard(documents=documents, rows=rows, size=size)
         for rows, size in runs_of(documents.sizes, shard_bytes)
@@ -327,10 +362,18 @@ def document_shards(documents: TextDocuments, *, shard_bytes: int) -> list[Docum
 
 
 def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[Read]:
-    """(position, record or BadRecord) of everything in a shard.
+    """Read all records of a shard.
 
-    text_key: the key that the text of a file or line gets. columns: chooses columns of Parquet.
-    UserError, with the path, for a file that is corrupt as a whole.
+    Args:
+        shard: What to read.
+        text_key: Key of the record that a text file or a line becomes.
+        columns: Chooses the columns of a Parquet file.
+
+    Yields:
+        The position of each record, and the record or a `BadRecord` if it is invalid.
+
+    Raises:
+        UserError: A file is damaged, so that reading cannot continue.
     """
     if isinstance(shard, DocumentShard):
         yield from _listed_records(shard, text_key)
@@ -366,7 +409,7 @@ def _listed_records(shard: DocumentShard, text_key: str) -> Iterator[Read]:
         file = InputFile(path=path, name=name, kind=FileKind.TEXT, size=size, mtime_ns=0)
         text = documents.read(row)
         is_left_out = isinstance(text, Skip)
-        record = BadRecord(text, "no UTF-8 text") if is_left_out else {text_key: text}
+        record = BadRecord(text, "not UTF-8 text") if is_left_out else {text_key: text}
         yield RecordPosition(file=file), record
 
 
@@ -379,7 +422,7 @@ def _text_record(file: InputFile, text_key: str) -> Record | BadRecord:
         with _open(file.path) as source:
             data = source.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            return BadRecord(Skip.UNREADABLE, f"more than {_MOST_BYTES} bytes; divide it")
+            return BadRecord(Skip.UNREADABLE, f"more than {_MOST_BYTES} bytes; split the file")
     except _CORRUPT as error:
         return BadRecord(Skip.UNREADABLE, f"cannot be read to its end ({error})")
     return _text(data.removeprefix(_BOM), text_key)
@@ -400,9 +443,11 @@ def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
 
 
 def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line without its end) of the lines that start in [start, stop)."""
+    """Yield the offset and the text of each line that starts in [start, stop)."""
     with _unpacked(path) as file:
         offset, num_blank = start, 0
+        # The line that reaches into this range belongs to the shard before. Reading from the byte
+        # before `start` passes over it, and over nothing if a line begins exactly at `start`.
         if start:
             file.seek(start - 1)
             offset += len(file.readline()) - 1
@@ -424,20 +469,20 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _items(path: str) -> Iterator[object]:
-    """The items of a JSON list, each read when it is asked for."""
+    """Yield the items of a JSON list, parsing each only when it is needed."""
     with _unpacked(path) as file:
         try:
             yield from list_items(file, most=_MOST_LIST_BYTES)
         except ValueError as error:
             raise UserError(
-                f"{path}: {error}; correct it, or write it as JSON Lines, of which damaged lines "
-                f"can be left out"
+                f"{path}: {error}; correct it, or write it as JSON Lines, where damaged lines can "
+                f"be left out"
             ) from None
 
 
 @contextmanager
 def _unpacked(path: str) -> Generator[IO[bytes]]:
-    """The file's bytes; UserError where they end early or are corrupt."""
+    """Open a file for reading, decompressed; raise UserError if it is truncated or corrupt."""
     try:
         with _open(path) as file:
             yield file
@@ -455,7 +500,7 @@ def _json_record(line: bytes) -> Record | BadRecord:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
-    # The JSON is nested too deeply, or has a number of too many digits.
+    # Python refuses JSON that is nested too deeply, and numbers of too many digits.
     except (RecursionError, ValueError) as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
     return _object(value)
@@ -472,7 +517,7 @@ def _object(value: object) -> Record | BadRecord:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """The number, from 1, of the line at a byte offset; reads the file up to it."""
+    """Return the number, from 1, of the line at a byte offset. Reads the file up to there."""
     number, at = 1, 0
     with _open(path) as file:
         while at < offset and (block := file.read(min(1 << 20, offset - at))):
@@ -482,7 +527,7 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
-    """UserError for the first Parquet file that lacks columns that `columns` needs."""
+    """Raise UserError if a Parquet file lacks a column that `columns` needs."""
     for file in files:
         if file.kind == FileKind.PARQUET:
             opened = open_parquet(file.path)

@@ -1,18 +1,24 @@
-"""The process that compiles and renders chat templates, so that the kernel can limit them.
+"""Render chat templates in a separate process, whose CPU time and memory the kernel limits.
 
-jinja2's sandbox keeps a template from Python and from the machine, but not from looping for ever or
-filling memory. A template runs here, and the process that takes too long or too much is ended or
-gets a MemoryError; `renderer.py` starts it and says which. A line of JSON asks, a line answers:
+jinja2's sandbox keeps a template away from Python and from the machine, but it does not prevent an
+endless loop or the use of all memory. So templates run in this process. The kernel ends it when a
+rendering takes too long, and an allocation beyond the limit raises MemoryError. `renderer.py`
+starts the process. Each request is one line of JSON on stdin, and each answer one line on stdout:
 
     {"source"} -> {"generation", "used"}, or {"invalid": reason}
     {"source", "given", "prefixes"} -> {"texts", "lengths"}
 
-given: the variables of each rendering; a text comes back as [text, blocks], or [null, reason].
-prefixes: conversations that begin like the last of `given`: its first `upto` messages, those in
-`then`, with a generation prompt or not. A length comes back for each that the last text begins
-with, else null. `cut`: only the text in front of it counts.
+    generation   whether the template has {% generation %} blocks
+    used         names of the variables that it uses
+    given        the variables of each rendering
+    texts        for each rendering, [text, spans of its generation blocks] or [null, reason]
+    prefixes     beginnings of the last conversation in `given`: its first `upto` messages, then the
+                 messages `then`, with a generation prompt if `prompt` is true. If `cut` is not "",
+                 only the text before that string counts.
+    lengths      for each prefix the length of its text, or null if the last text does not begin
+                 with it
 
-It runs as a file and imports nothing of wlb, so that it starts fast.
+This file runs as a script and imports nothing of wlb, so that it starts fast.
 """
 
 import json
@@ -31,18 +37,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BEGIN, END = "\U0010fffc", "\U0010fffd"
-"""What `{% generation %}` blocks begin and end with in a rendering."""
+"""Characters that mark the beginning and the end of `{% generation %}` blocks in a rendering."""
 _MARKS = re.compile(f"([{BEGIN}{END}])")
 MOST_CHARACTERS = 1 << 26
-"""Most characters of a rendering."""
+"""The most characters of a rendering."""
 
 
 class Generation(Extension):
-    """The blocks of transformers around what an assistant generates."""
+    """The tag `{% generation %}`, with which transformers marks what an assistant generates."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replace the block by its content with a mark before and behind it."""
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))
@@ -56,27 +63,27 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` as transformers has it, which does not escape HTML."""
+    """Write JSON without escaping HTML: the filter `tojson` of transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def refuse(message: str) -> None:
-    """`raise_exception` of templates."""
+    """Raise an error from a template: the function `raise_exception` of transformers."""
     raise TemplateError(message)
 
 
 @lru_cache(16)
 def compiled(source: str) -> tuple[Template, dict[str, Any]]:
-    """The template with what there is to know about it, as transformers compiles it."""
+    """Compile a template with the settings of transformers, and say what it uses."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     known: Any = environment  # jinja2 does not type the environment's dictionaries
     known.filters["tojson"] = to_json
     known.globals["raise_exception"] = refuse
-    known.globals.pop("lipsum")  # text by chance, with which stores would differ
+    known.globals.pop("lipsum")  # random text would make each store different
     parsed = environment.parse(source)
     has_blocks = any(BEGIN in data.data for data in parsed.find_all(nodes.TemplateData))
     used = sorted(meta.find_undeclared_variables(parsed))
@@ -84,7 +91,7 @@ def compiled(source: str) -> tuple[Template, dict[str, Any]]:
 
 
 def rendered(template: Template, given: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the places of what is in generation blocks."""
+    """Render a template; return the text and the spans of its generation blocks."""
     marked = template.render(given)
     if len(marked) > MOST_CHARACTERS:
         raise TemplateError(f"it writes more than {MOST_CHARACTERS} characters")
@@ -108,11 +115,11 @@ def rendered(template: Template, given: dict[str, Any]) -> tuple[str, list[tuple
 
 
 def answer(asked: dict[str, Any], limit: "CpuLimit") -> dict[str, Any]:
-    """The answer to one line."""
+    """Answer one request."""
     limit.start()
     try:
         template, about = compiled(asked["source"])
-    # Python's compiler refuses blocks that are nested too deeply.
+    # Catch everything: Python's compiler, for example, refuses blocks that are nested too deeply.
     except Exception as error:
         return {"invalid": reason_of(error)}
     if "given" not in asked:
@@ -135,12 +142,12 @@ def answer(asked: dict[str, Any], limit: "CpuLimit") -> dict[str, Any]:
 def length_of(
     template: Template, given: dict[str, Any], prefix: dict[str, Any], whole: str
 ) -> int | None:
-    """The length of a prefix's rendering, if `whole` begins with it."""
+    """Return the length of a prefix's text, or None if `whole` does not begin with it."""
     messages = given["messages"][: prefix["upto"]] + prefix["then"]
     changed = {**given, "messages": messages, "add_generation_prompt": prefix["prompt"]}
     try:
         text, _ = rendered(template, changed)
-    # Templates may refuse a conversation that is not complete.
+    # A template may refuse an incomplete conversation.
     except Exception:
         return None
     cut = prefix["cut"]
@@ -151,30 +158,36 @@ def length_of(
 
 
 def reason_of(error: Exception) -> str:
+    """Return the message of an error."""
     if isinstance(error, MemoryError):
-        return "it takes more memory than a rendering may"
+        return "it needs more memory than a rendering may have"
     return str(error) or type(error).__name__
 
 
 class CpuLimit:
-    """The kernel ends this process when one rendering takes longer than `seconds` of CPU time."""
+    """A limit on the CPU time of each rendering, at which the kernel ends this process."""
 
     def __init__(self, seconds: int) -> None:
         self._seconds = seconds
         self._most = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
     def start(self) -> None:
-        """Begin a rendering."""
+        """Allow `seconds` more from now on. Call this before each rendering."""
         end = math.ceil(time.process_time()) + self._seconds
         soft = end if self._most == resource.RLIM_INFINITY else min(end, self._most)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, self._most))
 
 
 def main(seconds: int, most_bytes: int) -> None:
-    """Answer until there is nothing more to read."""
-    # An interrupt is for the process that asks; this one ends when its input does.
+    """Answer requests until stdin is closed.
+
+    Args:
+        seconds: CPU time of a rendering.
+        most_bytes: Address space of this process.
+    """
+    # Ctrl-C reaches this process too. It must not end it, because the parent handles the interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ignored by a shell that started us, it would end no template that takes too long.
+    # A shell may have started us with SIGXCPU ignored. Then the limit on CPU time would not work.
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)

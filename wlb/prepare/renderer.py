@@ -1,4 +1,4 @@
-"""Asks the process that renders chat templates (`render_process.py`), and names its limits."""
+"""Start the process that renders chat templates (`render_process.py`), and send it requests."""
 
 import atexit
 import json
@@ -14,28 +14,37 @@ from typing import Any
 from wlb.plan import UserError
 
 MOST_CPU_S = 3
-"""Most seconds of CPU time of a rendering; 10,000 messages take less than one."""
+"""The most CPU time of a rendering in seconds. 10,000 messages take less than one second."""
 MOST_BYTES = 1 << 31
-"""Most address space of the process."""
+"""The most address space of the process in bytes."""
 _FILE = Path(__file__).with_name("render_process.py")
 
 
 class TemplateLimit(UserError):
-    """A template takes more than a rendering may."""
+    """A template needs more CPU time or memory than a rendering may have."""
 
 
 class TemplateRenderer:
-    """A process that renders templates. It starts when it is asked first and again after a template
-    ended it, and ends with this process, as its input then does.
+    """A process that renders templates.
+
+    It starts with the first request, and starts anew after a template exceeded a limit. It ends
+    with this process, because that closes its stdin.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._owner = 0  # the process that started it, as a fork must not share its pipes
+        # Number of the process that started it. A fork must not share the pipes of its parent, so
+        # it starts a renderer of its own.
+        self._owner = 0
 
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer; TemplateLimit for a template that takes too long or too much memory."""
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer; `render_process` describes both.
+
+        Raises:
+            TemplateLimit: The template exceeded a limit.
+            RuntimeError: Something else killed the process.
+        """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 self._process, self._owner = self._started(), os.getpid()
@@ -43,13 +52,13 @@ class TemplateRenderer:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = ""
             except BaseException:
-                # Nobody would read the answer of an interrupted question.
+                # After an interrupt nobody reads the answer, so the next request would get it.
                 self.close()
                 raise
             if not answer:
@@ -58,8 +67,8 @@ class TemplateRenderer:
                 if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
                     name = signal.Signals(-status).name
                     raise RuntimeError(
-                        f"the process that renders chat templates was ended from outside ({name}), "
-                        f"perhaps for lack of memory; run the same command again"
+                        f"the process that renders chat templates was killed ({name}), perhaps "
+                        f"because memory was short; run the same command again"
                     )
                 raise TemplateLimit(f"it {_why(status)}; use a template that does less")
         return json.loads(answer)
@@ -69,11 +78,11 @@ class TemplateRenderer:
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
-            # Reads what is left, closes the pipes and waits.
+            # communicate() reads the rest, closes the pipes and waits.
             process.communicate()
 
     def _started(self) -> "subprocess.Popen[str]":
-        # -P: modules of this folder must not hide others of the same name.
+        # -P keeps this folder out of sys.path, where files could hide modules of the same name.
         command = [sys.executable, "-P", str(_FILE), str(MOST_CPU_S), str(MOST_BYTES)]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
@@ -87,7 +96,7 @@ def _why(status: int) -> str:
 
 @cache
 def renderer() -> TemplateRenderer:
-    """The one of this process."""
+    """Return the renderer of this process."""
     made = TemplateRenderer()
     atexit.register(made.close)
     return made

@@ -12,44 +12,41 @@ from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy, refuse_s
 from wlb.prepare.records import OnError, TextUnit
 
 TEXT_KEY = "text"
-"""Key that a record's text has unless another is given."""
+"""The default key of a record's text."""
 MOST_VOCABULARY = 10**6
-"""Most tokens of a BPE that is trained here, as for data.bpe_vocab_size."""
+"""The largest vocabulary of a BPE that is trained here; data.bpe_vocab_size has the same limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareOptions:
-    """Arguments of `prepare_store`; messages use the option names of `wlb prepare`.
+    """Arguments of `prepare_store`. Error messages use the option names of `wlb prepare`."""
 
-    inputs: paths, folders, glob patterns. out: prefix of the store. tokenizer: "bpe", "bytes", or a
-    tokenizer.json or its folder. vocab_size, sample_bytes: for training a BPE, refused with another
-    tokenizer. bos, eos: token names; "" for the tokenizer's own. shard_bytes: 0 for 1/256 of the
-    input, within 1 to 64 MiB.
-    """
-
-    inputs: tuple[str, ...]
-    out: str
-    tokenizer: str = BPE
+    inputs: tuple[str, ...]  # paths, folders and glob patterns
+    out: str  # prefix of the store
+    tokenizer: str = BPE  # "bpe", "bytes", a tokenizer.json, or a folder with one
+    # Only for training a BPE; refused with another tokenizer.
     vocab_size: int = 32768
-    sample_bytes: int = 10_000_000
+    sample_bytes: int = 10_000_000  # text that the BPE is trained on
+    # Names of special tokens. "" means those that the tokenizer names.
     bos: str = ""
     eos: str = ""
     policy: DocumentPolicy = DocumentPolicy.SEPARATOR
-    text_key: str = TEXT_KEY
-    text_unit: TextUnit = TextUnit.FILE
-    heldout_fraction: float = 0.0
-    seed: int = 0
-    on_error: OnError = OnError.FAIL
+    text_key: str = TEXT_KEY  # key of a record's text
+    text_unit: TextUnit = TextUnit.FILE  # whether a text file is one document, or each line is
+    heldout_fraction: float = 0.0  # share of the records that go to the held-out store
+    seed: int = 0  # decides which records are held out
+    on_error: OnError = OnError.FAIL  # what to do with a record that is not a document
     processes: int = 1
-    shard_bytes: int = 0
-    overwrite: bool = False
+    shard_bytes: int = 0  # 0 means 1/256 of the input, but 1 to 64 MiB
+    overwrite: bool = False  # whether to replace a store that was made with other arguments
 
     def __post_init__(self) -> None:
         if not self.inputs:
             raise UserError("there is no input; give files, folders or glob patterns")
         if self.tokenizer == BPE and self.vocab_size <= 256:
             raise UserError(
-                f"--vocab-size = {self.vocab_size} must be above 256: 256 bytes and {END_OF_TEXT}"
+                f"--vocab-size = {self.vocab_size} must be above 256, for 256 bytes and "
+                f"{END_OF_TEXT}"
             )
         if self.vocab_size > MOST_VOCABULARY:
             raise UserError(
@@ -57,9 +54,11 @@ class PrepareOptions:
             )
         check_between("--heldout-fraction", self.heldout_fraction, 0, 1)
         if self.tokenizer == BYTES and (self.bos or self.eos):
-            raise UserError("--bos and --eos are for a tokenizer.json; bytes have their own")
+            raise UserError(
+                f"--bos and --eos are for a tokenizer.json; leave them out with --tokenizer {BYTES}"
+            )
         if self.tokenizer != BPE:
-            self._refuse_options_of_the_bpe()
+            self._refuse_bpe_options()
         if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
             raise UserError(
                 f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
@@ -69,7 +68,7 @@ class PrepareOptions:
         for name, least in minimum.items():
             check_at_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
 
-    def _refuse_options_of_the_bpe(self) -> None:
+    def _refuse_bpe_options(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("vocab_size", "sample_bytes") and value != field.default:
@@ -81,61 +80,67 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Progress of a preparation. size, done: bytes of input; skipped: records left out so far."""
+    """Progress of a preparation."""
 
-    stage: str
-    size: int
-    done: int
+    stage: str  # "tokenizer", "encode" or "merge"
+    size: int  # bytes of input
+    done: int  # bytes of input that this stage has processed
     num_documents: int = 0
-    skipped: int = 0
+    skipped: int = 0  # records left out so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReport:
-    """The stores that were made. heldout: prefix of the held-out store, "" where there is none.
+    """What a preparation made, or found to be made already."""
 
-    num_targets: trained tokens. lengths_p50, lengths_p99, longest: tokens of training documents.
-    counts, skipped, num_unknown: sums over both stores of `Encoded.counts`, of records left out by
-    reason (with the first `examples`), of tokens for unknown characters. num_shards, num_kept: all
-    parts, and those that an interrupted call had made. num_text_files: inputs of `prepare_store`
-    that were read as text, not as records. time_s: of this call.
-    """
-
-    prefix: str
-    heldout: str
-    tokenizer: str
+    prefix: str  # of the training store
+    heldout: str  # prefix of the held-out store, "" if there is none
+    tokenizer: str  # path of the tokenizer's file, "" for bytes
     vocab_size: int
+    # The training store.
     num_documents: int
     num_tokens: int
-    num_targets: int
+    num_targets: int  # trained tokens
+    # The held-out store.
     num_heldout_documents: int
     num_heldout_tokens: int
     num_heldout_targets: int
+    # Tokens of the documents in the training store.
     lengths_p50: int
     lengths_p99: int
     longest: int
-    counts: dict[str, int]
-    skipped: dict[str, int]
-    examples: dict[str, list[str]]
-    num_unknown: int
-    checksum: str
+    # Sums over both stores.
+    counts: dict[str, int]  # statistics of the encoder (`Encoded.counts`)
+    skipped: dict[str, int]  # records that were left out, by reason
+    examples: dict[str, list[str]]  # the first records that were left out, by reason
+    num_unknown: int  # tokens that stand for unknown characters
+    checksum: str  # of the training store
+    # The inputs.
     num_files: int
     num_bytes: int
-    num_text_files: int = 0
+    num_text_files: int = 0  # files that were read as text and not as records
+    # This call.
     num_shards: int = 0
-    num_kept: int = 0
-    reused: bool = True
-    time_s: float = 0.0
+    num_kept: int = 0  # shards whose parts an interrupted call had made
+    reused: bool = True  # whether the stores existed already
+    time_s: float = 0.0  # seconds
 
 
 def report_of(
     train: TokenStore, heldout: TokenStore | None = None, *, num_files: int, num_bytes: int
 ) -> StoreReport:
-    """The report of stores that exist, made of `num_files` inputs of `num_bytes` together."""
+    """Describe stores that exist.
+
+    Args:
+        train: The training store.
+        heldout: The held-out store, if there is one.
+        num_files: Number of input files.
+        num_bytes: Bytes of all input files.
+    """
     info, lengths = train.info, train.lengths
     assert info is not None
     p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
-    # Stores of earlier versions have no counts.
+    # Stores that were made by earlier versions lack the counts.
     unknown: dict[str, Any] = {"counts": {}, "skipped": {}, "examples": {}, "num_unknown": 0}
     about: dict[str, Any] = {**unknown, **info.preparation}
     return StoreReport(
@@ -160,7 +165,10 @@ def report_of(
 
 
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:
-    """The options that the content of the store depends on."""
+    """Return the options on which the content of the store depends.
+
+    A tokenizer counts by the checksum of its files, so that an edited file is another argument.
+    """
     names = {f: v for f, v in asdict(options).items() if f not in ("out", "processes", "overwrite")}
     names["inputs"] = list(options.inputs)
     if options.tokenizer not in (BPE, BYTES):
@@ -168,14 +176,18 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
         names["tokenizer_checksum"] = file_checksum(path)
         config = path.parent / "tokenizer_config.json"
         names["tokenizer_config"] = file_checksum(config) if config.is_file() else ""
-    # vocab_size and sample_bytes are used only to train a BPE.
+    # These two have an effect only when a BPE is trained.
     if options.tokenizer != BPE:
         del names["vocab_size"], names["sample_bytes"]
     return names
 
 
 def tokenizer_path(text: str) -> Path:
-    """The tokenizer.json that `text` (a file, or a folder with one) names; UserError if none."""
+    """Return the path of the tokenizer.json that `text` names, a file or a folder with one.
+
+    Raises:
+        UserError: There is no such file.
+    """
     path = Path(text, "tokenizer.json") if Path(text).is_dir() else Path(text)
     model = path.with_name("tokenizer.model")
     refuse_sentence_piece(model if not path.is_file() and Path(text).is_dir() else path)

@@ -1,9 +1,9 @@
-"""Writes a store whose documents have the lengths of a named family, filled with real text.
+"""Write a store whose documents have lengths of a given distribution and contain real text.
 
-Such a store stands in for a corpus with a long tail where none is at hand: the lengths are drawn
-(`wlb.data.lengths.FAMILIES`, so "wlb_paper" has the shape of Figure 3), the text is that of
-Python's standard library as bytes, cut wherever a length ends. A model learns something from it,
-but a document is no whole text, so losses are not comparable with those of a real corpus.
+Such a store replaces a corpus with a long tail where none is available. Lengths are drawn from a
+family of `wlb.data.lengths.FAMILIES`; "wlb_paper" has the shape of Figure 3. The text is the source
+of Python's standard library as bytes, cut wherever a document ends. A model learns something from
+it, but documents are not whole texts, so losses cannot be compared with those of a real corpus.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,9 @@ from wlb.plan import IntArray, UserError, check_at_least
 from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
 EOS = 256
-"""Token behind each document; tokens below it are bytes of the text."""
+"""The token that ends each document. Tokens below it are bytes of the text."""
 VOCAB_SIZE = 257
+# Lengths are drawn in blocks of this many.
 DRAWN_AT_A_TIME = 1024
 
 
@@ -32,30 +33,31 @@ def prepare_synthetic(
     overwrite: bool = False,
     documents: TextDocuments | None = None,
 ) -> StoreInfo:
-    """Writes `prefix`.bin, .idx and .json and returns what the last one says.
+    """Write the store and return its description.
 
     Args:
-        prefix: Of the store.
+        prefix: Prefix of the store.
         family: A name of `wlb.data.lengths.FAMILIES`, such as "wlb_paper".
         num_tokens: The store ends with the first document that brings it to this many tokens.
-        window: The context window in tokens that lengths scale with; the longest document.
-        seed: Of the lengths.
-        overwrite: Whether an existing store of this name may be replaced.
-        documents: Text to fill the documents with; Python's standard library if None.
+        window: The context window in tokens, which is also the longest document. Lengths scale with
+            it.
+        seed: Seed of the lengths.
+        overwrite: Whether to replace an existing store with this prefix.
+        documents: Text to fill the documents with. None means Python's standard library.
 
     Raises:
-        UserError: If the store exists, the family is unknown or a number is out of range.
+        UserError: The store exists, the family is unknown, or a number is out of range.
     """
     check_at_least("--tokens", num_tokens, 1)
     check_at_least("--window", window, 2, " tokens, one of text and the end of its document")
     if store_path(prefix, ".idx").exists() and not overwrite:
         raise UserError(
-            f"{prefix} is a store already; give another --out, or --overwrite to replace it"
+            f"{prefix} is already a store; give another --out, or --overwrite to replace it"
         )
     if store_path(f"{prefix}-heldout", ".idx").exists():
         raise UserError(
-            f"{prefix}-heldout is a held-out store of other documents, which would stand beside "
-            f"the drawn ones; give another --out, or remove it"
+            f"{prefix}-heldout is a held-out store of other documents, which would seem to belong "
+            f"to the new store; give another --out, or remove it"
         )
     documents = documents or stdlib_documents()
     text = _endless_text(documents)
@@ -73,7 +75,7 @@ def prepare_synthetic(
 
 
 def _lengths(family: str, window: int, seed: int) -> Iterator[int]:
-    """Lengths of the family without end, the same for any number that is taken."""
+    """Yield lengths of a family without end. How many are used does not change them."""
     for i in range(1 << 62):
         drawn = lengths_of_family(
             family, window=window, num_documents=DRAWN_AT_A_TIME, seed=seed * 1_000_003 + i
@@ -82,7 +84,7 @@ def _lengths(family: str, window: int, seed: int) -> Iterator[int]:
 
 
 def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
-    """Bytes of one text after the other, from the start again after the last."""
+    """Yield the bytes of one text after the other, starting over after the last one."""
     while True:
         found = False
         for row in range(len(documents.names)):
@@ -95,7 +97,7 @@ def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
 
 
 def _fill(out: IntArray, text: Iterator[IntArray]) -> None:
-    """Fills `out` with consecutive texts; what is left of the last one is not used."""
+    """Fill `out` with consecutive texts. The rest of the last text is discarded."""
     done = 0
     while done < out.size:
         piece = next(text)[: out.size - done]

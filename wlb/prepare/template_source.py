@@ -1,7 +1,7 @@
-"""A chat template in Jinja: its variables, the form in which it takes messages, and its renderings.
+"""Examine and render a chat template: its variables, and the form in which it takes messages.
 
-In every content and reasoning one character can be replaced by a private-use character of its own,
-so that a rendering says where each of them is.
+One character of each content and each reasoning can be replaced by a private-use character that
+occurs nowhere else (`FieldMarks`), so that a rendering shows where each of them is.
 """
 
 import json
@@ -17,13 +17,16 @@ from wlb.prepare.renderer import TemplateLimit, renderer
 from wlb.prepare.tool_calls import with_text_arguments
 
 MOST_SOURCE = 1 << 20
-"""Most characters of a template; models' have some thousand."""
+"""The most characters of a template. Templates of models have some thousand."""
+# Code point of the mark of field 0, and the number of marks.
 FIRST_MARK, MOST_MARKS = 0x100000, 0xFFF0
 RESERVED = re.compile("[\U00100000-\U0010ffff]")
-"""The last plane of private-use characters: the marks of fields and of generation blocks.
-Conversations and templates that contain one are refused."""
+"""Characters that mark fields and generation blocks, which are Unicode's last private-use plane.
+
+Conversations and templates that contain one of them are refused.
+"""
 WHOLE = chr(FIRST_MARK + MOST_MARKS)
-"""Stands for a whole field."""
+"""The character that replaces a whole field in examples."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 _THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)</think>(.*)", re.DOTALL)
 _VISIBLE = re.compile(r"\S")
@@ -31,22 +34,24 @@ _TAGS_AT_END = re.compile(r"(?:\s|<[^<>\s]*>)*$")
 
 
 class FieldMarks:
-    """Replaces one character of each field of messages: field 2 * i is the reasoning of message i,
-    field 2 * i + 1 its content.
+    """Marks each field of messages by replacing one character with a private-use character.
 
-    masked: the texts of a field whose visible characters become "x" as well; None for none.
+    Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
+
+    Args:
+        masked: Pattern of text in fields whose visible characters are replaced by "x" too.
     """
 
     def __init__(self, masked: re.Pattern[str] | None = None) -> None:
         self._masked = masked
-        self.stripped: dict[int, str] = {}  # marked fields without white space around them
-        self.replaced: dict[int, str] = {}  # characters by the code points that stand for them
+        self.stripped: dict[int, str] = {}  # each marked field without white space around it
+        self.replaced: dict[int, str] = {}  # for each mark's code point, the character it replaced
 
     def mark(self, text: str, number: int) -> str:
-        """The text with its mark; a text of white space has none."""
+        """Return field `number` with its mark. A field of only white space gets no mark."""
         if not text.strip():
             return text
-        # Templates look for tags at both ends of a content.
+        # Mark a character before any tags at the end, because templates look for tags at both ends.
         tags = _TAGS_AT_END.search(text)
         at = (tags.start() if tags and tags.start() else len(text.rstrip())) - 1
         self.replaced[FIRST_MARK + number] = text[at]
@@ -60,15 +65,26 @@ class FieldMarks:
 def prefix_of(
     upto: int, *, prompt: bool = False, then: Sequence[dict[str, Any]] = (), cut: str = ""
 ) -> dict[str, Any]:
-    """A conversation that begins like another one, as `render_process` takes it."""
+    """Describe a beginning of a conversation that `render_all` should render as well.
+
+    Args:
+        upto: How many messages of the conversation it has.
+        prompt: Whether a generation prompt follows.
+        then: Further messages behind these.
+        cut: Only the text before this string counts.
+    """
     return {"upto": upto, "prompt": prompt, "then": list(then), "cut": cut}
 
 
 class TemplateSource:
-    """A template's source and its variables (bos_token, date_string, ...).
+    """A chat template with the values of its variables.
 
-    special_tokens: texts that must each be one special token of the tokenizer. start: the text that
-    every rendering begins with, if it does.
+    Args:
+        source: The template in Jinja.
+        name: Its name, for messages.
+        variables: Values of variables such as bos_token and date_string.
+        special_tokens: Texts that must each be one special token of the tokenizer.
+        start: Text with which renderings begin. "" means the value of bos_token, if there is one.
     """
 
     def __init__(
@@ -88,15 +104,16 @@ class TemplateSource:
 
     @cached_property
     def _examined(self) -> dict[str, Any]:
-        """Whether it has generation blocks, and the variables it uses."""
+        """What the render process says about the source; raises UserError if it is invalid."""
         if len(self.source) > MOST_SOURCE:
             raise UserError(
-                f"{self.name} is not a Jinja template: it has {len(self.source)} characters, must "
-                f"have at most {MOST_SOURCE}; give the template of a model"
+                f"{self.name} is not a Jinja template: it has {len(self.source)} characters, but "
+                f"may have at most {MOST_SOURCE}; give the template of a model"
             )
         if found := RESERVED.search(self.source):
             raise UserError(
-                f"chat template {self.name} contains {found[0]!a}, which marks contents here"
+                f"chat template {self.name} contains {found[0]!a}, a private-use character that "
+                f"wlb needs to mark contents; remove it"
             )
         try:
             about = renderer().ask({"source": self.source})
@@ -107,31 +124,34 @@ class TemplateSource:
         wanted = set(about["used"]) - self.variables.keys()
         if missing := sorted(name for name in wanted if name.endswith("_token")):
             raise UserError(
-                f"chat template {self.name} uses {', '.join(missing)}, which nothing gives; put it "
-                f"into the tokenizer_config.json beside it, or give it as a variable"
+                f"chat template {self.name} uses {', '.join(missing)}, which is not defined; put "
+                f"it into the tokenizer_config.json beside it, or pass it as a variable"
             )
         return about
 
     def check_source(self) -> None:
-        """UserError for a template that cannot be used."""
+        """Raise UserError if the template cannot be used."""
         assert self._examined
 
     @property
     def variable_names(self) -> frozenset[str]:
-        """The names of all variables that the source mentions."""
+        """The names of all variables that the template uses."""
         return frozenset(self._examined["used"])
 
     @property
     def has_generation_blocks(self) -> bool:
-        """Whether it has generation blocks."""
+        """Whether the template has {% generation %} blocks."""
         return self._examined["generation"]
 
     def message_for(
         self, message: Message, marks: "tuple[FieldMarks, int] | None" = None, *, whole: str = ""
     ) -> dict[str, Any]:
-        """The message as the template gets it.
+        """Return a message in the form in which the template takes it.
 
-        marks: what marks its fields, and its number. whole: what stands for each of its fields.
+        Args:
+            message: The message.
+            marks: The marks to put into its fields, and the number of the message.
+            whole: If not "", each field is replaced by this text instead.
         """
 
         def field_of(text: str, which: int) -> str:
@@ -148,7 +168,7 @@ class TemplateSource:
             content = field_of(message.content, 1)
         made = self._of_role(message.role, content)
         if message.reasoning:
-            # Three names are in use, and transformers gives them all too.
+            # Templates use three names for this key, so set all of them, as transformers does.
             made |= dict.fromkeys(REASONING_KEYS, field_of(message.reasoning, 0))
         made |= {"name": message.name} if message.name else {}
         made |= {"tool_call_id": message.call_id} if message.call_id else {}
@@ -160,12 +180,13 @@ class TemplateSource:
         return {"role": str(role), "content": parts if self._takes_content_parts else content}
 
     def calls_for(self, text: str) -> list[dict[str, Any]]:
+        """Return tool calls (JSON text) in the form in which the template takes them."""
         calls = json.loads(text)
         return with_text_arguments(calls) if self._takes_arguments_as_text else calls
 
     @cached_property
     def _takes_content_parts(self) -> bool:
-        """Whether contents must be lists of parts: a text is left out or refused."""
+        """Whether contents must be lists of parts, because the template refuses or drops text."""
         said = (WHOLE, [{"type": "text", "text": WHOLE}])
         asked = [[{"role": "user", "content": content}] for content in said]
         text, parts = self._texts_of(asked)
@@ -173,8 +194,9 @@ class TemplateSource:
 
     @cached_property
     def _takes_arguments_as_text(self) -> bool:
-        """Whether arguments of calls must be JSON text: objects are refused, or written as Python
-        writes them.
+        """Whether arguments of tool calls must be JSON text.
+
+        They must if the template refuses objects, or writes them as Python's repr.
         """
         function = {"name": "f", "arguments": {"wlb": "probe"}}
         calls = [{"type": "function", "function": function}]
@@ -190,7 +212,11 @@ class TemplateSource:
 
     @cached_property
     def writes_reasoning(self) -> tuple[bool, bool]:
-        """Whether reasoning is written that is under its key, and in tags before the content."""
+        """Whether the template writes reasoning.
+
+        The first value is about reasoning under a key such as reasoning_content, the second about
+        <think>...</think> in front of the content.
+        """
         answers = [
             self._of_role(Role.ASSISTANT, "x") | dict.fromkeys(REASONING_KEYS, WHOLE),
             self._of_role(Role.ASSISTANT, f"<think>{WHOLE}</think>x"),
@@ -200,7 +226,7 @@ class TemplateSource:
         return WHOLE in under_key, WHOLE in in_tags
 
     def _texts_of(self, conversations: Sequence[list[dict[str, Any]]]) -> list[str]:
-        """The texts of conversations, "" where the template refuses one."""
+        """Render conversations; "" stands for one that the template refuses."""
         given = [{"messages": messages, "tools": None} for messages in conversations]
         texts, _ = self.render_all(given, may_fail=True)
         return [text or "" for text, _ in texts]
@@ -212,11 +238,22 @@ class TemplateSource:
         *,
         may_fail: bool = False,
     ) -> tuple[list[tuple[str | None, Any]], list[int | None]]:
-        """Render each of `given`, as `render_process` describes it.
+        """Render conversations, and beginnings of the last one, in the render process.
 
-        UserError if the first or the last one fails, unless `may_fail`.
+        Args:
+            given: For each rendering, the variables "messages" and "tools".
+            prefixes: Beginnings of the last conversation, made by `prefix_of`.
+            may_fail: Whether renderings may fail.
+
+        Returns:
+            For each rendering, its text and the spans of its generation blocks, or None and the
+            reason why it failed. For each prefix, the length of its text, or None if the last
+            conversation's text does not begin with it.
+
+        Raises:
+            UserError: The first or the last rendering failed, and `may_fail` is not set.
         """
-        # transformers gives tools and documents to every template.
+        # transformers passes tools and documents to every template.
         base = {**self.variables, "add_generation_prompt": False, "documents": None}
         asked = {
             "source": self.source,
@@ -234,8 +271,8 @@ class TemplateSource:
             reason = shortened(failed[0], 400)
             if "strftime_now" in reason:
                 reason += (
-                    " here, because with today's date a store would differ from day to day; write "
-                    "a date in place of strftime_now(...) in a copy of the template"
+                    " here, because with today's date a store would differ from day to day; write a "
+                    "date in place of strftime_now(...) in a copy of the template"
                 )
             raise UserError(f"chat template {self.name} refuses it: {reason}")
         return texts, answer["lengths"]

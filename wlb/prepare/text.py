@@ -1,8 +1,8 @@
-"""Text to train on: Python's own sources, or the files of a folder.
+"""List and read text documents: Python's standard library, or the files of a folder.
 
 Documents are listed first, in sorted order, and read one by one later. The standard library is the
-default corpus because it is real, heavy-tailed and on every machine: some 1,700 documents of up to
-200K tokens, half of all tokens in documents above 16K.
+default corpus because it is on every machine and its lengths have a long tail: about 1,700
+documents of up to 200K tokens, with half of all tokens in documents above 16K.
 """
 
 import os
@@ -19,11 +19,11 @@ from wlb.plan import UserError
 
 STDLIB = "stdlib"
 MOST_EXAMPLES = 3
-"""Most of the files or records left out for a reason that are named."""
+"""For each reason, the most files or records that a report names as examples."""
 
 
 class Skip(StrEnum):
-    """Why a file, line or row is not a document."""
+    """Why a file or record is not a document. Reports count such records by these reasons."""
 
     EMPTY = "empty"
     UNREADABLE = "unreadable"
@@ -42,38 +42,46 @@ class Skip(StrEnum):
 
 
 class TextDocuments(Protocol):
-    """Documents that are listed now and read later.
-
-    names: unique, shape [n]. sizes: bytes, at least 1, shape [n]. skipped: files that the listing
-    left out, by reason.
-    """
+    """A list of documents that are read one by one later."""
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """What the documents are, for messages."""
+        ...
+
     @property
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """A unique name of each document, shape [num_documents]."""
+        ...
+
     @property
-    def sizes(self) -> Sequence[int]: ...
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each document, at least 1, shape [num_documents]."""
+        ...
+
     @property
-    def skipped(self) -> Mapping[Skip, int]: ...
-    def read(self, row: int) -> str | Skip: ...
+    def skipped(self) -> Mapping[Skip, int]:
+        """Number of files that are not in the list, by reason."""
+        ...
+
+    def read(self, row: int) -> str | Skip:
+        """Return the text of document `row`, or the reason why it has none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDocuments:
-    """Files under `root`, one document each.
+    """Text files under a folder, each of which is one document."""
 
-    examples: the first files and folders that cannot be read, each with the reason.
-    """
-
-    description: str
-    root: Path
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    skipped: Mapping[Skip, int]
-    examples: tuple[str, ...] = ()
+    description: str  # what they are, for messages
+    root: Path  # the folder
+    names: tuple[str, ...]  # paths relative to `root`
+    sizes: tuple[int, ...]  # bytes
+    skipped: Mapping[Skip, int]  # number of files that are left out, by reason
+    examples: tuple[str, ...] = ()  # the first paths that cannot be read, each with the reason
 
     def read(self, row: int) -> str | Skip:
+        """Return the text of file `row`, or the reason why it is not a document."""
         try:
             data = (self.root / self.names[row]).read_bytes()
         except OSError:
@@ -85,12 +93,12 @@ class FileDocuments:
 
 
 def text_documents(corpus: str) -> FileDocuments:
-    """The documents that `data.corpus` names: "stdlib" or a folder."""
+    """List the documents of `data.corpus`, which is "stdlib" or a folder."""
     return stdlib_documents() if corpus == STDLIB else folder_documents(corpus)
 
 
 def stdlib_documents() -> FileDocuments:
-    """The `.py` files of the standard library, tests included, installed packages excluded."""
+    """List the `.py` files of Python's standard library, with tests, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     without = {"site-packages", "dist-packages", "__pycache__"}
     about = "the Python standard library"
@@ -98,7 +106,7 @@ def stdlib_documents() -> FileDocuments:
 
 
 def folder_documents(path: str | Path) -> FileDocuments:
-    """The files of `list_folder`; UserError for what is no folder or has no file to read."""
+    """List the files of a folder; raise UserError if it is not a folder or has no text file."""
     root = Path(path)
     if not root.is_dir():
         raise UserError(
@@ -110,10 +118,16 @@ def folder_documents(path: str | Path) -> FileDocuments:
 def list_folder(
     root: Path, *, description: str, suffix: str = "", without: set[str] | None = None
 ) -> FileDocuments:
-    """All files under a folder; names that start with a dot are counted and left out.
+    """List all files under a folder, sorted by path.
 
-    Links to files are followed, links to folders are not. suffix: that names must end with.
-    without: names of folders that are left out and not counted.
+    Files and folders whose names start with a dot are counted and left out. Links to files are
+    followed, links to folders are not.
+
+    Args:
+        root: The folder.
+        description: What the files are, for messages.
+        suffix: List only files whose names end with this.
+        without: Names of folders to leave out without counting them.
     """
     skipped: Counter[Skip] = Counter()
     examples: list[str] = []
@@ -156,7 +170,7 @@ def list_folder(
 
 
 def _not_empty(documents: FileDocuments) -> FileDocuments:
-    """The same documents; UserError for none."""
+    """Return the documents; raise UserError if there are none."""
     if not documents.names:
         raise UserError(
             describe_empty(documents.description, documents.skipped, documents.examples)
@@ -165,7 +179,11 @@ def _not_empty(documents: FileDocuments) -> FileDocuments:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file; OSError for pipes and devices too, which would block the reader."""
+    """Return the size of a regular file in bytes.
+
+    Raises:
+        OSError: The file cannot be read, or is a pipe or device, which could block the reader.
+    """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError("neither a file nor a folder")
@@ -173,7 +191,7 @@ def size_of(path: Path) -> int:
 
 
 def reason_of(path: str | Path, error: OSError) -> str:
-    """Why a path cannot be read; of a link that leads nowhere, where it leads."""
+    """Say in words why a path cannot be read, and where a broken link points."""
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
         return f"a link to {os.readlink(path)}, which does not exist"
     return error.strerror or str(error)
@@ -182,7 +200,7 @@ def reason_of(path: str | Path, error: OSError) -> str:
 def describe_empty(
     description: str, skipped: Mapping[Skip, int] | Mapping[str, int], examples: Sequence[str] = ()
 ) -> str:
-    """The message for documents without any UTF-8 text."""
+    """Return the error message for a corpus without any UTF-8 text."""
     counts = {str(reason): count for reason, count in skipped.items() if count}
     shown = f"; not read: {', '.join(examples)}" if examples else ""
     reasons = f" (left out: {counts}{shown})" if counts else ""

@@ -1,8 +1,9 @@
-"""`prepare`: text documents to two token stores in one call, for `data.corpus` of a training run.
+"""Turn text documents into two token stores, for `data.corpus` of a training run.
 
-It is the pipeline of `wlb prepare` for documents that are listed already: threads encode them with
-a BPE of their own text. A second call with equal inputs (document names and sizes, Python version,
-arguments) finds the stores without reading text. Processes that prepare the same prefix wait.
+`prepare` trains a BPE on the documents, encodes them in threads and writes a training store and a
+held-out store. It uses the same steps as `wlb prepare`. A second call with equal inputs (names and
+sizes of the documents, Python version, arguments) finds the stores without reading any text. If
+several processes prepare the same prefix, one works and the others wait.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import numpy as np
 from wlb.data.store import TokenStore, file_checksum, store_path
 from wlb.plan import IntArray, UserError, check_at_least, check_between
 from wlb.prepare.encode import END_OF_TEXT, TextChoice, Vocabulary
-from wlb.prepare.files import found_or_made, write_text
+from wlb.prepare.files import find_or_make, write_text
 from wlb.prepare.parts import PartJob, heldout_rows, merge_parts, remove_unfinished, totals
 from wlb.prepare.pipeline import encode_parts
 from wlb.prepare.records import OnError, document_shards
@@ -26,12 +27,13 @@ from wlb.prepare.request import Status, StoreReport, report_of
 from wlb.prepare.text import Skip, TextDocuments, describe_empty
 from wlb.prepare.tokenizer import sample_texts, train_bpe
 
+# Increase this when equal arguments give other stores, so that old stores are not reused.
 _FORMAT = 1
 _NUM_BYTES = 256
 _SHARD_BYTES = 1 << 22
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes of text done, bytes of text in all)."""
+"""Called with the bytes of text that are done, and the bytes of all text."""
 
 
 def prepare(
@@ -44,20 +46,32 @@ def prepare(
     sample_bytes: int = 2_000_000,
     progress: Progress | None = None,
 ) -> StoreReport:
-    """Writes, or finds, `<prefix>-train`, `<prefix>-heldout` and `<prefix>-tokenizer.json`.
+    """Find or make the stores `<prefix>-train` and `<prefix>-heldout` and their tokenizer.
 
-    UserError for arguments out of range and for documents without any UTF-8 text.
+    The tokenizer is a BPE in `<prefix>-tokenizer.json`.
+
+    Args:
+        documents: The text.
+        prefix: Path of the stores without the suffixes above.
+        vocab_size: Tokens of the BPE.
+        heldout_fraction: Share of the documents that are held out.
+        seed: Decides which documents are held out, and which text the BPE is trained on.
+        sample_bytes: Bytes of text on which the BPE is trained.
+        progress: Called during encoding.
+
+    Raises:
+        UserError: An argument is out of range, or no document has UTF-8 text.
     """
     if vocab_size <= _NUM_BYTES:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be above {_NUM_BYTES}: 256 bytes and "
+            f"data.bpe_vocab_size = {vocab_size} must be above {_NUM_BYTES}, for 256 bytes and "
             f"{END_OF_TEXT}"
         )
     check_between("data.heldout_fraction", heldout_fraction, 0, 1)
     check_at_least("sample_bytes", sample_bytes, 1)
     listing = [[name, size] for name, size in zip(documents.names, documents.sizes, strict=True)]
-    asked = (vocab_size, heldout_fraction, seed, sample_bytes)
-    inputs = json.dumps([_FORMAT, platform.python_version(), listing, *asked])
+    arguments = (vocab_size, heldout_fraction, seed, sample_bytes)
+    inputs = json.dumps([_FORMAT, platform.python_version(), listing, *arguments])
     fingerprint = hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()
 
     def make() -> None:
@@ -87,20 +101,25 @@ def prepare(
             _write(documents, prefix, job, fingerprint=fingerprint, progress=progress)
 
     lock = store_path(prefix, ".lock")
-    return found_or_made(lock, lambda: _find(documents, prefix, fingerprint), make)
+    return find_or_make(lock, lambda: _find(documents, prefix, fingerprint), make)
 
 
 def _paths(prefix: str | Path) -> tuple[str, str, Path]:
+    """Return the prefixes of the two stores, and the path of the tokenizer."""
     return f"{prefix}-train", f"{prefix}-heldout", store_path(prefix, "-tokenizer.json")
 
 
 def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> StoreReport | None:
-    """The stores of `fingerprint` if all files are there and belong together."""
+    """Return the report of the stores if they exist and were made from these inputs, else None.
+
+    fingerprint: hash of the inputs and arguments.
+    """
     *prefixes, tokenizer = _paths(prefix)
     try:
         stores = [TokenStore(side) for side in prefixes]
         checksum = file_checksum(tokenizer)
-    except (UserError, OSError):  # absent, not complete, or of another preparation
+    except (UserError, OSError):
+        # The files do not exist, or are incomplete.
         return None
     mark = {"fingerprint": fingerprint, "tokenizer_checksum": checksum}.items()
     if any(store.info is None or not mark <= store.info.preparation.items() for store in stores):
@@ -111,7 +130,7 @@ def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> Sto
 def _sample(
     documents: TextDocuments, heldout_fraction: float, seed: int, sample_bytes: int
 ) -> Iterator[str]:
-    """Texts of training documents, whole but for the last one."""
+    """Yield texts of training documents until they have `sample_bytes`; the last one is cut."""
     heldout = heldout_rows(documents.names, fraction=heldout_fraction, seed=seed)
     rows: IntArray = np.flatnonzero(~heldout)
 
@@ -133,7 +152,7 @@ def _write(
     fingerprint: str,
     progress: Progress | None,
 ) -> None:
-    """Encodes into the parts of `job` and merges them into the two stores."""
+    """Encode the documents into parts and merge the parts into the two stores."""
     *prefixes, tokenizer = _paths(prefix)
 
     def report(status: Status) -> None:
@@ -144,8 +163,8 @@ def _write(
     processes = os.cpu_count() or 1
     encoded = encode_parts(job, shards, processes=processes, in_threads=True, report=report)
     parts = [part for part, _ in encoded]
-    listed = {str(reason): count for reason, count in documents.skipped.items()}
-    skipped = totals(parts, listed)["skipped"]
+    left_out = {str(reason): count for reason, count in documents.skipped.items()}
+    skipped = totals(parts, left_out)["skipped"]
     if not any(sum(part.num_documents) for part in parts):
         raise UserError(describe_empty(documents.description, skipped))
     about = {

@@ -1,6 +1,6 @@
-"""The tokenizer of a preparation: a copy of a file, or a BPE trained on a sample of its records.
+"""Provide the tokenizer of a preparation: copy a file, or train a BPE on a sample of the records.
 
-The sample is of training records only, from all shards in seeded order.
+The sample has only training records, no held-out ones, and visits the shards in random order.
 """
 
 import re
@@ -37,31 +37,39 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MOST_WORD = 1000
-"""Most characters of a word from which a BPE is trained; those of languages have less than 100."""
-# A word has a space in front at most; a run of white space is one as well.
-# To Python, U+001C to U+001F are white space; to the tokenizers library they are not.
+"""The longest word in characters on which a BPE is trained. Words of languages have below 100."""
+# Finds runs that are almost as long as MOST_WORD: of other characters than white space (a word may
+# have one space in front of it), or of white space. Python counts U+001C to U+001F as white space,
+# but the tokenizers library does not.
 _RUN = re.compile(rf"[\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTokenizer:
-    """The tokenizer of a preparation. path: its file, "" for raw bytes. config: the object of the
-    tokenizer_config.json beside the file that was copied, empty if there was none.
-    """
+    """The tokenizer of a preparation."""
 
-    path: str
+    path: str  # path of its file, "" for bytes
     vocabulary: Vocabulary
-    checksum: str
+    checksum: str  # of the file
+    # Content of the tokenizer_config.json beside the file that was copied, empty if there is none.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def prepare_tokenizer(
     options: PrepareOptions, choice: EncoderChoice, folder: Path, shards: Sequence[Shard]
 ) -> PreparedTokenizer:
-    """Writes `folder`/tokenizer.json, with the special tokens that `choice` needs.
+    """Write `folder`/tokenizer.json with all special tokens that are needed.
 
-    A BPE that an interrupted call trained is reused. UserError for a tokenizer that cannot be read,
-    lacks a token of the options, or cannot get those of `choice`.
+    A BPE that an interrupted call trained is reused.
+
+    Args:
+        options: Which tokenizer to use, or how to train one.
+        choice: The kind of records, which may need special tokens.
+        folder: The folder of the parts.
+        shards: All shards, of which some text is read to train a BPE.
+
+    Raises:
+        UserError: The tokenizer cannot be read, or lacks a special token and it cannot be added.
     """
     if options.tokenizer == BYTES:
         return PreparedTokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
@@ -85,11 +93,11 @@ def prepare_tokenizer(
 
 
 def _copied(source: Path, names: Sequence[str]) -> str:
-    """The text of the file, with the special tokens `names` that it lacks."""
+    """Return the content of a tokenizer.json, after adding the tokens `names` that it lacks."""
     if names:
         from tokenizers import Tokenizer
 
-        # load_tokenizer raises UserError for a file that is no tokenizer.
+        # load_tokenizer checks the file. It changes settings, which the copy must not have.
         load_tokenizer(source)
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
@@ -100,17 +108,17 @@ def _copied(source: Path, names: Sequence[str]) -> str:
 def _trained(
     options: PrepareOptions, choice: EncoderChoice, shards: Sequence[Shard], names: Sequence[str]
 ) -> str:
-    """A BPE of `options.vocab_size` tokens, `names` among them."""
+    """Train a BPE of `options.vocab_size` tokens, including the special tokens `names`."""
     size = options.vocab_size - len(names)
     if size <= 256:
         raise UserError(
-            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes, "
-            f"{', '.join([END_OF_TEXT, *names])}"
+            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}, for 256 bytes "
+            f"and {', '.join([END_OF_TEXT, *names])}"
         )
-    # Parquet files without row groups have no shard.
+    # A Parquet file without row groups has no shard.
     if not shards:
         raise UserError(
-            f"--tokenizer {BPE}: {', '.join(options.inputs)} holds no record to train one on"
+            f"--tokenizer {BPE}: {', '.join(options.inputs)} has no record to train a BPE on"
         )
 
     def texts(number: int) -> Iterator[str]:
@@ -134,7 +142,15 @@ def sample_texts(
     sample_bytes: int,
     share_bytes: int,
 ) -> Iterator[str]:
-    """About `sample_bytes` of text from groups in seeded order, at most `share_bytes` of each."""
+    """Yield about `sample_bytes` of text from groups of texts, visited in random order.
+
+    Args:
+        num_groups: Number of groups.
+        texts: Returns the texts of a group, given its number.
+        seed: Seed of the order.
+        sample_bytes: Bytes of text to return from all groups.
+        share_bytes: The most bytes from one group.
+    """
     missing = sample_bytes
     for number in permute(np.arange(num_groups), max(1, num_groups), seed):
         left = min(share_bytes, missing)
@@ -151,10 +167,11 @@ def sample_texts(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """A byte-level BPE with `<|endoftext|>`, which never matches special tokens in text.
+    """Train a byte-level BPE with the special token `<|endoftext|>`.
 
-    All 256 bytes are in the vocabulary, so every text encodes and decodes to itself. Training sees
-    words of at most MOST_WORD characters, as its time grows with the square of a word's length.
+    All 256 bytes are in the vocabulary, so encoding and decoding returns every text unchanged. The
+    tokenizer encodes special tokens in text as ordinary text. Longer words than MOST_WORD are cut
+    for the training, because its time grows with the square of a word's length.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -174,11 +191,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def cut_words(text: str) -> Iterator[str]:
-    """The text in pieces none of whose words has more than MOST_WORD characters; one piece, the
-    text itself, where no word is longer.
+    """Cut a text so that no word has more than MOST_WORD characters.
 
-    A word of a byte-level BPE has no white space except one space in front, or is only white
-    space.
+    A text without longer words is one piece. A word of a byte-level BPE is a run of other
+    characters than white space, perhaps with one space in front, or a run of white space.
     """
     start = 0
     for found in _RUN.finditer(text):
@@ -193,7 +209,7 @@ def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iter
     for position, record in read_shard(shard, text_key=options.text_key, columns=choice.columns):
         if draw(options.seed, position.name) < options.heldout_fraction:
             continue
-        # Encoding refuses or counts bad records.
+        # Ignore bad records here. Encoding counts or refuses them later.
         with suppress(BadRecord):
             if not isinstance(record, BadRecord):
                 yield from choice.texts(record)

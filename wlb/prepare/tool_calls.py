@@ -1,8 +1,8 @@
-"""Tool calls and tools of a conversation as JSON text, in the form that chat templates take.
+"""Convert the tools and tool calls of a conversation to the JSON that chat templates take.
 
-A call is {"type": "function", "function": {"name", "arguments"}} with an "id" if it has one, and
-arguments are an object. Null in a record is a key that is absent, as in Parquet; in JSON text that
-a record holds as a string it stays null.
+A call becomes {"type": "function", "function": {"name", "arguments"}}, with an "id" if the record
+has one; arguments are an object. A key of a record whose value is null counts as absent, because
+rows of Parquet have all columns. In a string that contains JSON, null stays null.
 """
 
 import json
@@ -14,9 +14,14 @@ from wlb.plan.read_file import parse_json
 
 
 def calls_text(value: object, name: str) -> str:
-    """The tool calls of message `name` as a JSON list, "" for none.
+    """Return the tool calls of a message as a JSON list, or "" if there are none.
 
-    value: a list of calls, or the JSON text of a call or of a list. UserError for anything else.
+    Args:
+        value: A list of calls, or JSON text of a call or of a list.
+        name: Name of the message, for messages.
+
+    Raises:
+        UserError: `value` is anything else.
     """
     what = f"tool_calls of {name}"
     given = _parsed(value, what)
@@ -26,9 +31,13 @@ def calls_text(value: object, name: str) -> str:
 
 
 def tools_text(value: object) -> str:
-    """The tools of a record as a JSON list of objects, "" for none.
+    """Return the tools of a record as a JSON list of objects, or "" if there are none.
 
-    value: a list of JSON schemas or of their texts, or the text of a list. UserError for others.
+    Args:
+        value: A list of JSON schemas or of their JSON texts, or the JSON text of a list.
+
+    Raises:
+        UserError: `value` is anything else.
     """
     given = _parsed(value, "tools")
     if not isinstance(given, list):
@@ -43,12 +52,12 @@ def tools_text(value: object) -> str:
 
 
 def json_text(value: object) -> str:
-    """JSON as chat templates write it: characters beyond ASCII as they are."""
+    """Return `value` as JSON text, without escaping characters that are not ASCII."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls with arguments as JSON text, for templates that only take that."""
+    """Return calls whose arguments are JSON text, for templates that take only that."""
     return [
         {**call, "function": {**call["function"], "arguments": json_text(_arguments_of(call))}}
         for call in calls
@@ -56,7 +65,7 @@ def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_other_arguments(text: str) -> list[str]:
-    """For each call of `text`, the calls with that one's arguments replaced."""
+    """Return, for each call in a JSON list of calls, the list with other arguments of that call."""
     calls: list[dict[str, Any]] = json.loads(text)
     changed: list[str] = []
     for i, call in enumerate(calls):
@@ -85,7 +94,7 @@ def _call(value: object, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: object, what: str) -> object:
-    """The value of JSON text, or a value without keys that are null."""
+    """Parse JSON text; of any other value, remove keys whose value is null."""
     if not isinstance(value, str):
         return _without_nulls(value)
     return parse_json(value, f"{what} is text that", remedy="give its JSON", wide=True)

@@ -1,7 +1,7 @@
-"""Workers that encode shards: threads, or processes that open the encoder once each.
+"""Encode shards in worker processes or threads.
 
-Processes are spawned and import the main module again: call from a program that guards its entry
-with `if __name__ == "__main__"`.
+Each worker process opens the encoder once. Processes are spawned, so each imports the main module:
+call this from a program that guards its entry with `if __name__ == "__main__"`.
 """
 
 import os
@@ -34,11 +34,20 @@ def encode_shards(
     processes: int,
     in_threads: bool = False,
 ) -> Generator[PartSummary]:
-    """Encodes the shards of `numbers`; summaries as they are made, in any order.
+    """Encode shards, and yield their summaries as they are finished, in any order.
 
-    in_threads: with threads of this process, which need no main module that can be imported.
-    A UserError of a shard stops the others; of several that of the first shard is raised. Complete
-    parts stay. RuntimeError if a worker dies. One process encodes in this one.
+    A UserError stops all workers. If several shards fail, the error of the first one is raised.
+    Complete parts stay.
+
+    Args:
+        job: Settings of all shards.
+        shards: All shards.
+        numbers: Numbers of the shards to encode.
+        processes: Number of workers. With 1 the shards are encoded in this process.
+        in_threads: Whether workers are threads, which do not import the main module.
+
+    Raises:
+        RuntimeError: A worker process died.
     """
     if processes == 1 or len(numbers) <= 1:
         encoder = job.open_encoder() if numbers else None
@@ -53,8 +62,8 @@ def encode_shards(
             yield future.result()
     except BrokenProcessPool:
         raise RuntimeError(
-            "a worker process died (killed, or out of memory); run the same command again to go "
-            "on from the parts that are complete, with fewer --processes if memory was short"
+            "a worker process died (killed, or out of memory); run the same command again to "
+            "resume, with fewer --processes if memory was short"
         ) from None
     except UserError:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -67,7 +76,11 @@ def encode_shards(
 def _open_pool(
     job: PartJob, num_workers: int, *, in_threads: bool
 ) -> tuple[Executor, Any, Callable[[int, AnyShard], PartSummary]]:
-    """The pool, the event that stops its workers, and the function that they call with a shard."""
+    """Start a pool of workers.
+
+    Returns:
+        The pool, the event that makes its workers stop, and the function to submit for each shard.
+    """
     if in_threads:
         stop, encoder = threading.Event(), job.open_encoder()
 
@@ -85,26 +98,31 @@ def _open_pool(
 
 
 def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
-    """The error of the lowest shard; shards start in order, so those before it have ended."""
+    """Return the error of the failed shard with the lowest number.
+
+    Shards start in order, so all shards before it have ended.
+    """
     for future in sorted(futures, key=lambda f: futures[f]):
         if not future.cancelled() and (error := future.exception()) is not None:
             return error
     raise AssertionError("no shard failed")
 
 
-# The job of a worker process. It is global because a pool's initializer cannot pass it otherwise.
+# The job, the encoder and the stop event of this worker process. They are global because a pool's
+# initializer cannot hand them to the worker's calls in any other way.
 _worker: tuple[PartJob, RecordEncoder, Any] | None = None
 
 
 def _start_worker(job: PartJob, stop: Any) -> None:
     global _worker
-    # The parent handles the interrupt and sets `stop`.
+    # Ctrl-C reaches all processes. The parent handles it and sets `stop`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = (job, job.open_encoder(), stop)
 
 
 def _end_with_parent() -> None:
+    """Wait for the parent process to end, then end this one, even if the parent was killed."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
