@@ -271,8 +271,8 @@ class TemplateSource:
             reason = shortened(failed[0], 400)
             if "strftime_now" in reason:
                 reason += (
-                    " here, because with today's date a store would differ from day to day; write a "
-                    "date in place of strftime_now(...) in a copy of the template"
+                    " here, because with today's date a store would differ from day to day; write "
+                    "a date in place of strftime_now(...) in a copy of the template"
                 )
             raise UserError(f"chat template {self.name} refuses it: {reason}")
         return texts, answer["lengths"]
