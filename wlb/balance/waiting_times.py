@@ -54,7 +54,7 @@ class WaitingRule(Protocol):
 class Slots:
     """Slots are made of num_ranks bins each by descending work, which is optimal for given bins."""
 
-    num_ranks: int
+    num_ranks: int  # number of data-parallel ranks
     target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
 
     def time(self, loads: FloatArray) -> float:
@@ -83,7 +83,7 @@ class Slots:
 class RankSlots:
     """Bins r * num to (r + 1) * num - 1 belong to rank r, and run in descending order of work."""
 
-    num_ranks: int
+    num_ranks: int  # number of data-parallel ranks
     stay_on_ranks: bool  # whether units must stay on their ranks
     target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
 
@@ -119,7 +119,7 @@ class RankSlots:
 class RankTotals:
     """Only a rank's total counts. Bins r * num to (r + 1) * num - 1 belong to rank r."""
 
-    num_ranks: int
+    num_ranks: int  # number of data-parallel ranks
 
     def time(self, loads: FloatArray) -> float:
         """Return the total of the slowest rank."""

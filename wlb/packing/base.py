@@ -85,9 +85,7 @@ class PackerOptions:
     cost: WorkloadModel  # predicts the work that is balanced
     num_windows: int = 0  # windows that fit a global batch; 0 = num_micro_batches
     layout: Layout = Layout.SEPARATE  # which documents of a micro-batch attend to each other
-    long_documents: str = (
-        "split"  # documents longer than C: "split" cuts them, "refuse" is an error
-    )
+    long_documents: str = "split"  # "split" documents longer than C, or "refuse" them
     seed: int = 0  # seed of the random order of pieces in a micro-batch, and of steps
 
     def __post_init__(self) -> None:
@@ -166,7 +164,7 @@ class PolicyPacker:
     from a checkpoint is checked against them.
     """
 
-    options: PackerOptions
+    options: PackerOptions  # the options that every policy has
     policy: ClassVar[str]  # its name in the configuration
     slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots its carry uses
     # Whether waiting pieces may have an `arrival_step` after the next step: true where several

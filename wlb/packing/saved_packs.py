@@ -253,7 +253,7 @@ class SavedPacker(PolicyPacker):
     policy: ClassVar[str] = "saved"
     slots: ClassVar[CarrySlots] = CarrySlots.ONE
     batches_wait: ClassVar[bool] = False
-    packs: Packs
+    packs: Packs  # the saved packs of the run
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         """Return the plan of the saved step whose documents `batch` has, and an empty carry."""

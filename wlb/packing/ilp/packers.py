@@ -250,7 +250,7 @@ class IlpFixedPacker(FixedPacker):
     """Packs windows of C tokens by `solve_fixed`; steps and carry are as in `FixedPacker`."""
 
     policy: ClassVar[str] = "ilp_fixed"
-    ilp: IlpOptions = field(default_factory=IlpOptions)
+    ilp: IlpOptions = field(default_factory=IlpOptions)  # options of the solver
     # Called with the report of each window. Reports are not part of a plan, because a plan must not
     # depend on how long a solver took, and are not stored here, because `push` is pure.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
@@ -279,7 +279,7 @@ class IlpVarLenPacker(PolicyPacker):
     slots: ClassVar[CarrySlots] = CarrySlots.NUMBERED
     s_max: int  # most tokens of a micro-batch, at least the context window
     window_batches: int = 1  # W, global batches packed together
-    ilp: IlpOptions = field(default_factory=IlpOptions)
+    ilp: IlpOptions = field(default_factory=IlpOptions)  # options of the solver
     # Called with the report of each window, as in `IlpFixedPacker`.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 

@@ -94,8 +94,8 @@ class TuningGrid:
 class TunePoint:
     """A setting that was tried, and its result on the sample."""
 
-    section: PackingSection
-    summary: PackingSummary
+    section: PackingSection  # the setting
+    summary: PackingSummary  # its result on the sample
     own: PackingSection = PackingSection()  # the run's section, which `overrides` changes
 
     @property
