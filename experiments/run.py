@@ -1,10 +1,15 @@
 """Runs experiments one after the other and resumes where it was stopped (README.md has commands).
 
-Each experiment is `python -m MODULE ARGUMENTS` in a process of its own. State is kept by name in
-runs/experiments/state.json: commit, arguments, seconds, and whether it finished. `all` leaves out
-experiments that finished with the same arguments at the same commit (and the same uncommitted
-differences, results apart) unless `--again` is given; names given one by one always run. A failure
-does not stop the others. Exit status: 0, 1 if some failed, 2 for an unknown name, 130 for Ctrl-C.
+Each experiment runs in its own process as `python -m MODULE ARGUMENTS`. The file
+runs/experiments/state.json records each experiment's commit, arguments, seconds and whether it
+finished.
+
+With `all`, an experiment is skipped if it has finished with the same arguments on the same source:
+the same commit and the same uncommitted changes, of which changes in results folders do not count.
+`--again` runs it nevertheless. An experiment that is given by name always runs. If one fails, the
+others still run.
+
+Exit status: 0 if all succeeded, 1 if some failed, 2 for an unknown name, 130 after Ctrl-C.
 """
 
 import argparse
@@ -28,26 +33,20 @@ from experiments.harness.files import write_json
 from experiments.harness.pages import ROOT, commit, source_differences
 
 LONG_MINUTES = 10
+"""Experiments of at least this many minutes are named before the runs start."""
 BOTH = "--quick --lengths"
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Describes a line of the registry.
+    """An experiment of the registry."""
 
-    module: module below `package`; its last part is the experiment's name
-    paper: figure or table of the paper, "" if it reproduces none
-    minutes: rough duration on one core (fig16: on two)
-    takes: which of --quick and --lengths it knows
-    arguments: arguments that it always gets
-    """
-
-    module: str
-    paper: str
-    minutes: float
+    module: str  # module below `package`; its last part is the experiment's name
+    paper: str  # figure or table of the paper that it reproduces; "" for none
+    minutes: float  # rough duration on one core, of fig16 on two
     title: str
-    takes: str = ""
-    arguments: str = ""
+    takes: str = ""  # which of the options --quick and --lengths it accepts
+    arguments: str = ""  # arguments that it is always started with
     package: str = "experiments"
 
     @property
@@ -103,8 +102,9 @@ REGISTRY = (
 
 
 class State:
-    """Records finished runs by name (quick runs apart) in a JSON file that is written after each
-    run.
+    """The last run of each experiment, in a JSON file that is written after every run.
+
+    A run with --quick has an entry of its own, besides the entry of the whole run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,19 +125,19 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Pairs an experiment with this call's arguments."""
+    """An experiment with the command that this call runs it by."""
 
     experiment: Experiment
     command: list[str]
 
     @property
     def key(self) -> str:
-        """Returns the experiment's name in the state."""
+        """Returns the key of the job's entry in `State`."""
         return self.experiment.name + " --quick" * ("--quick" in self.command)
 
 
 def source_version() -> str:
-    """Returns the commit, with a digest of the differences from it if there are any."""
+    """Returns the commit, followed by a hash of the uncommitted changes if there are any."""
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest
@@ -146,13 +146,14 @@ def source_version() -> str:
 def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experiment]:
     """Returns the experiments of these names in the registry's order.
 
-    Raises ValueError for a name that is not there.
+    Raises:
+        ValueError: If the registry has no experiment of a name.
     """
     known = [e.name for e in registry]
     for name in names:
         if name not in ("all", *known):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise ValueError(
                 f"unknown experiment {name!r}{hint} Known: all, {', '.join(sorted(known))}"
             )
@@ -162,7 +163,7 @@ def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experim
 def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
     """Runs a job and returns its exit status.
 
-    An interruption ends the child and is recorded before it propagates.
+    Ctrl-C ends the child process and is recorded in the state before it propagates.
     """
     began = time.perf_counter()
     status: int | None = None
@@ -184,7 +185,10 @@ def run_one(job: Job, *, state: State, version: str, root: Path) -> int:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Waits for the child, which got Ctrl-C as well; if it stays, terminates it, then kills it."""
+    """Waits for the child, then terminates and finally kills it if it does not end.
+
+    Ctrl-C goes to the child as well, so usually it ends without help.
+    """
     for stop in (child.terminate, child.kill):
         try:
             child.wait(timeout=3)
@@ -280,7 +284,7 @@ def main(
     except KeyboardInterrupt:
         given = sys.argv[1:] if arguments is None else arguments
         again = shlex.join(word for word in given if word != "--again")
-        console.print(f"\nstopped; to go on: python -m experiments.run {again}")
+        console.print(f"\nstopped; to resume: python -m experiments.run {again}")
         return 130
     for job, status in failed:
         console.print(f"failed: {job.key} (exit status {status}): {shlex.join(job.command)}")

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Fine-tunes on conversations:   bash chat.sh FOLDER MODEL CHATS.jsonl [KEY=VALUE ...]
-# MODEL is a Llama's Hugging Face folder with a chat template. A line of CHATS is {"messages": [{"role", "content"}, ...]}
-# (also ShareGPT, Alpaca, prompt and completion, tool calls: wlb/prepare/README.md). Only what assistants say is trained.
-# Keys are any of `wlb train --help-all`, such as parallel.tp=8 data.context_window=8192 training.dtype=bfloat16.
+# MODEL is the Hugging Face folder of a Llama with a chat template. Each line of CHATS is {"messages": [{"role", "content"}, ...]}
+# (wlb/prepare/README.md lists other formats, such as ShareGPT, Alpaca and tool calls). Only assistants' turns are trained.
+# KEY is any that `wlb train --help-all` lists, as in parallel.tp=8 data.context_window=8192 training.dtype=bfloat16.
 set -euo pipefail
 out=$1 model=$2 chats=$3
 
-# 1. The weights become a checkpoint for any layout, with a model.toml that trains from it.
+# 1. Convert the weights to a checkpoint for any parallel layout, with a model.toml that starts from it.
 wlb import "$model" --out "$out/base"
 
-# 2. Conversations in the model's own template, with its own tokenizer.
+# 2. Tokenize the conversations with the model's chat template and tokenizer.
 wlb prepare "$chats" --out "$out/chat" --chat "$model"
 
-# 3. Train: two epochs or so of short conversations, packed into micro-batches of equal work.
+# 3. Train about two epochs of short conversations, packed into micro-batches of equal work.
 wlb train "$out/base/model.toml" --set "data.store=$out/chat" "run.name=chat" "run.output_dir=$out/runs" \
     data.context_window=512 data.num_windows=4 training.steps=40 training.warmup_steps=4 \
     training.learning_rate=1e-5 eval.steps=0 "${@:4}"
 
-# 4. The export has the chat template, and stops where an assistant's turn ends.
+# 4. Export a Hugging Face folder. It includes the chat template, and generation stops at the end of a turn.
 wlb export "$out/runs/chat" --out "$out/exported"
 python - "$out/exported" <<'END'
 import sys

@@ -1,7 +1,9 @@
-"""Fine-tunes with TRL's SFTTrainer, whose micro-batches get equal work.
+"""Fine-tunes with TRL's SFTTrainer on micro-batches of equal work.
 
-`torchrun --nproc-per-node 8 -m experiments.examples.hugging_face MODEL DATA.jsonl OUT`, or one
-process with python. A line of DATA is {"text": ...} or {"messages": [...]}.
+    torchrun --nproc-per-node 8 -m experiments.examples.hugging_face MODEL DATA.jsonl OUT
+
+With `python -m` instead of torchrun it runs in one process. Each line of DATA is {"text": ...} or
+{"messages": [...]}.
 """
 
 import argparse
@@ -13,7 +15,10 @@ from trl import SFTConfig, SFTTrainer
 from wlb.adapters.hugging_face import Balance, balanced
 
 WINDOW = 512
-"""Tokens of a micro-batch, about. per_device_train_batch_size, a number of rows, does not count."""
+"""Context window in tokens; a micro-batch has about as many.
+
+wlb decides which documents a micro-batch gets, so per_device_train_batch_size has no effect.
+"""
 
 
 def main() -> None:
@@ -22,8 +27,8 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
-    # The model must keep the documents of a micro-batch apart, which the first step asks of it
-    # (wlb/adapters/README.md); with a cache, transformers' masks do not.
+    # Attention must not cross from one document of a micro-batch to another. The first step checks
+    # this (wlb/adapters/README.md). With use_cache, masks of transformers would not separate them.
     attention = "sdpa" if options.cpu else "flash_attention_2"
     model = AutoModelForCausalLM.from_pretrained(
         options.model, attn_implementation=attention, use_cache=False

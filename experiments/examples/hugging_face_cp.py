@@ -1,7 +1,9 @@
 """Fine-tunes with TRL's SFTTrainer on packed long documents; two GPUs share each micro-batch.
 
-`torchrun --nproc-per-node 8 -m experiments.examples.hugging_face_cp MODEL DATA.jsonl OUT`. A line
-of DATA is {"text": ...} or {"messages": [...]}. Documents have any length, and none sees another.
+    torchrun --nproc-per-node 8 -m experiments.examples.hugging_face_cp MODEL DATA.jsonl OUT
+
+Each line of DATA is {"text": ...} or {"messages": [...]}. Documents may have any length, and
+attention never crosses from one to another.
 """
 
 import argparse
@@ -12,7 +14,9 @@ from trl import SFTConfig, SFTTrainer
 
 from wlb.adapters.hugging_face import Balance, balanced
 
-WINDOW = 1024  # tokens of a micro-batch, about; for GPUs e.g. 131072, with gradient checkpointing
+# Context window in tokens; a micro-batch has about as many. On GPUs take for example 131072, with
+# gradient checkpointing.
+WINDOW = 1024
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Megatron-Core's packed (THD) micro-batches from its own .bin and .idx, with equal work.
+"""Makes packed (THD) micro-batches of equal work for Megatron-Core from its .bin and .idx files.
 
-`python -m experiments.examples.megatron STORE` shows the first steps of two data-parallel ranks. In
-a training loop `PackedSteps.next` takes the place of `wrap_data_iterator`, and `packed_seq_params`
-goes into the forward step. `calculate_per_token_loss` is needed, since micro-batches have unequally
-many tokens: `loss_func` returns (sum of losses, tokens, report).
+`python -m experiments.examples.megatron STORE` prints the first steps of two data-parallel ranks.
+In a training loop, `PackedSteps.next` replaces `wrap_data_iterator`, and the forward step passes
+the result of `packed_seq_params` to the model.
+
+Micro-batches have different numbers of tokens. So set `calculate_per_token_loss`, and let
+`loss_func` return (sum of losses, tokens, report).
 """
 
 import argparse
@@ -34,7 +36,7 @@ def main() -> None:
             context_window=WINDOW,
             num_micro_batches=RANKS * MICRO_BATCHES,
             dp=RANKS,
-            epochs=0,  # endless
+            epochs=0,  # repeats the data without end
             shuffle=True,
         )
         reader = StoreReader(options.store, store.vocab_size or options.vocabulary)

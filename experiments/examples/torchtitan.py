@@ -1,7 +1,7 @@
-"""torchtitan's dataloader over a token store, with micro-batches of equal work.
+"""Reads a token store through a torchtitan dataloader, in micro-batches of equal work.
 
-`python -m experiments.examples.torchtitan STORE` builds the loaders of two data-parallel ranks as
-torchtitan's trainer would, and shows a few steps. In a training script two lines are enough:
+`python -m experiments.examples.torchtitan STORE` builds the dataloaders of two data-parallel ranks
+as torchtitan's trainer does, and prints a few steps. A training script needs only two lines:
 
     config.training.local_batch_size = 1
     config.dataloader = BalancedDataLoader.Config(dataset_path=STORE, micro_batches_per_step=4)
@@ -12,8 +12,9 @@ from itertools import islice
 
 from wlb.adapters.torchtitan import BalancedDataLoader
 
-RANKS, MICRO_BATCHES, WINDOW = 2, 4, 512
-"""dp, gradient accumulation steps x the pipeline's micro-batches, training.seq_len."""
+RANKS = 2  # data-parallel ranks
+MICRO_BATCHES = 4  # per rank and step: gradient accumulation steps x micro-batches of the pipeline
+WINDOW = 512  # training.seq_len
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     config = BalancedDataLoader.Config(
         dataset_path=options.store,
         micro_batches_per_step=MICRO_BATCHES,
-        epochs=0,  # endless
+        epochs=0,  # repeats the data without end
     )
     loaders = [
         config.build(
@@ -40,7 +41,7 @@ def main() -> None:
     for rank, loader in enumerate(loaders):
         for number, (inputs, labels) in enumerate(islice(loader, options.steps * MICRO_BATCHES)):
             step, micro_batch = divmod(number, MICRO_BATCHES)
-            # Attention restarts where positions do, and no label crosses a document's end.
+            # Positions restart at 0 in every document, and attention is cut there.
             documents = int((inputs["positions"] == 0).sum())
             print(
                 f"step {step} rank {rank} micro-batch {micro_batch}: {labels.shape[1]} tokens of "

@@ -1,9 +1,12 @@
-"""Turns what is claimed of wlb on GPUs into numbers of this machine, in an hour.
+"""Checks in an hour what wlb claims about GPUs, on the GPUs of this machine.
 
-`python -m experiments.gpu_hour` takes the GPUs of this node, or `--device cpu --quick` a laptop. It
-checks the machine, runs the tests that need a GPU, measures kernels, trains, and compares each
-result with what was claimed or predicted. Started again with the same --out it goes on where it
-stopped. It writes gpu_hour.html, a page to read, and gpu_hour.json, the file to send back.
+`python -m experiments.gpu_hour` uses the GPUs of this node; with `--device cpu --quick` it tries
+the program on a laptop. It checks the machine, runs the tests that need a GPU, measures kernels,
+trains small runs, and compares each result with the claim or prediction. Started again with the
+same --out, it resumes where it stopped.
+
+It writes gpu_hour.html, a page to read, and gpu_hour.json, the file to send back to wlb's authors.
+Exit status: 0, 2 for wrong arguments, 3 if a claim failed.
 """
 
 import argparse
@@ -49,15 +52,17 @@ def arguments() -> argparse.Namespace:
 
 
 def another_setting(setting: Setting) -> str:
-    """Why the folder cannot be gone on with: it has results of another device or length. "" if it
-    can; the setting is then kept in it.
+    """Returns why the results folder cannot be resumed with this setting, or "" if it can.
+
+    It cannot if its results come from another device, another number of GPUs or another length. If
+    it can, the setting is written into the folder for the next start.
     """
     path = setting.folder / "setting.json"
-    asked = {"device": setting.device, "gpus": setting.gpus, "quick": setting.quick}
+    wanted = {"device": setting.device, "gpus": setting.gpus, "quick": setting.quick}
     found = read_whole(path)
-    if found and found != asked:
-        return f"{setting.folder} has results of {found}, not of {asked}; give another --out"
-    write_json(path, asked)
+    if found and found != wanted:
+        return f"{setting.folder} has results of {found}, not of {wanted}; give another --out"
+    write_json(path, wanted)
     return ""
 
 

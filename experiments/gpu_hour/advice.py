@@ -1,7 +1,7 @@
-"""Says what an hour on GPUs should change in wlb: profiles, constants and defaults.
+"""Says which profiles, constants and defaults of wlb to change after an hour on GPUs.
 
-`python -m experiments.gpu_hour.advice gpu_hour.json ...` reads the files that hours wrote. It
-prints sentences, each with the figures that it rests on.
+`python -m experiments.gpu_hour.advice gpu_hour.json ...` reads files that `experiments.gpu_hour`
+wrote. It prints one sentence per change, with the figures that support it.
 """
 
 import argparse
@@ -18,21 +18,23 @@ from wlb.plan import UserError
 from wlb.plan.read_file import read_json
 
 TOLERANCE = 0.10
-"""Predictions that are further off than this are worth a change."""
+"""Relative error of a prediction above which a change is advised."""
 GAIN = 0.02
-"""Two systems whose speeds differ by less are taken as equally fast."""
+"""Relative difference below which two systems count as equally fast."""
 
 
 def advice(made: Mapping[str, Any]) -> list[str]:
-    """What to change, as sentences; [] where everything agrees.
+    """Returns what to change, as sentences; the list is empty if all predictions were right.
 
-    An hour on a CPU tries the parts; of prices and defaults it says nothing.
+    Args:
+        made: Contents of gpu_hour.json. If it comes from a CPU, only failures are reported,
+            because its speeds say nothing about prices and defaults for GPUs.
     """
     parts = {part["name"]: part for part in made["parts"]}
     figures = {name: part["answer"].get("figures", {}) for name, part in parts.items()}
     gpu = made["conditions"].get("gpu", "a CPU")
     said = [
-        f"{row['claim']}: failed ({row['measured']}). Mend this first."
+        f"{row['claim']}: failed ({row['measured']}). Fix this first."
         for row in made["claims"]
         if row["verdict"] == "failed"
     ]
@@ -42,13 +44,13 @@ def advice(made: Mapping[str, Any]) -> list[str]:
         name = short_name(gpu)
         said.append(
             f"Commit the measured profile as kernels_profile/{name}.json, with a row in that "
-            f"folder's README: it has this device's prices."
+            f"folder's README: it prices operations on this device."
         )
     return [*said, *_of_steps(figures), *_of_memory(figures), *_of_defaults(figures)]
 
 
 def _of_steps(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Whether whole steps take what kernels say."""
+    """Yields advice where whole steps take longer or shorter than a profile predicts."""
     for profile in ("the shipped profile", "the measured profile"):
         ratios = [
             found["profiles"][profile]["ratio"]
@@ -67,6 +69,7 @@ def _of_steps(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_memory(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields advice where the estimate of a run's peak memory is wrong."""
     for name, found in figures.items():
         if name.startswith("steps_") and "peak_gib" in found:
             off = found["estimated_gib"] / found["peak_gib"] - 1
@@ -79,7 +82,7 @@ def _of_memory(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_defaults(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Which system and which exchange of keys is fastest here, against what is the default."""
+    """Yields advice where another system or exchange is faster than wlb's default."""
     best, gain = _fastest(figures, "balance", "wlb")
     if gain > 1 + GAIN:
         yield (
@@ -95,8 +98,9 @@ def _of_defaults(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fastest(figures: Mapping[str, Any], part: str, default: str) -> tuple[str, float]:
-    """The fastest way that a part tried, and its speed over the default's; ("", 0) if it did not
-    run.
+    """Returns the fastest setting that a part measured, and its speed over the default's.
+
+    Returns ("", 0) if the part did not run.
     """
     speeds: dict[str, float] = figures.get(part, {}).get("tokens_per_s", {})
     if not speeds:

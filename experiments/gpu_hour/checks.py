@@ -1,4 +1,4 @@
-"""Parts of the hour that pass or fail: the machine, the kernels, a killed run that goes on."""
+"""Parts of the hour that pass or fail: the machine, the kernels, and resuming a killed run."""
 
 import json
 import signal
@@ -15,11 +15,11 @@ from wlb.report.run.records import read_run
 GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/profile")
 CPU_TESTS = ("tests/kernels/test_op_attend.py", "-k", "sdpa and float32 and cpu")
 KILLED_AT = 5
-"""The run is killed once this many steps are in its metrics."""
+"""Number of steps in the run's metrics after which it is killed."""
 
 
 def doctor(setting: Setting) -> Answer:
-    """`wlb doctor` for the first training run, on eight GPUs for the run that takes them all."""
+    """Runs `wlb doctor` for a training run of the hour; on eight GPUs, for the run on all eight."""
     folder = setting.of("doctor")
     examined = balanced(setting) if setting.gpus == EIGHT_GPUS else trainings(setting)[0]
     run = examined.write(setting, folder=folder)
@@ -37,15 +37,19 @@ def doctor(setting: Setting) -> Answer:
 
 
 def kernels(setting: Setting) -> Answer:
-    """The tests that need a GPU: kernels against float64, layouts against one process."""
+    """Runs the tests that need a GPU.
+
+    They compare kernels with a float64 reference, and parallel layouts with one process.
+    """
     tests = ["-m", "gpu", *GPU_TESTS] if setting.device == "cuda" else list(CPU_TESTS)
     return tested(setting, tests)
 
 
 def tested(setting: Setting, tests: list[str]) -> Answer:
+    """Runs pytest with these arguments and returns how many tests passed and failed."""
     report = setting.of("kernels") / "junit.xml"
     report.unlink(missing_ok=True)
-    # Another plugin's warning about xdist would be an error: pyproject.toml makes all warnings so.
+    # pyproject.toml turns warnings into errors, and pytest-benchmark warns about xdist: disable it.
     options = ["-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=8"]
     python("-m", "pytest", *tests, *options, f"--junitxml={report}", check=False)
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
@@ -67,7 +71,7 @@ def tested(setting: Setting, tests: list[str]) -> Answer:
 
 
 def restart(setting: Setting) -> Answer:
-    """A run that is killed (SIGKILL) and resumed has the losses of one that was not."""
+    """Checks that a run which is killed (SIGKILL) and resumed has the losses of a whole run."""
     folder = setting.of("restart")
     run = restarted(setting)
     whole = run.write(setting, folder=emptied_runs(folder / "whole"))
@@ -76,9 +80,9 @@ def restart(setting: Setting) -> Answer:
     killed_after = _killed(broken, folder / "killed" / "runs" / run.name / "metrics.jsonl")
     python("-m", "wlb", "train", str(broken), "--resume", "auto")
     losses: list[dict[int, float]] = []
-    for way in ("whole", "killed"):
-        # A step that was trained again counts once, as it was last.
-        trained = read_run(folder / way / "runs" / run.name).steps
+    for name in ("whole", "killed"):
+        trained = read_run(folder / name / "runs" / run.name).steps
+        # The steps between the checkpoint and the kill were trained twice. The second time counts.
         losses.append({step.step: step.measured.loss for step in trained})
     differ = [step for step, loss in losses[0].items() if losses[1].get(step) != loss]
     answer = Answer(
@@ -97,9 +101,10 @@ def restart(setting: Setting) -> Answer:
 
 
 def _killed(run: Path, metrics: Path) -> int:
-    """Starts a run, kills it once it has done KILLED_AT steps, and returns how many it had done.
+    """Starts a run, kills it after at least KILLED_AT steps, and returns the steps that it made.
 
-    RuntimeError for a run that ends before that: it was not killed.
+    Raises:
+        RuntimeError: If the run ended before it was killed.
     """
     command = [sys.executable, "-m", "wlb", "train", str(run)]
     print("+", *command[1:], flush=True)
@@ -108,7 +113,7 @@ def _killed(run: Path, metrics: Path) -> int:
     while process.poll() is None and done < KILLED_AT:
         time.sleep(0.02)
         done = metrics.read_text("utf-8").count('"kind": "step"') if metrics.exists() else 0
-    # Local ranks end with the process that started them.
+    # Killing the launcher is enough: its ranks end with it.
     process.kill()
     if (status := process.wait()) != -signal.SIGKILL:
         raise RuntimeError(

@@ -1,10 +1,12 @@
-"""Measures the layers of every rank of a step on one GPU, in turn, and what balance gains by them.
+"""Measures on one GPU what balance gains, by running the layers of all ranks one after the other.
 
 `python -m experiments.gpu_hour.layers --out layers.json` plans the same documents with Plain-4D,
-the paper's system and ours. It runs a decoder layer, forward and backward, for each micro-batch and
-each context-parallel rank, as wide as one tensor-parallel rank has it. Then it simulates the steps
-twice: with predicted times, and with measured times in the place of what is predicted of attention,
-matrix products and element-wise operations. Collectives and the pipeline are simulated in both.
+the paper's system and ours. For each micro-batch and context-parallel rank it runs one decoder
+layer, forward and backward, with the weights of one tensor-parallel rank.
+
+Then it simulates the steps twice: once with predicted times only, and once with the measured times
+of attention, matrix products and element-wise operations. Collectives and the pipeline are
+simulated both times.
 """
 
 import argparse
@@ -35,14 +37,15 @@ from wlb.simulate import PassKind, ShardedStep, Simulator, StepPrices, planner_o
 from wlb.spec import AttentionBackend, ModelSpec, Recompute, RunSpec
 
 MEASURED_TERMS = ("gemm", "elementwise")
-"""Terms of a layer's price that the measured times replace, besides attention's kernels."""
+"""Terms of a layer's predicted time that measured times replace, besides attention kernels."""
 
 
 class SharedOps(Ops):
-    """Layers with weights of one tensor-parallel rank, whose rows are a share of the CP rank's.
+    """Linear layers of one tensor-parallel rank with sequence parallelism, without its peers.
 
-    Copies of the share stand for the all-gather of rows before a column-parallel layer; a part of
-    the rows stands for the reduce-scatter behind a row-parallel one.
+    The rank has 1 / tp of the rows of its CP rank. The all-gather before a column-parallel layer is
+    replaced by `tp` copies of these rows, and the reduce-scatter after a row-parallel layer by
+    taking the first 1 / tp of the rows. So the matrix products have their real shapes.
     """
 
     def __init__(self, tp: int, *, fused: bool) -> None:
@@ -57,12 +60,23 @@ class SharedOps(Ops):
 
 
 class RankLayer:
-    """A decoder layer of one CP rank and micro-batch, with random rows and keys."""
+    """A decoder layer as one CP rank runs it on one micro-batch, on random activations.
+
+    `forward` and `backward` are the passes that are timed.
+    """
 
     def __init__(
         self, layer: DecoderLayer, model: ModelSpec, plan: ShardingPlan, rank: int, rows: int
     ) -> None:
-        """rows: of each CP rank, with padding."""
+        """Prepares the inputs of the layer.
+
+        Args:
+            layer: Layer with the weights of one TP rank, shared by all ranks that are timed.
+            model: Shape of the model on one TP rank.
+            plan: The micro-batch's tokens on each CP rank.
+            rank: CP rank.
+            rows: Rows of every CP rank, including padding.
+        """
         weight = layer.input_layernorm.weight
         options: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         assert isinstance(layer.ops, SharedOps)
@@ -87,8 +101,8 @@ class RankLayer:
         ]
 
         def gathered_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-            # Random keys stand for those that other ranks send; a copy brings each span's keys
-            # together, as the executor does.
+            # Random rows replace the keys and values of other ranks. Indexing copies the keys of
+            # each span next to each other, as the executor does, so the copy is timed too.
             keys, values = (
                 torch.cat([others[0][i], own, others[1][i]])[index]
                 for i, own in enumerate((k_TGD, v_TGD))
@@ -117,10 +131,17 @@ class RankLayer:
 def layer_ns(
     spec: RunSpec, steps: Sequence[ShardedStep], *, device: torch.device, rounds: int
 ) -> np.ndarray:
-    """Times a layer of every rank: [steps, dp, micro-batches, cp, 2], forward and backward, in ns.
+    """Times one layer for every micro-batch and CP rank.
 
-    The times of a rank without tokens are 0. Times are medians over `rounds`, after one round that
-    is not counted.
+    Args:
+        spec: The run.
+        steps: Its planned steps.
+        device: Where to run the layers. A CPU is timed by its thread's CPU time.
+        rounds: Timings of each layer, after one that is discarded. The median counts.
+
+    Returns:
+        Nanoseconds of forward and backward, shape [steps, dp, micro-batches, cp, 2]. They are 0 for
+        a rank without tokens.
     """
     is_cuda = device.type == "cuda"
     tp, cp = spec.parallel.tp, spec.parallel.cp
@@ -143,8 +164,10 @@ def layer_ns(
 
 
 def with_measured(prices: StepPrices, layers_ns: np.ndarray) -> StepPrices:
-    """Puts measured layers into the prices of steps: attention's times become the whole layer's,
-    and what was measured leaves the linear terms.
+    """Returns prices in which measured layers replace the predicted ones.
+
+    The time of attention becomes the measured time of the whole layer. The linear terms that are
+    part of that measurement are removed, so that nothing is counted twice.
     """
     linear = tuple(
         {
@@ -163,7 +186,7 @@ def with_measured(prices: StepPrices, layers_ns: np.ndarray) -> StepPrices:
 
 
 def predicted_ns(prices: StepPrices) -> np.ndarray:
-    """The predicted time of what `layer_ns` measures, in the same shape."""
+    """Returns the predicted times of the layers that `layer_ns` measures, in the same shape."""
     out: list[IntArray] = []
     for kind, attention in (
         (PassKind.FORWARD, prices.attention_forward_ns),
@@ -175,7 +198,7 @@ def predicted_ns(prices: StepPrices) -> np.ndarray:
 
 
 def run_system(case: Case, *, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Plans a system's steps, measures their layers, and simulates the steps both ways."""
+    """Plans a system's steps, measures their layers, and simulates with and without the result."""
     spec = spec_of(case)
     if spec.splits_backward or spec.training.recompute != Recompute.NONE:
         raise ValueError(f"{case.config}: measured layers are of one forward and one backward pass")
@@ -222,7 +245,7 @@ def main() -> int:
             shared = {"steps": options.steps, "seed": options.seed}
             (fastest,) = outcomes([compared(system, config, *options.set, **shared)])
             rows[system] = run_system(fastest.case, device=device, rounds=options.rounds)
-            # What is measured so far is kept if the next one ends the process.
+            # Write after every system, so that a later crash does not lose earlier measurements.
             write_json(options.out, found)
             plain, made = rows[COMPARED[0]], rows[system]
             print(

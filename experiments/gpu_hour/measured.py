@@ -1,4 +1,7 @@
-"""Parts of the hour that measure: the kernel profile, Figure 15, step times, memory, systems."""
+"""Parts of the hour that measure: kernel prices, Figure 15, step times, memory, speed-ups.
+
+Each part returns an `Answer` with measured numbers beside claimed or predicted ones.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,18 +14,20 @@ from wlb.report.run.records import read_run
 from wlb.validation.recorded import simulate_recorded
 
 GIB = 1 << 30
+# Relative errors up to which a claim holds.
 PROFILE_ERROR = 0.10
-"""Largest mean error of a profile on calls that no fit has seen."""
+"""Mean error of a profile on attention calls that it was not fitted to."""
 STEP_ERROR = 0.10
 MEMORY_ERROR = 0.10
 SPEEDUP_ERROR = 0.05
 COMPARED = ("plain_4d", "paper", "wlb")
+"""Systems that are compared. The first is the baseline."""
 
 
 def profile(setting: Setting) -> Answer:
-    """`wlb profile`: prices of this device, and their error on calls that no fit has seen.
+    """Runs `wlb profile` and checks its errors on attention calls that it was not fitted to.
 
-    Eight GPUs measure collectives too.
+    With eight GPUs the profile includes collectives.
     """
     setting.of("profile")
     setting.profile.unlink(missing_ok=True)
@@ -44,7 +49,7 @@ def profile(setting: Setting) -> Answer:
 
 
 def sharding(setting: Setting) -> Answer:
-    """Figure 15: attention under each CP sharding, measured beside predicted."""
+    """Measures Figure 15, attention under each CP sharding, beside its prediction."""
     out = setting.of("sharding") / "sharding.json"
     quick = ["--quick"] if setting.quick or setting.device == "cpu" else ["--count", "24"]
     known = ["--profile", str(setting.profile)] if _has_gpu_profile(setting) else []
@@ -76,7 +81,7 @@ def _has_gpu_profile(setting: Setting) -> bool:
 
 
 def steps(setting: Setting, run: TrainingRun) -> Answer:
-    """A training run's step times and memory beside what is predicted for its own steps."""
+    """Trains a run and compares its step times and peak memory with their predictions."""
     answer = Answer()
     folder = setting.of(f"steps_{run.name}")
     python("-m", "wlb", "train", str(run.write(setting, folder=emptied_runs(folder))))
@@ -96,14 +101,15 @@ def steps(setting: Setting, run: TrainingRun) -> Answer:
 
 
 def compared(folder: Path, profiles: Mapping[str, str]) -> dict[str, Any]:
-    """A run's steps after warm-up: measured, and simulated by each of the profiles.
+    """Returns times of a finished run's steps after warm-up, measured and simulated.
 
     Args:
-        folder: Of the run.
-        profiles: Names under which results are returned, by name or path of the kernel profile; ""
-            is the run's own.
+        folder: The run's output folder.
+        profiles: Kernel profiles to simulate with: their names or paths, each with the name of its
+            results. The path "" stands for the profile in the run's configuration.
     """
     out: dict[str, Any] = {"profiles": {}}
+    # Measured values are the same for every profile; the last one sets them.
     for path, name in profiles.items():
         recorded = simulate_recorded(folder, profile=path)
         out["profiles"][name] = {
@@ -123,12 +129,15 @@ def compared(folder: Path, profiles: Mapping[str, str]) -> dict[str, Any]:
 
 
 def memory(setting: Setting, *, run: TrainingRun) -> Answer:
-    """Peak memory of a run, estimated and rehearsed on a fake GPU, beside each other."""
+    """Rehearses a run on a fake GPU and compares its peak memory with the measured one.
+
+    The part `steps` must have trained the run before.
+    """
     answer, folder = Answer(), setting.of(f"memory_{run.name}")
     found = folder / "rehearsed.json"
     found.unlink(missing_ok=True)
     toml = run.write(setting, folder=folder)
-    # A rehearsal takes the place of the GPU, so it must not see one.
+    # A rehearsal replaces the GPU by a fake one, so the real one must be hidden from it.
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     python("-m", "wlb", "rehearse", str(toml), "--steps", "2", "--json", str(found), env=hidden)
     ranks = json.loads(found.read_text("utf-8"))["ranks"]
@@ -146,11 +155,11 @@ EXCHANGES = {
     "by_need": ("sharding.exchange=needed",),
     "by_need_overlapped": ("sharding.exchange=needed", "cp.overlap_stages=1"),
 }
-"""Ways in which CP ranks get each other's keys, as settings."""
+"""Settings of the exchange of keys between CP ranks, by the name of the run that uses them."""
 
 
 def exchange(setting: Setting) -> Answer:
-    """Our system with keys gathered and with keys by need: measured beside simulated."""
+    """Trains our system with each exchange of keys and compares speed-ups with the simulation."""
     run, folder = balanced(setting), setting.of("exchange")
     toml = run.write(setting, folder=emptied_runs(folder))
     known = [f"cost.profile={setting.profile}"] if setting.profile.exists() else []
@@ -161,7 +170,7 @@ def exchange(setting: Setting) -> Answer:
         python("-m", "wlb", "train", str(toml), *named)
         measured[way] = tokens_per_s(folder / "runs" / way)
         found = folder / f"{way}.json"
-        # The run itself is simulated with these keys; no other system is asked for.
+        # --systems without names simulates only the run itself, with this exchange.
         options = ["--systems", "--steps", str(run.steps), "--json", str(found), "--set", *keys]
         python("-m", "wlb", "simulate", str(toml), *options, *known)
         (row,) = json.loads(found.read_text("utf-8"))["runs"]
@@ -182,11 +191,11 @@ SMALL_LAYERS = (
     *("model.hidden_size=64", "model.num_heads=32", "model.num_kv_heads=32"),
     *("model.ffn_hidden_size=64", "data.context_window=512", "data.row_multiple=16"),
 )
-"""Settings with which a CPU tries `layers`."""
+"""Settings that make `layers` small enough to be tried on a CPU."""
 
 
 def layers(setting: Setting) -> Answer:
-    """What balance gains if every rank's layers are measured in turn, beside what is predicted."""
+    """Runs `experiments.gpu_hour.layers` and compares speed-ups with their predictions."""
     out = setting.of("layers") / "layers.json"
     command = ["--device", setting.device, "--out", str(out)]
     if setting.device == "cpu":
@@ -211,7 +220,7 @@ def layers(setting: Setting) -> Answer:
 
 
 def balance(setting: Setting) -> Answer:
-    """Plain-4D, the paper's system and ours on the same documents: measured beside simulated."""
+    """Trains Plain-4D, the paper's system and ours and compares speed-ups with the simulation."""
     run, folder = balanced(setting), setting.of("balance")
     toml = run.write(setting, folder=emptied_runs(folder))
     simulated = folder / "simulated.json"
@@ -239,6 +248,6 @@ def balance(setting: Setting) -> Answer:
 
 
 def tokens_per_s(folder: Path) -> float:
-    """Of a run's steps after warm-up."""
+    """Returns the measured throughput of a run's steps after warm-up."""
     steps = [step.measured for step in read_run(folder).steps][WARM_UP_STEPS:]
     return sum(m.num_tokens for m in steps) / sum(m.step_time_s or 0.0 for m in steps)

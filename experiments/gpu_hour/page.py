@@ -1,4 +1,4 @@
-"""The hour's results: gpu_hour.json with all numbers, and a page that shows claims first."""
+"""Writes the hour's results: gpu_hour.json with all numbers, and an HTML page, claims first."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def conditions(setting: Setting) -> dict[str, Any]:
-    """Versions, and the GPU with its driver, power limit and clocks as far as NVML tells them."""
+    """Returns the conditions of the measurement: versions, the GPU, its power limit and clocks."""
     import torch
 
     found: dict[str, Any] = {
@@ -38,14 +38,14 @@ def conditions(setting: Setting) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl.version())),
     }
-    return found | _told_by_nvml()
+    return found | _nvml_values()
 
 
-def _told_by_nvml() -> dict[str, Any]:
+def _nvml_values() -> dict[str, Any]:
     nvml, why = start_nvml()
     if nvml is None:
         return {"nvml": why}
-    asked = {
+    queries = {
         "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
         "power_limit_w": lambda handle: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
         "most_sm_clock_mhz": lambda handle: nvml.nvmlDeviceGetMaxClockInfo(
@@ -54,11 +54,11 @@ def _told_by_nvml() -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     try:
-        for name, ask in asked.items():
+        for name, query in queries.items():
             try:
-                found[name] = ask(nvml.nvmlDeviceGetHandleByIndex(0))
+                found[name] = query(nvml.nvmlDeviceGetHandleByIndex(0))
             except nvml.NVMLError as error:
-                # Slices of a GPU and virtual GPUs do not tell everything.
+                # MIG slices and virtual GPUs do not support every query.
                 found[name] = f"unknown: {error}"
     finally:
         nvml.nvmlShutdown()
@@ -66,10 +66,11 @@ def _told_by_nvml() -> dict[str, Any]:
 
 
 def document(setting: Setting, parts: Sequence[Ended], found: Mapping[str, Any]) -> dict[str, Any]:
-    """What gpu_hour.json holds: conditions, the table of claims, and each part with its figures."""
+    """Returns the contents of gpu_hour.json: conditions, claims, parts with figures, advice."""
     claims: list[dict[str, str]] = []
     for part in parts:
         claims += part.answer.get("rows", [])
+        # A part that broke counts as a failed claim of its own.
         if part.state in (State.FAILED, State.TOO_LONG, State.STARTED):
             claims.append(
                 {
@@ -89,6 +90,7 @@ def document(setting: Setting, parts: Sequence[Ended], found: Mapping[str, Any])
 
 
 def write_page(made: Mapping[str, Any], path: Path) -> Path:
+    """Writes the contents of gpu_hour.json as an HTML page and returns its path."""
     count = {verdict: 0 for verdict in ("holds", "differs", "failed")}
     for row in made["claims"]:
         count[row["verdict"]] += 1

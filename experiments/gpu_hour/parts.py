@@ -1,4 +1,4 @@
-"""The parts of the hour, in the order in which the most valuable comes first."""
+"""Lists the parts of the hour, the most valuable first, since the time may not suffice for all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,17 +11,14 @@ from experiments.gpu_hour.setting import Answer, Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of the hour: a process of its own with a time limit, so that it costs only itself."""
+    """A part of the hour, which runs in its own process under a time limit."""
 
     name: str
-    title: str
-    """What it finds out."""
-    answer: Callable[[Setting], Answer]
-    limit_s: int
-    """Seconds after which it is ended."""
-    quick_limit_s: int
-    """The same with --quick."""
-    least_gpus: int = 1
+    title: str  # what the part finds out, as a clause
+    answer: Callable[[Setting], Answer]  # the function that runs it
+    limit_s: int  # seconds after which it is stopped
+    quick_limit_s: int  # the limit with --quick
+    least_gpus: int = 1  # GPUs that it needs
 
     def limit(self, setting: Setting) -> int:
         return self.quick_limit_s if setting.quick else self.limit_s
@@ -90,7 +87,10 @@ PARTS = (
 
 
 def all_parts(setting: Setting) -> list[Part]:
-    """The parts in order, with one for each training run, that this number of GPUs can run."""
+    """Returns the parts that this number of GPUs can run, in order.
+
+    Each training run is a part, too. It comes right before `sharding`.
+    """
     trained = [
         _of_run(
             "steps", run, "step time and memory of {} beside what was predicted", measured.steps
@@ -108,7 +108,7 @@ def all_parts(setting: Setting) -> list[Part]:
 
 
 def _of_run(kind: str, run: TrainingRun, title: str, answer: Callable[..., Answer]) -> Part:
-    """A part that looks at one training run. title: with {} for the run's name."""
+    """Returns a part for one training run. `title` has {} in place of the run's name."""
     return Part(
         name=f"{kind}_{run.name}",
         title=title.format(run.name),
@@ -119,7 +119,13 @@ def _of_run(kind: str, run: TrainingRun, title: str, answer: Callable[..., Answe
 
 
 def parts_for(setting: Setting, names: list[str]) -> list[Part]:
-    """All parts, or those of `names`; "steps" is every training run."""
+    """Returns the parts with these names, or all parts if there are no names.
+
+    The name "steps" selects all training runs.
+
+    Raises:
+        ValueError: If there is no part of a name on this number of GPUs.
+    """
     parts = all_parts(setting)
     known = {part.name for part in parts} | {"steps"}
     if unknown := [name for name in names if name not in known]:

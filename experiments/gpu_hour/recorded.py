@@ -1,12 +1,16 @@
-"""Writes the page of what single GPUs measured, from the records that they left; needs no GPU.
+"""Writes the page of what single GPUs measured, from committed records; needs no GPU.
 
-`python -m experiments.gpu_hour.recorded` reads three folders of results. h100_2026-11-26 holds the
-metrics of four training runs, times of Figure 15's kernels, and a run that was killed and resumed.
-The runs' steps are planned again and simulated with the published profile `h100`, with `h100_sxm`,
-which was measured on the same day, and with `h100_runs`, which has the slower products of long
-published runs. h100_2026-11-27 and h200_2026-11-27 hold the layers that
-`experiments.gpu_hour.layers` timed, and the latter the results of the tests in which several ranks
-share a GPU over NCCL.
+`python -m experiments.gpu_hour.recorded` reads three folders of results:
+
+- h100_2026-11-26: metrics of four training runs, times of Figure 15's kernels, and a run that was
+  killed and resumed.
+- h100_2026-11-27: layers that `experiments.gpu_hour.layers` timed.
+- h200_2026-11-27: timed layers as well, and results of the tests in which several ranks share a GPU
+  over NCCL.
+
+The steps of the training runs are planned once more and simulated with three profiles: `h100`,
+which is published; `h100_sxm`, which was measured on the day of the runs; and `h100_runs`, in which
+matrix products are as slow as in long published runs.
 """
 
 import json
@@ -30,7 +34,7 @@ LAYERS = Path(__file__).parent / "results" / "h100_2026-11-27"
 H200 = Path(__file__).parent / "results" / "h200_2026-11-27"
 PROFILES = ("h100", "h100_sxm", "h100_runs")
 DOCUMENTS = {"3m": 3_000_000, "6m": 6_000_000}
-"""Tokens of the stores that the runs read, by name in runs/gpu_hour/documents."""
+"""Token stores that the runs read: name in runs/gpu_hour/documents, and number of tokens."""
 WINDOW = 131072
 RUNS = {
     "billion_32k": "0.95B parameters, 4 windows of 32K, FlashAttention-2",
@@ -62,14 +66,14 @@ of a KV head passed the same tests.
 
 
 def make_documents() -> None:
-    """Makes the stores that the runs read; their lengths do not depend on the machine."""
+    """Makes the token stores that the runs read, with the same lengths on any machine."""
     for name, tokens in DOCUMENTS.items():
         prefix = ROOT / "runs" / "gpu_hour" / "documents" / name
         make_store(prefix, tokens=tokens, window=WINDOW)
 
 
 def steps_of(name: str) -> dict[str, Any]:
-    """A run's measured step time and memory, beside what is predicted for the same steps."""
+    """Returns a row: measured step time and memory of a run beside predictions of its steps."""
     found = compared(RECORDS / name, {profile: profile for profile in PROFILES})
     row: dict[str, Any] = {
         "run": RUNS[name],
@@ -116,7 +120,11 @@ def steps_table(names: list[str]) -> Table:
 
 
 def static_times(window: int, count: int) -> dict[str, float]:
-    """The paper's shardings of the measured micro-batches, predicted by h100_sxm; any unit."""
+    """Returns predicted attention times under the paper's static shardings, by their names.
+
+    The micro-batches are those that were measured, priced by `h100_sxm`. Only ratios of the times
+    are used.
+    """
     cost = layer_cost(window=window, cp=4, profile="h100_sxm", backend="torch_varlen")
     out = dict.fromkeys(STATIC, 0.0)
     for lengths in micro_batches("original", window=window, count=count, seed=0):
@@ -127,7 +135,7 @@ def static_times(window: int, count: int) -> dict[str, float]:
 
 
 def sharding_table() -> Table:
-    """Figure 15: the slowest rank's kernels under each sharding, measured and predicted."""
+    """Returns Figure 15's table: measured and predicted kernel times under each sharding."""
     found = json.loads((RECORDS / "sharding.json").read_text("utf-8"))
     rows: list[list[Any]] = []
     for window, of in found["windows"].items():
@@ -168,7 +176,10 @@ SYSTEM_NAMES = {"plain_4d": "Plain-4D", **NAMES}
 
 
 def layers_table() -> Table:
-    """Speed-ups with predicted and with measured layers, and how well layers are predicted."""
+    """Returns the table of speed-ups with predicted and with measured layers.
+
+    Its last columns say how well the layers' times were predicted.
+    """
     runs = [
         (gpu, config, systems)
         for gpu, folder in (("H100", LAYERS), ("H200", H200))

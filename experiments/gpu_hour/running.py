@@ -1,7 +1,7 @@
-"""Runs the parts one after the other, each under its time limit, and keeps what each one found.
+"""Runs the parts one after the other, each in its own process under its time limit.
 
-A part that breaks, hangs or takes the node with it costs only itself: its state is written before
-it starts and after it ends, and the same command goes on behind the parts that ended.
+A part that crashes or hangs does not stop the others. Its state is written before it starts and
+after it ends, so even if the node is lost, the same command resumes with the next part.
 """
 
 import json
@@ -29,39 +29,42 @@ GRACE_S = 10
 
 
 class State(StrEnum):
+    """How far a part came."""
+
     STARTED = "started"
-    """It never said that it ended: the machine was lost, or it was killed from outside."""
+    """The part started, but its end was never recorded: the machine was lost or killed it."""
     DONE = "done"
+    """The process ended with exit status 0."""
     FAILED = "failed"
+    """The process ended with another exit status."""
     TOO_LONG = "took too long"
+    """The part was stopped at its own time limit."""
     LEFT_OUT = "left out"
-    """No time was left for it."""
+    """The part was not started because no time was left."""
     CUT_OFF = "cut off"
-    """The hour ended before the part's own limit did."""
+    """The part was stopped because the hour was over, before its own time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A part that was run, as PART/ended.json has it."""
+    """Outcome of a part, as it is stored in PART/ended.json."""
 
     name: str
     title: str
     state: State
     seconds: float
-    answer: dict[str, Any]
-    """`Answer` as JSON; empty if the part gave none."""
-    log_end: str
-    """The last lines of its log, of a part that did not end well."""
+    answer: dict[str, Any]  # fields of the part's `Answer`; empty if it gave none
+    log_end: str  # last lines of the log, unless the part is done
 
 
 def ended_of(setting: Setting, part: Part) -> Ended | None:
-    """What is known of a part from an earlier start."""
+    """Returns the outcome of a part in an earlier start of the hour, or None."""
     found = read_whole(setting.of(part.name) / "ended.json")
     return Ended(**{**found, "state": State(found["state"])}) if found else None
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """What a part wrote; {} if it wrote nothing, or was lost while it wrote."""
+    """Returns the contents of a JSON file, or {} if it is missing or incomplete."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -76,14 +79,14 @@ def run_parts(
     seconds: float,
     worker: str = WORKER,
 ) -> list[Ended]:
-    """Runs the parts that have not ended yet and returns what is known of all.
+    """Runs the parts that earlier starts did not finish, and returns the outcomes of all.
 
     Args:
-        setting: Where they run and write.
-        parts: In order.
+        setting: The device, and the folder of results.
+        parts: Parts in the order in which they run.
         console: Gets a line when a part starts and when it ends.
-        seconds: For all parts together.
-        worker: Module that runs a part in a process of its own.
+        seconds: Time for all parts together.
+        worker: Module that a part's process runs.
     """
     started = time.monotonic()
     out: list[Ended] = []
@@ -116,7 +119,7 @@ def run_parts(
 
 
 def _remedy(setting: Setting, ended: Ended) -> str:
-    """How to run a part again that failed: the same command passes over it."""
+    """Returns how to repeat a failed part, which the same command would skip; "" for others."""
     if ended.state != State.FAILED:
         return ""
     path = setting.of(ended.name) / "ended.json"
@@ -132,9 +135,14 @@ def _left_out(part: Part) -> Ended:
 def run_part(
     setting: Setting, part: Part, *, limit_s: float, too_late: State, worker: str = WORKER
 ) -> Ended:
-    """Runs one part as a process group of its own and ends the whole group with it.
+    """Runs one part in its own process group, and stops the whole group when the part ends.
 
-    too_late: the state of a part that has not ended after `limit_s`.
+    Args:
+        setting: The device, and the folder of results.
+        part: The part.
+        limit_s: Seconds after which the part is stopped.
+        too_late: State of a part that was stopped.
+        worker: Module that the process runs.
     """
     folder = setting.of(part.name)
     (folder / "answer.json").unlink(missing_ok=True)
@@ -172,7 +180,7 @@ def run_part(
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and everything it started."""
+    """Stops the process and all processes that it started, by SIGTERM and then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -1,7 +1,8 @@
-"""The training runs of the hour: their TOML files, by device and number of GPUs.
+"""Defines the training runs of the hour and writes their TOML files.
 
-They are small enough for one node and long enough to compare: layers of LLaMA 7B at the paper's
-windows, and a model of a billion parameters with several micro-batches a step.
+The runs fit one node: some layers of LLaMA 7B at the paper's windows, and a model of a billion
+parameters with several micro-batches per step. They are long enough for their step times to be
+compared with predictions.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from wlb.prepare.synthetic import prepare_synthetic
 from wlb.spec import RunSpec, load
 
 WARM_UP_STEPS = 3
-"""First steps of a run that are not compared: kernels are compiled and memory is allocated."""
+"""First steps of a run, in which kernels compile and memory is allocated; they do not count."""
 
 BILLION = {
     "model.vocab_size": 32000,
@@ -46,19 +47,22 @@ EIGHT = {"parallel.tp": 2, "parallel.cp": 2, "parallel.pp": 2, "pp.schedule": "1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """A run of the hour."""
+    """A training run of the hour."""
 
     name: str
-    window: int
-    """Context window in tokens."""
-    windows: int
-    """Windows, and so micro-batches, of a global batch."""
+    window: int  # context window in tokens
+    windows: int  # windows in a global batch, which is also the number of micro-batches
     steps: int
+    # Configuration keys that differ from wlb's defaults, such as "model.num_layers".
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Keys that differ from the defaults."""
 
     def write(self, setting: Setting, *, folder: Path) -> Path:
-        """Writes the run's TOML into `folder`, where the run goes too, and returns its path."""
+        """Writes the run's TOML file and returns its path.
+
+        Args:
+            setting: The device, and where the token store is.
+            folder: Folder of the file. The run writes into its subfolder runs.
+        """
         keys: dict[str, object] = {
             "run.name": self.name,
             "run.device": setting.device,
@@ -83,7 +87,7 @@ class TrainingRun:
 
 
 def toml_of(keys: Mapping[str, object]) -> str:
-    """Sections and keys as TOML."""
+    """Formats keys such as "model.num_layers" as a TOML file with sections."""
     sections: dict[str, list[str]] = {}
     for name, value in keys.items():
         section, key = name.split(".")
@@ -93,12 +97,18 @@ def toml_of(keys: Mapping[str, object]) -> str:
 
 
 def documents(setting: Setting) -> Path:
-    """Prefix of the store that all runs read, which `worker` makes before the first part."""
+    """Returns the prefix of the token store that all runs read.
+
+    The process of each part (`worker`) makes the store if it is missing.
+    """
     return setting.folder / "documents" / "wlb_paper"
 
 
 def make_store(prefix: Path, *, tokens: int, window: int) -> None:
-    """Makes a store of documents of the paper's lengths, once; they are the same on any machine."""
+    """Makes a token store with the paper's document lengths, unless it exists.
+
+    Its documents are the same on any machine.
+    """
     if not Path(f"{prefix}.json").exists():
         prepare_synthetic(
             prefix, family="wlb_paper", num_tokens=tokens, window=window, seed=0, overwrite=True
@@ -106,12 +116,15 @@ def make_store(prefix: Path, *, tokens: int, window: int) -> None:
 
 
 def document_window(setting: Setting) -> int:
-    """The longest document: that of the longest window of the runs."""
+    """Returns the longest context window of all runs; the longest document is as long."""
     return max(run.window for run in (*trainings(setting), balanced(setting)))
 
 
 def trainings(setting: Setting) -> tuple[TrainingRun, ...]:
-    """Runs whose step times and memory are compared with predictions; one GPU is enough."""
+    """Returns the runs whose step times and memory are compared with predictions.
+
+    Each needs one GPU.
+    """
     if setting.device == "cpu":
         return (TrainingRun(name="tiny", window=512, windows=2, steps=6, settings=TINY),)
     quick = setting.quick
@@ -146,8 +159,9 @@ def trainings(setting: Setting) -> tuple[TrainingRun, ...]:
 
 
 def balanced(setting: Setting) -> TrainingRun:
-    """The run that Plain-4D, the paper's system and ours train: on two CPU processes, or eight
-    GPUs.
+    """Returns the run that is trained by Plain-4D, the paper's system and ours.
+
+    It takes eight GPUs, or two processes on a CPU.
     """
     if setting.device == "cpu":
         settings = {**TINY, "parallel.cp": 2}
@@ -158,7 +172,7 @@ def balanced(setting: Setting) -> TrainingRun:
 
 
 def restarted(setting: Setting) -> TrainingRun:
-    """The small run that is killed and resumed."""
+    """Returns the small run that is killed and resumed."""
     sizes = {} if setting.device == "cpu" else {"model.hidden_size": 512, "model.num_heads": 4}
     return TrainingRun(
         name="restarted",

@@ -1,4 +1,4 @@
-"""What every part of the hour is told, and what it answers."""
+"""The input of every part of the hour, `Setting`, and its result, `Answer`."""
 
 import os
 import shutil
@@ -17,62 +17,67 @@ class Verdict(StrEnum):
     """What a measurement says about a claim."""
 
     HOLDS = "holds"
+    """The measurement agrees with the claim."""
     DIFFERS = "differs"
-    """The measurement is outside what was claimed; nothing is broken."""
+    """The measured value is outside the tolerance, but nothing is broken."""
     FAILED = "failed"
-    """Something is wrong: a wrong result, a run that ended early."""
+    """Something is broken: a result is wrong, or a run ended early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where the hour runs and writes."""
+    """The device that the hour uses, and the folder that it writes to."""
 
-    folder: Path
-    """Folder of the whole hour; a part writes below its own name in it."""
-    device: str
-    """"cuda" or "cpu"."""
-    gpus: int
-    """GPUs that are used; 0 on a CPU."""
-    quick: bool
-    """Short forms of all parts."""
+    folder: Path  # folder of results, with a subfolder for each part
+    device: str  # "cuda" or "cpu"
+    gpus: int  # number of GPUs; 0 on a CPU
+    quick: bool  # whether parts run in their short forms
 
     def of(self, part: str) -> Path:
-        """The folder of a part, which is made if it is missing."""
+        """Returns the folder of a part, which is made if it is missing."""
         path = self.folder / part
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     @property
     def profile(self) -> Path:
-        """The kernel profile that the part `profile` writes."""
+        """Returns the path of the kernel profile that the part `profile` writes."""
         return self.folder / "profile" / "profile.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table of claims."""
+    """A row of the table of claims."""
 
-    claim: str
-    claimed: str
-    measured: str
+    claim: str  # what is claimed, in words
+    claimed: str  # claimed or predicted value with its unit
+    measured: str  # measured value with its unit
     verdict: Verdict
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What a part found."""
+    """The result of a part."""
 
     rows: list[Row] = field(default_factory=list[Row])
-    figures: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Raw numbers, as they go to gpu_hour.json."""
+    figures: dict[str, Any] = field(default_factory=dict[str, Any])  # raw numbers
 
     def claim(self, claim: str, claimed: str, measured: str, verdict: Verdict) -> None:
+        """Adds a row to the table of claims."""
         self.rows.append(Row(claim=claim, claimed=claimed, measured=measured, verdict=verdict))
 
     def within(
         self, claim: str, claimed: float, measured: float, *, share: float, unit: str
     ) -> None:
-        """Adds a row that holds if `measured` is within `share` of `claimed`."""
+        """Adds a row that holds if the claimed value is within `share` of the measured one.
+
+        Args:
+            claim: What is claimed, in words.
+            claimed: Claimed or predicted value.
+            measured: Measured value.
+            share: Relative error up to which the claim holds.
+            unit: Unit of both values.
+        """
         off = claimed / measured - 1
         verdict = Verdict.HOLDS if abs(off) <= share else Verdict.DIFFERS
         said = f"{claimed:.4g} {unit} ({off:+.1%})".replace("  ", " ")
@@ -80,7 +85,10 @@ class Answer:
 
 
 def emptied_runs(folder: Path) -> Path:
-    """A part's folder without the runs of an earlier try, which would be resumed or counted."""
+    """Removes runs of an earlier try from a part's folder and returns the folder.
+
+    Left there, they would be resumed, or counted as results of this try.
+    """
     shutil.rmtree(folder / "runs", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -89,9 +97,12 @@ def emptied_runs(folder: Path) -> Path:
 def python(
     *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs `python ARGUMENTS` at the repository's root; its output is that of the part.
+    """Runs `python ARGUMENTS` in the repository's root; its output goes to the part's log.
 
-    env: variables on top of this process's
+    Args:
+        *arguments: Command-line arguments of the interpreter.
+        check: Whether an exit status other than 0 raises CalledProcessError.
+        env: Environment variables on top of this process's.
     """
     print("+", *arguments, flush=True)
     command: Sequence[str] = (sys.executable, *arguments)

@@ -1,6 +1,7 @@
-"""One part in a process of its own: `python -m experiments.gpu_hour.worker PART SETTING`.
+"""Runs one part of the hour: `python -m experiments.gpu_hour.worker PART SETTING`.
 
-SETTING is the setting as JSON. The answer goes to PART/answer.json of the hour's folder.
+`running.run_part` starts this module in a process for each part. SETTING is the `Setting` as JSON.
+The part's `Answer` goes to PART/answer.json in the folder of results.
 """
 
 import json
@@ -14,6 +15,7 @@ from experiments.gpu_hour.setting import Setting
 from experiments.harness.files import write_json
 
 DOCUMENT_TOKENS = {"cuda": 6_000_000, "cpu": 200_000}
+"""Tokens of the store that the training runs read, by device."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Makes the command lines of experiments, so that one option means one thing everywhere."""
+"""Defines the options that experiments share, so that an option means the same in all of them."""
 
 import argparse
 from collections.abc import Callable
@@ -6,7 +6,11 @@ from typing import Any
 
 
 class ExperimentParser(argparse.ArgumentParser):
-    """Refuses --take with other steps or another seed: what is taken would be named after them."""
+    """Argument parser that refuses --take together with a changed --steps or --seed.
+
+    --take reuses earlier results. The page would name the new steps or seed for results that were
+    made with the old ones.
+    """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options = super().parse_args(args, namespace)
@@ -20,7 +24,7 @@ class ExperimentParser(argparse.ArgumentParser):
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """The type of an option for whole numbers from `minimum` on."""
+    """Returns an argparse type that accepts whole numbers of at least `minimum`."""
 
     def parsed(text: str) -> int:
         value = int(text)
@@ -28,7 +32,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{value} must be at least {minimum}")
         return value
 
-    # argparse names the type in messages by it.
+    # argparse shows this name in "invalid int value".
     parsed.__name__ = "int"
     return parsed
 
@@ -42,21 +46,21 @@ def experiment_parser(
     lengths: bool = False,
     take: str = "",
 ) -> ExperimentParser:
-    """Returns a parser with those of the common options that the experiment has.
+    """Returns a parser with the common options that an experiment asks for.
 
     Args:
-        doc: the experiment's docstring, whose first line describes the command
-        quick: what `--quick` does besides writing nothing; "" for experiments without it
-        seed: default of `--seed`
-        steps: default of `--steps`, a number of global batches
-        lengths: whether `--lengths FILE ...` adds files of document lengths
-        take: what `--take` does; "" for experiments without it
+        doc: The experiment's docstring. Its first line describes the command.
+        quick: Help of `--quick`, besides that it writes nothing. Empty: no such option.
+        seed: Default of `--seed`. None: no such option.
+        steps: Default of `--steps`, a number of global batches. None: no such option.
+        lengths: Whether to add `--lengths FILE ...`, which takes files of document lengths.
+        take: Help of `--take`. Empty: no such option.
     """
     parser = ExperimentParser(description=(doc or "").splitlines()[0])
     if steps is not None:
         parser.add_argument("--steps", type=int, default=steps, help="number of global batches")
     if seed is not None:
-        parser.add_argument("--seed", type=int, default=seed, help="seed of what is drawn")
+        parser.add_argument("--seed", type=int, default=seed, help="seed of random draws")
     if lengths:
         text = "files of document lengths"
         parser.add_argument("--lengths", nargs="*", default=[], metavar="FILE", help=text)

@@ -1,12 +1,15 @@
 """Defines the documents, configurations and prices that the paper's figures are reproduced with.
 
-All figures have the same ones. Prices are those of profile `h100_runs`, which is measured on an
-H100 and agrees with training runs that others published; no number of the paper is in them. The
-paper does not name its attention kernel: results are at FlashAttention-2's prices, and those that
-depend on it most stand at FlashAttention-3's too. Two things that the paper does not give were
-chosen by its numbers: lengths are a family of `wlb.data.lengths`, fitted to the imbalances of
-Table 2 and the averages of Figure 12, and S_max and the queues' thresholds of Algorithm 1 were
-chosen with it.
+All figures of the evaluation use the same.
+
+- Prices come from the kernel profile `h100_runs`. It was measured on an H100 and agrees with
+  training runs that others published. No number of the paper went into it.
+- The paper does not name its attention kernel. Results use the prices of FlashAttention-2; results
+  that depend much on the kernel are also given for FlashAttention-3.
+- The paper does not publish its document lengths. `FAMILY` is a distribution that was fitted to the
+  imbalances of Table 2 and the averages of Figure 12.
+- The paper does not give S_max and the queue thresholds of Algorithm 1 either. They were chosen
+  together with the distribution.
 """
 
 from wlb.cost import KernelProfile, load_profile
@@ -24,9 +27,9 @@ FAMILY = LengthFamily(
 )
 
 S_MAX = 1.1
+"""Most tokens of a micro-batch, as a multiple of the context window."""
 QUEUES = {1: (0.2,), 2: (0.2, 0.63), 3: (0.2, 0.4, 0.63)}
-"""Thresholds of Algorithm 1, by its number of queues. Like S_MAX they are in windows."""
-
+"""Outlier thresholds of Algorithm 1 by its number of queues, as multiples of the window."""
 
 TABLE_1 = (
     "550m_64k",
@@ -39,11 +42,11 @@ TABLE_1 = (
     "70b_128k",
 )
 VOCABULARY = 32000
-"""LLaMA2 has this vocabulary. Presets take theirs from a token store, which bare lengths lack."""
+"""LLaMA2's vocabulary. A preset takes its vocabulary from the token store, and here is none."""
 
 
 def configuration(name: str, *overrides: str) -> RunSpec:
-    """Loads a preset of Table 1 with LLaMA2's vocabulary; overrides are those of `--set`."""
+    """Loads a preset of Table 1 with LLaMA2's vocabulary and overrides as for `--set`."""
     return load(name, [f"model.vocab_size={VOCABULARY}", *overrides])
 
 
@@ -53,13 +56,14 @@ def title(name: str) -> str:
 
 
 PROFILE = "h100_runs"
+# torch's variable-length attention runs FlashAttention-2.
 FLASH_2, FLASH_3 = "torch_varlen", "flash_attention_3"
 KERNELS = {FLASH_2: "FlashAttention-2", FLASH_3: "FlashAttention-3"}
-"""Attention kernels whose prices results stand at, and their names in tables."""
+"""Attention kernels that results are priced with, and their names in tables."""
 
 
 def settings(kernel: str = FLASH_2) -> tuple[str, ...]:
-    """Returns the settings that every run of the evaluation has, as those of `--set`."""
+    """Returns the settings of every run of the evaluation, as for `--set`."""
     return (f"kernels.attention={kernel}", "planner.baseline=false")
 
 
@@ -69,7 +73,7 @@ def profile() -> KernelProfile:
 
 
 def worth_of_prices() -> str:
-    """Says how well the prices predicted runs of others, for the note of simulated speed-ups."""
+    """Returns a sentence on how well the profile predicts published runs, for notes on pages."""
     error = ERRORS[PROFILE, True]
     return (
         f"Profile `{PROFILE}`, which no number of the paper is in, predicted tokens/s of "

@@ -1,7 +1,8 @@
-"""Makes the figures of results pages: as wide as a README, in one palette. Needs matplotlib.
+"""Makes the figures of results pages, all as wide as a README and in one palette.
 
-Colours are Okabe and Ito's, which people who do not see all colours can tell apart. Never tell
-lines or bars apart by colour alone: use MARKERS, LINES or HATCHES as well, or write beside them.
+The colours are Okabe and Ito's, which colour-blind people can distinguish. Colour must not be the
+only difference between lines or bars: use MARKERS, LINES or HATCHES too, or label them directly.
+Needs matplotlib.
 """
 
 import math
@@ -16,13 +17,14 @@ RANK_COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
     *("#56B4E9", "#D55E00", "#F0E442", "#44337A"),
 )
-"""Ranks are told apart by these colours, and by their numbers where there is room."""
+"""One colour per rank. Pictures also print the rank's number where it fits."""
 DARK = {"#0072B2", "#009E73", "#D55E00", "#44337A"}
-"""White is read on these colours, black on the others."""
+"""Colours on which text must be white; on the others it is black."""
 WIDTH = 9.0
-"""A figure is this many inches wide.
+"""Width of a figure in inches.
 
-At 150 dots per inch a README shows it at about 60%, where 10 points are 13 pixels.
+At 150 dots per inch a README shows the picture at about 60% of its size. Text of 10 points is then
+13 pixels high.
 """
 
 
@@ -31,7 +33,14 @@ def new_figure(
 ) -> tuple[Any, list[Any]]:
     """Returns a Figure that needs no window system, and its axes row by row.
 
-    subplots: arguments of Figure.subplots, such as sharey or width_ratios
+    Args:
+        nrows: Rows of axes.
+        ncols: Columns of axes.
+        height: Height of the figure in inches.
+        **subplots: Further arguments of `Figure.subplots`, such as sharey or width_ratios.
+
+    Raises:
+        SystemExit: If matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -50,7 +59,7 @@ def new_figure(
 def tokens_axis(axes: Any, *, log: bool = True) -> None:
     """Labels an x axis in tokens (256, 1K, 4K, ...), logarithmic or from 0.
 
-    Call it when everything is drawn.
+    Call it after everything is drawn, because it reads the limits of the axis.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -69,5 +78,5 @@ def tokens_axis(axes: Any, *, log: bool = True) -> None:
 
 
 def tokens_text(tokens: float) -> str:
-    """Writes 16,384 as 16K."""
+    """Formats a number of tokens in units of 1,024: 16384 becomes "16K"."""
     return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"

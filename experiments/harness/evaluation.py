@@ -1,7 +1,8 @@
 """Runs the simulations that the figures of the evaluation share.
 
-Every run of a configuration trains the same global batches, drawn from one length family, to the
-end: documents that a policy holds back are flushed and counted.
+All runs of a configuration train the same global batches, drawn from one distribution of document
+lengths. They train them to the end: documents that a packing policy delays are flushed and counted,
+so the total times of two runs can be compared.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from wlb.spec import RunSpec, system_overrides
 STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap_stages=1")
-"""CP ranks send each other the keys that are read, beside attention over those that they hold."""
+"""Settings of the `needed` exchange, overlapped with attention over each rank's local keys."""
 SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain_4d": ("plain_4d", ()),
     "plain_anywhere": ("plain_4d", ("packing.window_cut=anywhere",)),
@@ -37,8 +38,11 @@ SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wlb": ("wlb", ()),
     "by_need": ("wlb", BY_NEED),
 }
-"""Compared systems: the name of each in wlb, and overrides on top of it. Plain-4D is the
-paper's, whose loader cuts short documents only; Megatron's and torchtitan's cut anywhere."""
+"""Compared systems: each one's name in wlb (`--system`), and overrides on top of it.
+
+`plain_4d` is the paper's baseline, whose loader cuts only documents shorter than a window.
+`plain_anywhere` cuts documents anywhere, as the loaders of Megatron-LM and torchtitan do.
+"""
 NAMES = {
     "fixed_4d": "Fixed-4D",
     "paper": "WLB-LLM",
@@ -46,18 +50,23 @@ NAMES = {
     "by_need": "ours, keys by need",
     "bound": "perfect balance",
 }
-"""Labels of what is compared with Plain-4D."""
+"""Labels of the systems that are compared with Plain-4D."""
 GIB = 2**30
 MEMORY_GIB = 80.0
 EARLIER_GIB = 76.0
-"""GiB of 80 that plans use in results made before runs set memory aside for CUDA, NCCL and gaps.
-Experiments whose results were not made again name it; all others plan as a run does (`system`)."""
+"""GiB of an 80 GiB GPU that older results plan with.
+
+Today a run itself sets memory aside for CUDA, NCCL and gaps of the allocator (`system`). Only
+experiments whose committed results are older pass this constant.
+"""
 
 
 def arguments(doc: str | None, *, takes: str = "") -> argparse.ArgumentParser:
     """Returns a parser with the options that every figure of the evaluation takes.
 
-    takes: what --take does; "" for figures that have no such option
+    Args:
+        doc: The experiment's docstring. Its first line describes the command.
+        takes: Help of `--take`. Empty: no such option.
     """
     quick = f"simulate {QUICK_STEPS} global batches per run"
     return experiment_parser(doc, quick=quick, seed=SEED, steps=STEPS, take=takes)
@@ -69,43 +78,41 @@ def steps_of(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes a run."""
+    """A run to simulate."""
 
-    name: str
-    config: str  # of Table 1
+    name: str  # label, such as "wlb"
+    config: str  # preset of Table 1, such as "7b_128k"
     overrides: tuple[str, ...]  # settings on top of `constants.settings`
-    steps: int = STEPS  # global batches, each of the configuration's own size
+    steps: int = STEPS  # number of global batches
     seed: int = SEED
     family: LengthFamily = constants.FAMILY  # distribution of document lengths
-    kernel: str = constants.FLASH_2  # of `constants.KERNELS`
+    kernel: str = constants.FLASH_2  # attention kernel, a key of `constants.KERNELS`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Holds totals of a run, and means over its steps.
-
-    time_s: simulated time of the whole run, in seconds
-    bound_s: the same if every micro-batch and CP rank took its step's mean
-    mean_delay: mean delay of a token, in steps
-    memory_bytes: peak memory of the fullest device
-    """
+    """Totals of a simulated run, and means over its steps."""
 
     case: Case
-    time_s: float
-    bound_s: float
-    tokens: int
-    steps: int
-    imbalance: float
-    bubble: float
-    mean_delay: float
-    memory_bytes: int
+    time_s: float  # time of the whole run
+    bound_s: float  # time of the whole run if all micro-batches and CP ranks of a step were equal
+    tokens: int  # tokens trained
+    steps: int  # steps made, including the flush
+    imbalance: float  # work of the slowest micro-batches over the mean, each summed over steps
+    bubble: float  # share of the time in which pipeline ranks are idle
+    mean_delay: float  # mean delay of a token in steps
+    memory_bytes: int  # peak memory of the fullest device
 
     @property
     def step_s(self) -> float:
         return self.time_s / self.steps
 
     def over(self, baseline: "Outcome") -> float:
-        """Returns the speed-up; raises ValueError unless both runs trained the same tokens."""
+        """Returns the speed-up over another run of the same documents.
+
+        Raises:
+            ValueError: If the runs trained different numbers of tokens.
+        """
         if self.tokens != baseline.tokens:
             raise ValueError(
                 f"{self.case.name} trained {self.tokens} tokens, {baseline.case.name} "
@@ -115,6 +122,7 @@ class Outcome:
 
     @property
     def of_bound(self) -> float:
+        """Returns the time under perfect balance over the simulated time; 1 is perfect."""
         return self.bound_s / self.time_s
 
 
@@ -124,8 +132,9 @@ def spec_of(case: Case) -> RunSpec:
 
 
 def batches_of(spec: RunSpec, *, family: LengthFamily, steps: int, seed: int) -> list[GlobalBatch]:
-    """Returns `steps` global batches of documents of the family, scaled to the window."""
+    """Returns `steps` global batches of documents drawn from the family, scaled to the window."""
     window = spec.data.context_window
+    # A sample gives the mean length, and so how many documents are enough for all batches.
     mean = float(family.sample(1 << 16, window=window, seed=seed).mean())
     needed = int(spec.tokens_per_step * (steps + 1) / mean * 1.1) + 1
     lengths = family.sample(needed, window=window, seed=seed)
@@ -138,7 +147,7 @@ def batches_of(spec: RunSpec, *, family: LengthFamily, steps: int, seed: int) ->
 
 
 def simulate(case: Case) -> RunSimulation:
-    """Simulates the whole run."""
+    """Simulates all steps of a run."""
     spec = spec_of(case)
     batches = batches_of(spec, family=case.family, steps=case.steps, seed=case.seed)
     cost = workload_of(spec, constants.profile())
@@ -146,7 +155,7 @@ def simulate(case: Case) -> RunSimulation:
 
 
 def outcome(case: Case) -> Outcome:
-    """Simulates the run and returns its totals."""
+    """Simulates a run and returns its totals."""
     run = simulate(case)
     return Outcome(
         case=case,
@@ -169,9 +178,12 @@ def _outcome_or_reason(case: Case) -> Outcome | str:
 
 
 def outcomes(alternatives: Sequence[Sequence[Case]]) -> list[Outcome]:
-    """Returns, for each group of alternatives in order, the fastest that fits the devices.
+    """Returns the fastest run of each group of alternatives that fits the memory of a device.
 
-    All cores simulate. Raises ValueError with the reasons if none of a group fits.
+    Simulates in one process per core.
+
+    Raises:
+        ValueError: If no run of a group fits. The message gives the reasons.
     """
     cases = [case for group in alternatives for case in group]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -187,16 +199,22 @@ def outcomes(alternatives: Sequence[Sequence[Case]]) -> list[Outcome]:
 
 
 def room_of(config: str, *more: str) -> float:
-    """Returns the GiB of a GPU that a run of the configuration plans with."""
+    """Returns the GiB of a GPU that a run of the configuration may plan to use."""
     return planned_gib(spec_of(Case(name="", config=config, overrides=more)))
 
 
 def system(
     name: str, config: str, *more: str, label: str = "", gib: float = 0, **options: Any
 ) -> list[Case]:
-    """Returns a system's alternatives on a configuration, each with `more` overrides added.
+    """Returns the alternatives of a system on a configuration.
 
-    gib: what plans may use of a GPU's memory; 0: what a run plans with (`room_of`)
+    Args:
+        name: System as in `--system`.
+        config: Preset of Table 1.
+        *more: Overrides that every alternative gets on top of the system's.
+        label: Name of the cases. Defaults to the system's.
+        gib: GPU memory that plans may use, in GiB. 0 stands for `room_of`, the value of a real run.
+        **options: Further fields of `Case`.
     """
     room = gib or room_of(config, *more)
     return [
@@ -206,15 +224,15 @@ def system(
 
 
 def compared(name: str, config: str, *more: str, **options: Any) -> list[Case]:
-    """Returns the alternatives of one of SYSTEMS on a configuration, as `system` does."""
+    """Returns the alternatives of a system in SYSTEMS on a configuration (see `system`)."""
     known, overrides = SYSTEMS[name]
     return system(known, config, *overrides, *more, **options)
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:
-    """Returns the values of an outcome's overrides for `keys`, as words for a table."""
-    said = dict(override.split("=", 1) for override in outcome.case.overrides)
-    return ", ".join(said[key] for key in keys if said.get(key, "none") != "none")
+    """Returns the values that an outcome's overrides give `keys`, joined for a table cell."""
+    values = dict(override.split("=", 1) for override in outcome.case.overrides)
+    return ", ".join(values[key] for key in keys if values.get(key, "none") != "none")
 
 
 def mean(values: Iterable[float]) -> float:

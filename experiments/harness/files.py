@@ -1,4 +1,4 @@
-"""JSON files of results, which are complete or absent."""
+"""Writes JSON files of results so that a crash never leaves half a file."""
 
 import json
 from pathlib import Path
@@ -8,5 +8,5 @@ from wlb.prepare.files import write_text
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Writes JSON so that a process or a node that is lost leaves the old file or the new one."""
+    """Writes a JSON file atomically: after a crash the old or the new file is there, whole."""
     write_text(path, json.dumps(value, indent=indent) + "\n")

@@ -1,10 +1,10 @@
 """Writes the results page of an experiment, `<folder>/results/README.md`, with its CSVs and PNGs.
 
-`write_results` takes titles, texts, `Table`s and `Picture`s. All experiments keep to conventions:
+`write_results` takes texts, `Table`s and `Picture`s. All experiments follow three conventions:
 
-- `--quick` only prints, because committed results come from whole runs.
-- Paths given on the command line appear by file name only.
-- Pictures come from `experiments.harness.drawing.new_figure`, which is as wide as a README.
+- `--quick` prints and writes nothing, because committed results come from whole runs.
+- A path that was given on the command line appears by its file name only.
+- Pictures are made by `experiments.harness.drawing.new_figure`, so all have the same width.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from wlb.report.simulation import worth_of
 
 
 def this_machine() -> str:
-    """Returns "x86_64, 2 cores, Python 3.11.7", for pages of measured times."""
+    """Names this machine on pages of measured times, as in "x86_64, 2 cores, Python 3.11.7"."""
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
@@ -39,57 +39,51 @@ RESULTS_ONLY = ":(exclude,glob)experiments/**/results/**"
 
 
 class How(StrEnum):
-    """Origin of the numbers of a page."""
+    """How the numbers of a page were obtained."""
 
     COMPUTED = "computed"
-    """The numbers are counted or calculated; there is no time in them."""
+    """Counts or calculations, without any times."""
     PREDICTED = "predicted"
-    """The numbers are times of single operations from a kernel profile."""
+    """Times of single operations, from a kernel profile."""
     SIMULATED = "simulated"
-    """A training step is assembled from predicted times: pipeline, collectives, ranks that wait."""
+    """Times of whole training steps: pipeline, collectives and waiting ranks are simulated."""
     MEASURED = "measured"
-    """The numbers are times of something that ran; `profile` is then words that name the device."""
+    """Times of programs that ran. `write_results` then takes the device's name as `profile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """Compares a number of the paper with ours.
-
-    paper, ours: numbers, or words such as "over 75 %"
-    """
+    """A number of the paper beside ours."""
 
     what: str
-    paper: float | str
+    paper: float | str  # the paper's number, or words such as "over 75 %"
     ours: float | str
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Describes a table of the page, which also goes to `<name>.csv`.
-
-    rows: plain values in the order of columns; None is an empty cell
-    formats: format specification by column, such as {"imbalance": ".3f", "tokens": ",d"}
-    most_rows: rows shown on the page; with 0 the table goes to the CSV only
-    page_columns: names on the page of the columns that stand there; empty: all by their own names
-    """
+    """A table of the page, which is also written to `<name>.csv`."""
 
     name: str
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[Any]]  # values in the order of columns; None is an empty cell
+    # Format specification by column, such as {"imbalance": ".3f", "tokens": ",d"}.
     formats: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
-    most_rows: int = 60
+    note: str = ""  # Markdown below the table
+    most_rows: int = 60  # rows shown on the page; with 0 the table goes to the CSV only
+    # Columns shown on the page and their headings there. Empty: all columns, by their names.
     page_columns: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, name: str, title: str, records: Sequence[Mapping[str, Any]], **more: Any
     ) -> "Table":
-        """Returns the table of these records, whose keys are the columns.
+        """Returns a table with a row for each record and a column for each key.
 
-        Raises ValueError for records with different keys, or none at all.
+        Raises:
+            ValueError: If there are no records, or their keys differ.
         """
         columns = list(records[0]) if records else []
         if not columns or any(list(record) != columns for record in records):
@@ -106,7 +100,7 @@ class Table:
                 raise ValueError(f"{self.name}: {what} of no column: {sorted(unknown)}")
 
     def shown(self) -> tuple[list[str], list[list[str]], list[bool]]:
-        """Returns the page's columns, all rows as text, and which columns hold words."""
+        """Returns the page's headings, all rows as text, and which columns contain words."""
         names = self.page_columns or {column: column for column in self.columns}
         at = [self.columns.index(column) for column in names]
         specs = [self.formats.get(column, "") for column in names]
@@ -125,7 +119,7 @@ class Table:
         return [*lines, f"{self.note} {what}: [{self.name}.csv]({self.name}.csv).".strip(), ""]
 
     def rich(self) -> rich_table.Table:
-        """Returns the table for the console."""
+        """Returns the table as the console shows it."""
         out = rich_table.Table(title=self.title, title_justify="left")
         columns, rows, has_words = self.shown()
         for column, words in zip(columns, has_words, strict=True):
@@ -137,14 +131,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """Describes a matplotlib Figure, written as `<name>.png`.
-
-    caption: text below the picture, and its alternative text
-    """
+    """A picture of the page, written to `<name>.png`."""
 
     name: str
-    caption: str
-    figure: Any
+    caption: str  # text below the picture, and its alternative text
+    figure: Any  # matplotlib Figure
 
 
 def write_results(
@@ -162,21 +153,31 @@ def write_results(
 ) -> Path:
     """Writes `<folder>/results/` and returns that folder.
 
-    The page says how its numbers came about (computed, predicted, simulated or measured), which
-    kernel profile priced them and what each of its blocks is worth (published, measured, assumed),
-    and gives the command, commit and seed. The paper's numbers beside ours, pictures and tables
-    follow. A table goes to `<name>.csv` in full, with 6 significant digits, and to the page as its
-    `formats` say, up to `most_rows` rows. Everything is written at the end, so an interrupted run
-    leaves old results whole.
+    The page starts with the command, commit and seed, how the numbers were obtained, and which
+    kernel profile priced them. The text, the paper's numbers beside ours, the pictures and the
+    tables follow. A CSV has all rows of a table with 6 significant digits. The page has up to
+    `most_rows` rows, formatted by `formats`.
 
-    profile: what priced the numbers, or words if no profile did
-    text: Markdown of the page
-    seed: seed of random draws, None if nothing is drawn
-    command: command line of the run; if empty, that of this process
+    Call it once at the end of an experiment, so that an interrupted run leaves old results whole.
+
+    Args:
+        folder: Folder of the experiment.
+        title: Heading of the page.
+        how: How the numbers were obtained.
+        profile: Kernel profile that priced the numbers, or words if none did.
+        text: Markdown between the heading and the results.
+        seed: Seed of random draws. None if nothing is drawn.
+        against: Numbers of the paper beside ours.
+        tables: Tables with distinct names.
+        figures: Pictures with distinct names.
+        command: Command line that the page names. Defaults to this process's.
+
+    Raises:
+        ValueError: If two tables or two pictures have the same name.
     """
     for names in ([table.name for table in tables], [picture.name for picture in figures]):
         if len(set(names)) < len(names):
-            raise ValueError(f"tables and figures need names of their own, got {names}")
+            raise ValueError(f"names of tables and of figures must be distinct, got {names}")
     results = folder / "results"
     results.mkdir(parents=True, exist_ok=True)
     seeded = "" if seed is None else f", seed {seed}"
@@ -205,7 +206,7 @@ def write_results(
 def read_table(
     folder: Path, name: str, *, title: str, formats: Mapping[str, str], note: str = ""
 ) -> Table:
-    """Reads a table that `write_results` wrote, so that a page is written again from its figures.
+    """Reads a table from the CSV that `write_results` wrote, to write its page anew.
 
     Numbers have the 6 significant digits of the CSV.
     """
@@ -216,10 +217,16 @@ def read_table(
 
 
 def commit_of(folder: Path) -> str:
-    """Returns the commit whose figures are in an experiment's results page."""
+    """Returns the commit that produced the figures on an experiment's results page.
+
+    Raises:
+        ValueError: If the page names no commit.
+    """
     page = (folder / "results" / "README.md").read_text("utf-8")
-    for said in (r"(?:is|figures|results,?) of commit ([\w-]+)", r"at commit ([\w-]+)"):
-        if found := re.search(said, page):
+    # A page that was rewritten from its tables names the commit of its figures, and after
+    # "at commit" the commit that rewrote it. So look for the former first.
+    for pattern in (r"(?:is|figures|results,?) of commit ([\w-]+)", r"at commit ([\w-]+)"):
+        if found := re.search(pattern, page):
             return found.group(1)
     raise ValueError(f"{folder.name}: the results page names no commit")
 
@@ -232,14 +239,14 @@ def _number(cell: str) -> int | float | str | None:
 
 
 def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> None:
-    """Prints the contents of a page."""
+    """Prints tables to the console, after the paper's numbers beside ours."""
     console = Console(width=width)
     for table in (*([_against_table(against)] if against else []), *tables):
         console.print(table.rich())
 
 
 def priced_with(*profiles: KernelProfile) -> str:
-    """Names the kernel profiles that priced a page, and the kind of each of their blocks."""
+    """Names kernel profiles and says which of their parts are measured, published or assumed."""
     return " ".join(_worth(profile) for profile in profiles)
 
 
@@ -252,12 +259,13 @@ def _worth(profile: KernelProfile) -> str:
 
 
 def command_of(folder: Path, arguments: Iterable[str] | None = None) -> str:
-    """Returns how this run was started.
+    """Returns the command line that started this run, for its page.
 
-    Absolute paths shrink to file names, so that pages name no machine.
+    Absolute paths become file names, so that a page does not name folders of a machine.
 
-    folder: that of the experiment, some folder below one named experiments
-    arguments: command-line arguments; if None, those of sys.argv
+    Args:
+        folder: Folder of the experiment, below a folder named experiments.
+        arguments: Command-line arguments. Defaults to those in sys.argv.
     """
     given = sys.argv[1:] if arguments is None else arguments
     short = [re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in given]
@@ -268,10 +276,10 @@ def command_of(folder: Path, arguments: Iterable[str] | None = None) -> str:
 
 
 def commit() -> str:
-    """Returns `program_version`, without "-dirty" if only results of experiments differ.
+    """Returns the commit, with "-dirty" if files other than results of experiments differ from it.
 
-    Otherwise the second experiment of a run would look changed because the first has written its
-    page.
+    Results do not count, because an experiment changes its results and so would make the commit of
+    the next experiment look dirty.
     """
     version = program_version()
     is_only_results = version.endswith("-dirty") and not source_differences()
@@ -279,7 +287,7 @@ def commit() -> str:
 
 
 def source_differences() -> str:
-    """Returns how tracked files except results differ from the commit, "" outside a checkout."""
+    """Returns the diff of the working tree without results; "" if this is not a git checkout."""
     command = ["git", "diff", "HEAD", "--", ".", RESULTS_ONLY]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

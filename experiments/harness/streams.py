@@ -1,9 +1,13 @@
-"""Provides the length sources that experiments share: fitted families, standard library, files.
+"""Provides the document lengths that experiments share, by the name of their source.
 
-Two families are fitted to the paper. "evaluation" gives the documents of the simulated 7B-128K
-runs, drawn from the family of `experiments/harness/constants.py`. "wlb_paper" is the library's
-default family. `COST` goes with it: a fixed ratio of attention to linear work (W_a / W_l = 1.67 at
-a window of 128K for the 7B model), so that imbalance is that of forward latency, as in Section 7.4.
+- "evaluation": the documents of the simulated 7B-128K runs, drawn from `constants.FAMILY`.
+- "wlb_paper": wlb's default distribution, which is also fitted to the paper.
+- "stdlib": the modules of Python's standard library, tokenized.
+- Any other name is the path of a file of lengths.
+
+`COST` prices documents of "wlb_paper" by a fixed ratio of attention to linear work: W_a / W_l is
+1.67 for a document as long as a window of 128K, as in the 7B model. An imbalance computed with it
+is the imbalance of forward latency, which Section 7.4 reports.
 """
 
 from itertools import islice
@@ -23,8 +27,15 @@ STORES = Path("runs/stores")
 
 
 def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
-    """Returns the source "wlb_paper" (enough for num_tokens), "stdlib", or that of a file."""
+    """Returns the lengths of "wlb_paper", "stdlib" or a file.
+
+    Args:
+        name: "wlb_paper", "stdlib" or the path of a file of lengths.
+        num_tokens: Tokens that "wlb_paper" must be enough for. The others have a fixed size.
+        seed: Seed of "wlb_paper".
+    """
     if name == "wlb_paper":
+        # A sample gives the mean length, and so the number of documents; a quarter is spare.
         mean = int(lengths_of_family(window=WINDOW, num_documents=4096, seed=seed).lengths.mean())
         return lengths_of_family(
             window=WINDOW, num_documents=num_tokens * 5 // 4 // mean, seed=seed
@@ -45,8 +56,9 @@ def source_of(name: str, *, num_tokens: int, seed: int) -> LengthSource:
 def batches_of(
     name: str, *, num_micro_batches: int, num_batches: int, seed: int
 ) -> list[GlobalBatch]:
-    """Returns the first `num_batches` global batches of N x 128K tokens, repeating a short
-    source.
+    """Returns the first `num_batches` global batches, each of N windows of 128K tokens.
+
+    A source that is too short is repeated.
     """
     if name == "evaluation":
         spec = configuration("7b_128k", f"data.num_windows={num_micro_batches}")

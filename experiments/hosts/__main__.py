@@ -1,7 +1,8 @@
-"""Compares three libraries' own batches with ours and writes the results page.
+"""Compares batches that other training libraries make with batches from wlb's adapters.
 
-`python -m experiments.hosts` needs the extras [hf,torchtitan,megatron] and takes some 12 minutes
-on two cores. With --quick it runs one seed and writes nothing.
+`python -m experiments.hosts` writes the results page for transformers with TRL, torchtitan and
+Megatron-Core. It needs the extras [hf,torchtitan,megatron] and takes some 12 minutes on two cores.
+With --quick it runs one seed and writes nothing.
 """
 
 from pathlib import Path
@@ -32,12 +33,12 @@ def main() -> None:
         text=(
             f"Functions and methods of standard-library modules, some 700 documents and 206,000 "
             f"tokens, once: {NUM_RANKS} data-parallel ranks x {ACCUMULATION} micro-batches, window "
-            f"{WINDOW}. Each library deals them by its own loader or scheduler and by wlb's "
-            f"adapter. transformers and TRL train on two processes; what torchtitan's and "
-            f"Megatron-Core's data sides deal is trained by one small LLaMA in one process, since "
-            f"their own trainers need GPUs. Libraries differ in what they take for a row (rows of "
-            f"at most a window, or documents cut with their next token as label), so losses are to "
-            f"be compared within a library."
+            f"{WINDOW}. In each library they are assigned to ranks once by its own loader or "
+            f"scheduler and once by wlb's adapter. transformers and TRL train on two processes. "
+            f"The trainers of torchtitan and Megatron-Core need GPUs, so one small LLaMA trains "
+            f"their batches in one process. Libraries differ in how they cut long documents (into "
+            f"rows of at most a window, or with the next token as the last label), so compare "
+            f"losses only within a library."
         ),
         tables=[table_of(rows)],
     )

@@ -1,4 +1,7 @@
-"""Trains two processes on AReaL's micro-batches, cut by wlb (areal >= 1.0; 1.0.4 was run)."""
+"""Trains on two processes with AReaL, whose samples wlb divides into micro-batches.
+
+`python -m experiments.hosts.areal_steps` needs areal >= 1.0; 1.0.4 was tested.
+"""
 
 from argparse import Namespace
 from typing import Any
@@ -14,7 +17,11 @@ PLACE = "areal.utils.data:allocate_balanced_mbs_synced"
 
 
 def allocate_balanced_mbs_synced(mb_spec: Any, lens: Any, group: Any = None) -> list[list[int]]:
-    """AReaL's function of this name: indices of each micro-batch, as many on all ranks."""
+    """Replaces AReaL's function of this name.
+
+    Returns:
+        Indices of the samples of each micro-batch. All ranks get equally many micro-batches.
+    """
     least, multiple = mb_spec.n_mbs or 1, mb_spec.n_mbs_divisor or 1
     how = Cut(max_tokens=int(mb_spec.max_tokens_per_mb), at_least=least, multiple=multiple)
     return cut(lens, how, group)

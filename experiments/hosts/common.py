@@ -1,8 +1,8 @@
-"""Shared by the examples: documents, a ledger, rows of the table, a model to train.
+"""Shared code of the comparisons: documents, a count of trained labels, table rows, small models.
 
-Documents are functions and methods of standard-library modules in a token store (708 of them, at
-most a few windows long). A step is a list of ranks, a rank's step a list of micro-batches, and a
-micro-batch the documents in it, whatever loop put them there.
+The documents are 708 functions and methods of standard-library modules in a token store. The
+longest have a few windows. Whichever library made a step, it is represented as nested lists:
+step[rank][micro-batch][document].
 """
 
 import os
@@ -24,33 +24,33 @@ from wlb.plan import IGNORE, IntArray
 
 WINDOW = 512
 LEARNING_RATE, WARM_UP = 2e-3, 15
-"""The learning rate warms up for this many steps and falls linearly to zero."""
+"""The learning rate rises for WARM_UP steps and falls linearly to zero over the epoch."""
 NUM_RANKS = 2
 ACCUMULATION = 2
 VOCABULARY = 320
 COST = FlopsWorkload(quadratic_ns=1.67, linear_ns_per_token=1.0 * WINDOW)
-"""Attention of a whole window takes 1.67 times its linear layers' time, as the 7B model's at 128K.
+"""Attention over a whole window is priced at 1.67 times the linear layers.
 
-The documents of a small example are thus dealt as a large model's are
-(`experiments.harness.streams`).
+This is the ratio of the 7B model at a window of 128K (`experiments.harness.streams`). So the small
+documents here are balanced as long documents of a large model would be.
 """
 FOLDER = ROOT / "runs" / "adapters"
 
 Tokens = list[int]
 Document = tuple[Tokens, Tokens]
-"""Tokens attend to each other; each has a label, IGNORE where nothing is trained."""
+"""(tokens, labels), equally many. A label is IGNORE where nothing is trained."""
 Step = Sequence[Sequence[Sequence[Document]]]
-"""Steps are indexed as step[rank][micro-batch][document]."""
+"""Documents of a step, indexed as step[rank][micro-batch][document]."""
 
 
 def stores() -> Stores:
-    """Returns the stores, which are made on first use."""
+    """Returns the training and the held-out token store, which are made on first use."""
     sources = small_sources()
     return open_stores(FOLDER, sources, vocabulary=VOCABULARY, heldout_fraction=0.05)
 
 
 def rows_of(prefix: str) -> list[Tokens]:
-    """Returns documents in the store's order, those above a window cut into rows of one."""
+    """Returns the documents of a store, cut into rows of at most a window."""
     return [
         tokens[at : at + WINDOW]
         for tokens in documents_of(prefix)
@@ -60,27 +60,19 @@ def rows_of(prefix: str) -> list[Tokens]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Describes a line of the table: one loop's own way or ours.
-
-    imbalance: slowest over mean rank of a step's predicted work, mean of the steps
-    worst: the same of the worst step
-    num_labels: labels trained
-    num_left_out, num_twice: labels of the documents that were not trained, or more than once
-    loss: held-out loss after the epoch in nats per label, NaN where none was trained
-    loss_sd: standard deviation over initial weights, None for one run
-    """
+    """A row of the table: an epoch with the batches of a library or of wlb."""
 
     library: str
-    how: str
+    how: str  # who made the batches, such as "its text loader"
     num_steps: int
-    imbalance: float
-    worst: float
-    utilisation: float
-    num_labels: int
-    num_left_out: int
-    num_twice: int
-    loss: float
-    loss_sd: float | None = None
+    imbalance: float  # predicted work of the slowest rank over the mean rank, mean of the steps
+    worst: float  # the largest imbalance of a step
+    utilisation: float  # predicted work of all ranks over the time in which they work or wait
+    num_labels: int  # labels trained, each as often as it was trained
+    num_left_out: int  # labels that were not trained
+    num_twice: int  # labels that were trained a second time or more
+    loss: float  # held-out loss after the epoch in nats per label; NaN if nothing was trained
+    loss_sd: float | None = None  # standard deviation over initial weights; None for one run
 
 
 def work_ns(steps: Sequence[Step]) -> IntArray:
@@ -97,10 +89,16 @@ def row_of(
     losses: Sequence[float],
     work: IntArray | None = None,
 ) -> Row:
-    """Makes a row from the steps of an epoch.
+    """Makes a row of the table from the steps of an epoch.
 
-    expected: ledger of the labels that have to be trained losses: held-out losses of runs from
-    several initial weights work: work of each rank, None where it is that of its documents
+    Args:
+        library: Name of the library.
+        how: Who made the batches.
+        steps: All steps of the epoch.
+        expected: How often each token must be trained as a label (`ledger`).
+        losses: Held-out losses of runs from several initial weights.
+        work: Work of each rank in each step, shape [steps, ranks]. Defaults to the work of the
+            documents on each rank.
     """
     seen = ledger(d for step in steps for rank in step for mb in rank for d in mb)
     return Row(
@@ -116,7 +114,7 @@ def row_of(
 
 
 def shifted(tokens: Tokens) -> Document:
-    """Returns a whole document: each token's label is the next one."""
+    """Returns a document whose labels are the next tokens; the last token has none."""
     return tokens, [*tokens[1:], IGNORE]
 
 
@@ -126,23 +124,24 @@ def ledger(documents: Iterable[Document]) -> Counter[int]:
 
 
 def grouped(ranks: Sequence[Sequence[Sequence[Document]]]) -> list[Step]:
-    """Makes steps of ACCUMULATION micro-batches from each rank's micro-batches in order."""
+    """Groups each rank's micro-batches, in order, into steps of ACCUMULATION."""
     num = min(map(len, ranks))
     return [[rank[at : at + ACCUMULATION] for rank in ranks] for at in range(0, num, ACCUMULATION)]
 
 
 def split_at_restarts(tokens: Tokens, labels: Tokens, positions: Sequence[int]) -> list[Document]:
-    """Returns the documents of a packed row, by its position ids.
+    """Splits a packed row into documents, which start where positions are 0.
 
-    Padding, of which nothing is trained, is left out.
+    Padding is left out.
     """
     starts = [i for i, p in enumerate(positions) if p == 0]
     parts = [(tokens[a:b], labels[a:b]) for a, b in pairwise([*starts, len(tokens)])]
+    # A document of one token has no label either, but it is not padding.
     return [part for part in parts if len(part[0]) == 1 or set(part[1]) != {IGNORE}]
 
 
 def documents_of(prefix: str) -> list[Tokens]:
-    """Returns all documents of a store, in its order."""
+    """Returns the tokens of all documents of a store, in its order."""
     store = TokenStore(prefix)
     return [
         store.read(row, 0, int(store.lengths[row])).tolist() for row in range(store.num_documents)
@@ -150,15 +149,15 @@ def documents_of(prefix: str) -> list[Tokens]:
 
 
 def trained_losses(steps: Sequence[Step], heldout: Sequence[Tokens], *, seeds: int) -> list[float]:
-    """Returns held-out losses of runs from `seeds` initial weights."""
+    """Returns the held-out losses of runs from `seeds` different initial weights."""
     return [trained_loss(steps, heldout, seed=seed) for seed in range(seeds)]
 
 
 def trained_loss(steps: Sequence[Step], heldout: Sequence[Tokens], *, seed: int = 0) -> float:
     """Returns the held-out loss of a small LLaMA after one epoch of these steps.
 
-    AdamW trains it in one process. The work of all ranks is done one after the other: a step's
-    gradient is that of the mean over all its labels. Labels are the next tokens inside a document.
+    One process trains the micro-batches of all ranks one after the other. The loss of a step is the
+    mean over all its labels.
     """
     import torch
 
@@ -193,7 +192,7 @@ def trained_loss(steps: Sequence[Step], heldout: Sequence[Tokens], *, seed: int 
 
 
 def _loss(model: Any, documents: Sequence[Document]) -> Any:
-    """Returns the loss summed over a packed row's labels."""
+    """Returns the loss of a micro-batch, summed over its labels."""
     import torch
 
     from wlb.kernels import Segments, attend
@@ -220,9 +219,10 @@ def table_of(rows: Sequence[Row]) -> Table:
         [asdict(row) for row in rows],
         formats=formats | {"worst": ".2f", "utilisation": ".1%"},
         note=f"{NUM_RANKS} ranks x {ACCUMULATION} micro-batches, window {WINDOW:,}. imbalance: "
-        "slowest / mean rank of a step's predicted work, mean of the steps; worst: of a step. "
-        "num_left_out, num_twice: labels that were not trained, or more than once. loss: held-out, "
-        "in nats a label, mean over initial weights; loss_sd: over them.",
+        "predicted work of the slowest rank over the mean rank, mean of the steps; worst: of the "
+        "worst step. num_left_out: labels that were not trained. num_twice: labels that were "
+        "trained more than once. loss: held-out, in nats per label, mean over initial weights. "
+        "loss_sd: standard deviation over initial weights.",
     )
 
 
@@ -246,17 +246,19 @@ def _one_of_two(rank: int, train: Callable[[int], None], port: int) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "localhost"
     torch.set_num_threads(1)
-    worlds.one_gloo_worker(is_one_machine=True)  # two could corrupt the heap (wlb.parallel.gloo)
+    # With two Gloo worker threads the heap could be corrupted (wlb.parallel.gloo).
+    worlds.one_gloo_worker(is_one_machine=True)
     try:
         dist.init_process_group("gloo")
         train(rank)
-        dist.barrier()  # a rank that leaves first would close connections that the other still uses
+        # A rank that leaves early would close connections that the other rank still uses.
+        dist.barrier()
     finally:
-        worlds.shutdown()  # Gloo's threads could otherwise abort the exit
+        worlds.shutdown()  # otherwise Gloo's threads could abort the process at exit
 
 
 def words_tokenizer() -> Any:
-    """Returns a tokenizer of 16 words, made here, so that nothing is downloaded."""
+    """Returns a tokenizer of 16 words, built in memory so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -270,7 +272,7 @@ def words_tokenizer() -> Any:
 
 
 def tiny_llama() -> Any:
-    """Returns a LLaMA of transformers for `words_tokenizer`, the same on every rank."""
+    """Returns a tiny transformers LLaMA for `words_tokenizer`, with equal weights on all ranks."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -284,9 +286,10 @@ def tiny_llama() -> Any:
 
 
 class TinyTrainer:
-    """Trains a bigram model on micro-batches of a rank's own samples, with a sum over ranks.
+    """Trains a bigram model by data parallelism, each rank on micro-batches of its samples.
 
-    The loss of a step is the mean over the tokens of all ranks, however they were divided.
+    The loss of a step is the mean over the tokens of all ranks, so it does not depend on how
+    samples were divided into micro-batches.
     """
 
     def __init__(self) -> None:
@@ -297,7 +300,12 @@ class TinyTrainer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
 
     def step(self, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-        """Returns the step's loss; micro_batches: indices into lengths, each sample once."""
+        """Trains one step and returns its loss.
+
+        Args:
+            lengths: Tokens of each of this rank's samples.
+            micro_batches: Indices into `lengths`. Each sample is in one micro-batch.
+        """
         import torch
         import torch.distributed as dist
 
@@ -317,9 +325,10 @@ class TinyTrainer:
 
 
 def torchtitan_rl_without_vllm() -> None:
-    """Lets torchtitan's batcher be imported where vLLM is not installed.
+    """Makes torchtitan's RL batcher importable without vLLM.
 
-    The package of its RL experiment imports vLLM first of all, so an empty one stands in its place.
+    Importing the package of torchtitan's RL experiment imports vLLM. So this registers an empty
+    package of that name, whose modules can be imported one by one.
     """
     import importlib.util
     import sys

@@ -1,7 +1,8 @@
 """Compares the batches of transformers' Trainer and TRL's SFTTrainer with ours.
 
-`python -m experiments.hosts.hugging_face` needs the extra [hf]. Offline, on CPU, it trains a
-tiny LLaMA for an epoch on two processes (Gloo) in each way, and prints how evenly the ranks worked.
+`python -m experiments.hosts.hugging_face` needs the extra [hf]. For each way of making batches it
+trains a tiny LLaMA for one epoch on two Gloo processes on the CPU. It prints how evenly the ranks
+worked. Nothing is downloaded.
 """
 
 import argparse
@@ -57,11 +58,11 @@ WAYS = {
     "balanced": "balanced(SFTTrainer) of wlb",
 }
 ROWS_A_BATCH = 2
-"""In the first two ways a batch has this many rows, about a window's tokens."""
+"""Rows of a batch in transformers' own two ways; together they have about a window of tokens."""
 
 
 class Recorder:
-    """Notes the documents of each batch that a collator makes."""
+    """Wraps a collator and records the documents of each batch that it makes."""
 
     def __init__(self, collator: Any) -> None:
         self.collator, self.batches = collator, list[list[Document]]()
@@ -78,7 +79,7 @@ class Recorder:
 
 
 def model(seed: int) -> LlamaForCausalLM:
-    """Returns a model as small as the one that `experiments.hosts.common` trains."""
+    """Returns a LLaMA of the size that `experiments.hosts.common` trains."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -93,7 +94,7 @@ def model(seed: int) -> LlamaForCausalLM:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer because SFTTrainer wants one; the rows are token ids already."""
+    """Returns a tokenizer, because SFTTrainer requires one; the rows are already token ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -104,7 +105,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trainer_of(way: str, out: str, rows: list[Tokens], seed: int) -> Any:
-    """Returns a Trainer that has not trained yet."""
+    """Returns a new Trainer that makes its batches in one of the WAYS."""
     given: dict[str, Any] = {
         "output_dir": out,
         "num_train_epochs": 1,
@@ -151,7 +152,7 @@ def trainer_of(way: str, out: str, rows: list[Tokens], seed: int) -> Any:
 
 
 def work(way: str, out: str, seed: int) -> None:
-    """Trains as one rank and writes the batches it took; rank 0 also writes the held-out loss."""
+    """Trains as one rank and writes its batches to a file; rank 0 adds the held-out loss."""
     found = stores()
     trainer = trainer_of(way, out, rows_of(found.train), seed)
     trainer.train()
@@ -172,8 +173,8 @@ def heldout_loss(trained: Any, rows: list[Tokens]) -> float:
 
 
 def run(way: str, seed: int) -> tuple[list[list[list[Document]]], float]:
-    """Trains in one way on all ranks and returns (what each rank took, held-out loss)."""
-    stores()  # made here on first use: two ranks would make the same files at once
+    """Trains on all ranks in one of the WAYS and returns (batches of each rank, held-out loss)."""
+    stores()  # make the stores now, before two ranks would write the same files at once
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -192,7 +193,7 @@ def run(way: str, seed: int) -> tuple[list[list[list[Document]]], float]:
 
 
 def compare(seeds: int = 1) -> list[Row]:
-    """Returns one line of the table for each way."""
+    """Returns a row of the table for each of the WAYS."""
     expected = ledger(map(shifted, rows_of(stores().train)))
     out: list[Row] = []
     for way, how in WAYS.items():
@@ -212,11 +213,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        # accelerate starts Gloo, whose groups need one worker each (`wlb.parallel.gloo`).
+        # accelerate starts Gloo, whose groups must have one worker thread (`wlb.parallel.gloo`).
         worlds.one_gloo_worker(is_one_machine=True)
         try:
             work(options.worker, options.out, options.seed)
         finally:
-            worlds.shutdown()  # Gloo's threads could otherwise abort the exit.
+            worlds.shutdown()  # otherwise Gloo's threads could abort the process at exit
     else:
         show(table_of(compare()))

@@ -1,8 +1,9 @@
 """Compares Megatron-Core's scheduler of packed samples with ours.
 
-`python -m experiments.hosts.megatron` needs the extra [megatron]. It runs offline, on CPU, in
-one process, because schedulers decide without asking the ranks. Both schedulers get the same steps;
-`PackedSteps` may delay documents.
+`python -m experiments.hosts.megatron` needs the extra [megatron]. It runs on the CPU in one
+process, because a scheduler needs no communication. Megatron-Core's scheduler and our
+`BalancedScheduler` divide the same steps; our `PackedSteps` may also delay documents to a later
+step.
 """
 
 import warnings
@@ -47,14 +48,17 @@ LIBRARY = "Megatron-Core"
 
 
 class _Ranks:
-    """Provides the methods of a process group that a scheduler calls."""
+    """A fake process group with the one method that a scheduler calls."""
 
     def size(self) -> int:
         return NUM_RANKS
 
 
 def batches(rows: list[Tokens]) -> Iterator[list[tuple[int, int]]]:
-    """Yields (row, tokens) of each step's samples: rows in random order until N windows' tokens."""
+    """Yields the samples of each step as (row, number of tokens).
+
+    Rows come in random order. A step ends as soon as it has N windows of tokens.
+    """
     step: list[tuple[int, int]] = []
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         step.append((i, len(rows[i])))
@@ -68,10 +72,10 @@ def batches(rows: list[Tokens]) -> Iterator[list[tuple[int, int]]]:
 def scheduled(
     rows: list[Tokens], scheduler: BalancedCPScheduler | BalancedScheduler
 ) -> tuple[list[Step], IntArray]:
-    """Returns the steps that the scheduler makes of the samples, and each rank's work.
+    """Returns the steps that a scheduler makes of the samples, and the work of each rank.
 
-    Megatron's lets several ranks share a sample (context parallelism); each then has its part of
-    the work.
+    Megatron's scheduler may let several ranks share a sample (context parallelism). Then each rank
+    has an equal part of its work, and the first of them is listed with the sample.
     """
     out: list[Step] = []
     work = np.zeros((0, NUM_RANKS), np.int64)
@@ -81,10 +85,10 @@ def scheduled(
         work = np.append(work, np.zeros((1, NUM_RANKS), np.int64), 0)
         for group in groups:
             num_ranks = Counter(i for ids in group for i in ids)
-            given: set[int] = set()
+            listed: set[int] = set()
             for rank, ids in enumerate(group):
-                step[rank].append([shifted(rows[i]) for i in ids if i not in given])
-                given.update(ids)
+                step[rank].append([shifted(rows[i]) for i in ids if i not in listed])
+                listed.update(ids)
                 for i in ids:
                     work[-1, rank] += int(COST.workload_ns([len(rows[i])])[0]) // num_ranks[i]
         out.append(step)
@@ -92,7 +96,7 @@ def scheduled(
 
 
 def planned(prefix: str, lengths: list[int]) -> list[Step]:
-    """Returns the steps that every rank's `PackedSteps` makes."""
+    """Returns the steps that `PackedSteps` makes for all ranks."""
     ranks: list[list[list[list[Document]]]] = []
     for rank in range(NUM_RANKS):
         planner = Planner.for_lengths(
@@ -115,7 +119,7 @@ def planned(prefix: str, lengths: list[int]) -> list[Step]:
 
 
 def _documents(batch: dict) -> list[Document]:
-    """Returns the documents of a THD batch, padding left out."""
+    """Returns the documents of a packed (THD) batch without padding."""
     trained = batch["loss_mask"][0].bool()
     labels = batch["labels"][0].masked_fill(~trained, IGNORE)
     tokens, positions = batch["tokens"][0].tolist(), batch["position_ids"][0].tolist()
@@ -123,7 +127,7 @@ def _documents(batch: dict) -> list[Document]:
 
 
 def compare(seeds: int = 1) -> list[Row]:
-    """Returns three lines of the table."""
+    """Returns the table's rows for Megatron-Core's scheduler and ours."""
     found = stores()
     rows, whole = rows_of(found.train), documents_of(found.train)
     heldout = rows_of(found.heldout)

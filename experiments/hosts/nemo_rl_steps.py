@@ -1,6 +1,7 @@
-"""Trains two processes on bins of a NeMo-RL packer by wlb (nemo-rl >= 0.6; 7ea279a was run).
+"""Trains on two processes with a NeMo-RL sequence packer that is made by wlb.
 
-Leave `positive_example_nll_weight` at 0: its mean depends on how any packer cuts a step.
+`python -m experiments.hosts.nemo_rl_steps` needs nemo-rl >= 0.6; commit 7ea279a was tested. Leave
+`positive_example_nll_weight` at 0, because that loss depends on how a packer divides a step.
 """
 
 import numpy as np
@@ -10,7 +11,11 @@ from wlb import balance_step
 
 
 def balanced_bins(lengths: list[int], *, capacity: int, ranks: int) -> list[list[int]]:
-    """Bins slot by slot, as many as ranks, of nearly equal work: NeMo-RL deals them in turn."""
+    """Packs samples into bins of nearly equal work, in the order in which NeMo-RL assigns them.
+
+    NeMo-RL gives the bins to ranks in turn. So the first micro-batch of every rank comes first,
+    then the second of every rank, and so on.
+    """
     step = balance_step(lengths, num_ranks=ranks, max_tokens=capacity, cost="verl")
     num = int(step.num_micro_batches[0])
     return [step.samples(0, r, m).tolist() for m in range(num) for r in range(ranks)]
@@ -27,7 +32,7 @@ def train(rank: int) -> None:
     rng, trainer = np.random.default_rng(0), TinyTrainer()
     for step in range(4):
         lengths = rng.integers(4, 100, 48).tolist()
-        bins = packer.pack(lengths)[rank::2]  # as shard_by_batch_size deals them
+        bins = packer.pack(lengths)[rank::2]  # as NeMo-RL's shard_by_batch_size assigns them
         places = iter(range(sum(map(len, bins))))
         micro_batches = [[next(places) for _ in one] for one in bins]
         loss = trainer.step([lengths[i] for one in bins for i in one], micro_batches)

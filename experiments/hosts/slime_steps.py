@@ -1,4 +1,7 @@
-"""Trains two processes by slime's schedule, made by wlb (slime >= 0.3; 624b824 was run)."""
+"""Trains on two processes by slime's data-parallel schedule, which wlb makes.
+
+`python -m experiments.hosts.slime_steps` needs slime >= 0.3; commit 624b824 was tested.
+"""
 
 from argparse import Namespace
 

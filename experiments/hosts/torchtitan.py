@@ -1,8 +1,7 @@
 """Compares the batches of torchtitan's text loader with ours.
 
-`python -m experiments.hosts.torchtitan` needs the extra [torchtitan]. It runs offline, on CPU,
-in one process: the dataloaders of both ranks are built one after the other, as torchtitan's trainer
-builds its own.
+`python -m experiments.hosts.torchtitan` needs the extra [torchtitan]. It runs on the CPU in one
+process, which builds the dataloaders of both ranks one after the other. Nothing is downloaded.
 """
 
 from functools import partial
@@ -38,14 +37,14 @@ LIBRARY = "torchtitan"
 
 
 class _Encoded:
-    """Stands in for a tokenizer, with which torchtitan loads: these texts are token ids already."""
+    """Replaces torchtitan's tokenizer: the texts here are token ids, written as numbers."""
 
     def encode(self, text: str, **_: bool) -> Tokens:
         return [int(token) for token in text.split()]
 
 
 def register(documents: list[Tokens]) -> str:
-    """Registers the documents, shuffled, as a dataset of torchtitan's and returns its name."""
+    """Registers the shuffled documents as a torchtitan dataset and returns its name."""
     texts = [{"text": " ".join(map(str, tokens))} for tokens in documents]
     dataset = Dataset.from_list(texts).shuffle(seed=0)
     DATASETS["definitions"] = DatasetConfig(
@@ -55,14 +54,14 @@ def register(documents: list[Tokens]) -> str:
 
 
 def documents_in(inputs: dict[str, Tensor], labels: Tensor) -> list[Document]:
-    """Returns the documents of a batch of one row."""
+    """Returns the documents of a batch, which has one packed row."""
     return split_at_restarts(
         inputs["input"][0].tolist(), labels[0].tolist(), inputs["positions"][0].tolist()
     )
 
 
 def compare(seeds: int = 1) -> list[Row]:
-    """Returns two lines of the table."""
+    """Returns the table's rows for torchtitan's text loader and ours."""
     found = stores()
     whole, heldout = documents_of(found.train), rows_of(found.heldout)
     build = partial(dict, dp_world_size=NUM_RANKS, seq_len=WINDOW, local_batch_size=1)

@@ -1,4 +1,7 @@
-"""Trains two processes on what torchtitan's RL batcher packs by wlb (0.3.0, b5bcd76 were run)."""
+"""Trains on two processes with torchtitan's RL batcher, whose samples wlb divides.
+
+`python -m experiments.hosts.torchtitan_rl_steps` was tested with torchtitan 0.3.0 and b5bcd76.
+"""
 
 import numpy as np
 import torch
@@ -8,7 +11,7 @@ from experiments.hosts.common import in_two_processes, torchtitan_rl_without_vll
 
 
 def train(rank: int) -> None:
-    torchtitan_rl_without_vllm()  # which a real run has
+    torchtitan_rl_without_vllm()  # a real run has vLLM and needs no such call
     from torchtitan.experiments.rl import types
     from torchtitan.experiments.rl.components.batcher import BatchConfig
 
@@ -27,7 +30,8 @@ def train(rank: int) -> None:
             turns.append(types.TrainingSample(token_ids=ids, **row, **old))
         group = types.TrainingSampleGroup(group_id=g, training_samples=turns, metrics=[])
         if batch := batcher.add_training_samples(training_sample_group=group):
-            for mine in [slot[rank] for slot in batch.microbatches]:  # as many on both ranks
+            # Both ranks have equally many micro-batches.
+            for mine in [slot[rank] for slot in batch.microbatches]:
                 logits, labels = model(mine.token_ids.flatten()), mine.labels.flatten()
                 loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
                 (loss @ mine.loss_mask.flatten().float() / batch.num_global_valid_tokens).backward()

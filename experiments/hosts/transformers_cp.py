@@ -1,10 +1,14 @@
-"""Times context parallelism of packed documents in transformers, and counts what leaks.
+"""Times context parallelism of packed documents in transformers, and looks for leaks.
 
-`python -m experiments.hosts.transformers_cp [--quick]` needs the extra [hf] and runs two Gloo
-processes of one thread. One tiny LLaMA trains the same documents in each way; a step's time is the
-slowest rank's processor time, as two busy processes may share a core. accelerate's own context
-parallelism (TRL's too) is tried first: torch's ring has no CPU kernel, so its ways are computed by
-our attention from the plans that it stands for.
+A leak is attention from one document to another of the same packed row.
+
+`python -m experiments.hosts.transformers_cp [--quick]` needs the extra [hf]. It trains a tiny LLaMA
+on the same documents in four ways, on two Gloo processes with one thread each. The time of a step
+is the CPU time of the slowest rank, because two busy processes may share a core.
+
+accelerate and TRL use torch's ring attention, which has no CPU kernel; the program first prints
+torch's error. So the ways that stand for the ring are computed by wlb's attention, from plans that
+attend to the same keys as the ring.
 """
 
 import time
@@ -31,18 +35,17 @@ RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to train the documents. batches: padding-free batches of all of them, or with `mask`
-    one of each rank. positions that leak: share of other documents' positions that change.
-    """
+    """A way to train all documents on two ranks."""
 
     name: str
+    # Padding-free batches that both ranks share; with `mask`, one batch for each rank.
     batches: list[dict[str, Any]]
-    strategy: str = "adaptive"
-    mask: bool = False
+    strategy: str = "adaptive"  # sharding strategy over the CP ranks
+    mask: bool = False  # data parallelism with the attention mask of transformers, instead of CP
 
 
 def documents(num_tokens: int) -> list[list[int]]:
-    """Returns documents of log-normal lengths, the longest half of all tokens."""
+    """Returns documents of log-normal lengths, the longest of which has half of all tokens."""
     draw = np.random.default_rng(0)
     lengths = [num_tokens // 2]
     while sum(lengths) < num_tokens:
@@ -56,14 +59,17 @@ def packed(rows: Sequence[list[int]]) -> dict[str, Any]:
 
 
 def as_one_document(rows: Sequence[list[int]]) -> dict[str, Any]:
-    """Returns the packed row as a ring sees it: positions restart, attention does not."""
+    """Returns a packed row in which attention crosses documents, as in a ring.
+
+    Positions still restart in every document.
+    """
     batch = packed(rows)
     offsets = torch.tensor([0, batch["input_ids"].shape[1]])
     return batch | {"cu_seq_lens_q": offsets}
 
 
 def dealt(rows: Sequence[list[int]]) -> list[list[list[int]]]:
-    """Returns the documents for two ranks, of about as many tokens."""
+    """Divides the documents between the ranks, with about equally many tokens on each."""
     out: list[list[list[int]]] = [[] for _ in range(RANKS)]
     for row in sorted(rows, key=len, reverse=True):
         min(out, key=lambda of: sum(map(len, of))).append(row)
@@ -99,7 +105,13 @@ def model() -> LlamaForCausalLM:
 
 
 def stepped(trained: LlamaForCausalLM, sharder: ContextSharder | None, way: Way) -> None:
-    """Runs forward and backward of all micro-batches of this rank."""
+    """Runs forward and backward of all micro-batches of a step on this rank.
+
+    Args:
+        trained: The model.
+        sharder: Shards a batch over the CP ranks; None for data parallelism.
+        way: How to train.
+    """
     batches = way.batches if sharder is not None else [way.batches[dist.get_rank()]]
     for batch in batches:
         given = batch if sharder is None else replace(sharder, strategy=way.strategy)(batch)
@@ -108,7 +120,7 @@ def stepped(trained: LlamaForCausalLM, sharder: ContextSharder | None, way: Way)
 
 
 def seconds(run: Callable[[], None], repeats: int) -> float:
-    """Returns the least time of a step; a step takes what its slowest rank does."""
+    """Returns the shortest CPU time of `repeats` steps, each the time of its slowest rank."""
     best = float("inf")
     for _ in range(repeats):
         dist.barrier()
@@ -121,8 +133,12 @@ def seconds(run: Callable[[], None], repeats: int) -> float:
 
 
 def changed(trained: LlamaForCausalLM, sharder: ContextSharder, batch: dict[str, Any]) -> float:
-    """Returns which share of the other documents' positions changes, in any bit of their logits,
-    when the first document's tokens do.
+    """Returns how much of the other documents changes when the first document's tokens change.
+
+    Without leaks this is 0.
+
+    Returns:
+        Share of the other documents' positions at which any logit differs in any bit.
     """
     first = int((batch["position_ids"][0] == 0).nonzero()[1])
     other = batch | {"input_ids": batch["input_ids"].clone()}
@@ -138,7 +154,10 @@ def changed(trained: LlamaForCausalLM, sharder: ContextSharder, batch: dict[str,
 
 
 def measured(world: World, num_tokens: int, repeats: int) -> list[tuple[str, float, float | None]]:
-    """Returns each way's name, tokens per second, and share of changed positions."""
+    """Returns the name of each way, its tokens per second, and its share of changed positions.
+
+    The share is None where only one document is in a batch, or no context parallelism is used.
+    """
     torch.set_num_threads(1)
     rows, plain, ours = documents(num_tokens), model(), model()
     sharder = ContextParallel(ours, cp=world.world_size).sharder
@@ -154,7 +173,7 @@ def measured(world: World, num_tokens: int, repeats: int) -> list[tuple[str, flo
 
 
 def ring_on_cpu(world: World) -> str:
-    """Returns what torch's context parallelism, which accelerate calls, says on CPU."""
+    """Runs torch's context parallelism, which accelerate uses, on the CPU; returns its error."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -165,7 +184,7 @@ def ring_on_cpu(world: World) -> str:
             mine = [x.clone().requires_grad_() for x in qkv]
             out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True)
             out.sum().backward()
-    except Exception as error:  # any of its errors is the answer
+    except Exception as error:  # whatever the error is, it is the result
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     return "it computes"
 

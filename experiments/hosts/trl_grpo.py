@@ -1,4 +1,7 @@
-"""Trains two processes with TRL's GRPOTrainer, slices of completions balanced by length."""
+"""Trains on two processes with TRL's GRPOTrainer, whose completions wlb balances by length.
+
+`python -m experiments.hosts.trl_grpo` needs the extra [hf].
+"""
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer

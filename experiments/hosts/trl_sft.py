@@ -1,4 +1,8 @@
-"""Fine-tunes on two processes with TRL's SFTTrainer, each step's rows divided by work."""
+"""Fine-tunes on two processes with TRL's SFTTrainer; wlb divides each step's rows by work.
+
+Every step trains its own rows: nothing is delayed. `python -m experiments.hosts.trl_sft` needs the
+extra [hf].
+"""
 
 import numpy as np
 from datasets import Dataset

@@ -1,4 +1,7 @@
-"""Trains two processes with verl's micro-batches cut by wlb (verl >= 0.9; 0.9.1 was run)."""
+"""Trains on two processes with verl, whose samples wlb divides into micro-batches.
+
+`python -m experiments.hosts.verl_steps` needs verl >= 0.9; 0.9.1 was tested.
+"""
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ def train(rank: int) -> None:
         batch = TensorDict({"input_ids": ids, "attention_mask": mask}, batch_size=SAMPLES)
         parts, _ = seqlen_balancing.rearrange_micro_batches(batch, CAP, dp_group=dist.group.WORLD)
         dist.all_reduce(tokens := mask.sum())
-        for part in parts:  # as many on both ranks, at most CAP tokens each
+        for part in parts:  # equally many on both ranks, with at most CAP tokens each
             logits = model(part["input_ids"]).transpose(1, 2)
             losses = torch.nn.functional.cross_entropy(logits, part["input_ids"], reduction="none")
             ((losses * part["attention_mask"]).sum() / tokens).backward()

@@ -135,7 +135,7 @@ def test_ctrl_c_ends_the_child_and_says_how_to_go_on(root: Path) -> None:
     os.killpg(child.pid, signal.SIGINT)
     out, _ = child.communicate(timeout=600)
     assert child.returncode == 130
-    assert "to go on: python -m experiments.run" in out
+    assert "to resume: python -m experiments.run" in out
     assert state(root)["slow"]["status"] == "interrupted"
     assert "three" not in log(root)
 

@@ -1,22 +1,22 @@
 """Compares shardings of packed documents over context parallelism in models with linear layers.
 
-`python -m experiments.beyond.hybrids [--quick]` shards packed windows of the paper's lengths for
-Qwen3-Next (`wlb.cost.counted`): 12 layers with full attention and 36 gated delta nets. Full
-attention needs equal area on all ranks. A gated delta net needs, where a document is cut, the
-summary of everything before the cut (4.3 MB of float32 a layer), on each rank that holds a later
-part of the document.
+`python -m experiments.beyond.hybrids [--quick]` shards packed windows with the paper's document
+lengths for Qwen3-Next, which has 12 layers with full attention and 36 gated delta nets. For full
+attention, all ranks should have equally many query-key pairs. For a gated delta net it matters
+where documents are cut: each rank with a later part of a document needs the summary of everything
+before it (4.3 MB in float32 per layer).
 
-- **contiguous**: each rank has a stretch of the packed window.
-- **zigzag**: two stretches, one from each end (per sequence, as Llama 3).
-- **per document**: each document in 2 x CP chunks (the paper's).
-- **attention only**: ours, `balanced`, as it is for a model without linear layers.
-- **converted**: contiguous for linear layers, and each attention layer brings its rows into the
-  layout of the line above and back, as Megatron does with another layout.
+- **contiguous**: each rank has one contiguous part of the packed window.
+- **zigzag**: each rank has two parts, one from each end (`per_sequence`, as in Llama 3).
+- **per document**: each document is cut into 2 x CP chunks (`per_document`, the paper's).
+- **attention only**: our strategy `balanced` with the price of a model without linear layers.
+- **converted**: linear layers are contiguous. Each attention layer moves its rows into the layout
+  of "attention only" and back, as Megatron does with another layout.
 - **ours**: `balanced` with summaries in its price.
 
-Times are counted: FLOPs of both passes of all layers, and bytes at 900 FLOPs each (NVLink) or 8,000
-(a link of 400 Gb/s between nodes). Nothing hides a transfer. Kernels are taken to reach the same
-share of a GPU's peak in all layers, which favours none of the shardings.
+Times are counted in FLOPs of both passes of all layers. A transferred byte costs 900 FLOPs (NVLink)
+or 8,000 (a link of 400 Gb/s between nodes), and no transfer is overlapped. Kernels are assumed to
+reach the same share of a GPU's peak in all layers, which favours none of the shardings.
 """
 
 from pathlib import Path
@@ -35,17 +35,22 @@ from wlb.sharding.paper import cut_sequence, from_spans
 
 MODEL = counted_of({"model_type": "qwen3_next"}, "Qwen3-Next")
 HIDDEN = 2048
-"""Columns of a row that a conversion moves, two bytes each."""
+"""Values of a row (hidden size). A conversion of the layout moves them at two bytes each."""
 LINKS = {"NVLink": 900.0, "between nodes": 8000.0}
-"""FLOPs of a GPU in the time of a byte."""
+"""FLOPs that a GPU computes in the time in which the link transfers one byte."""
 WINDOWS = (131_072, 262_144, 524_288)
 CPS = (4, 8, 16)
 SEED = 0
 AREA = FlopsWorkload(quadratic_ns=1.0)
+"""Workload that counts query-key pairs only."""
 
 
 def packed_windows(window: int, count: int) -> list[IntArray]:
-    """Documents of the paper's lengths, cut where windows end."""
+    """Draws documents with the paper's lengths and cuts them where windows end.
+
+    Returns:
+        Lengths of the pieces of each of `count` windows.
+    """
     mean = int(constants.FAMILY.sample(4096, window=window, seed=SEED).mean())
     drawn = constants.FAMILY.sample(2 * count * window // mean, window=window, seed=SEED)
     ends = np.union1d(np.cumsum(drawn), np.arange(0, (count + 1) * window, window))
@@ -56,6 +61,7 @@ def packed_windows(window: int, count: int) -> list[IntArray]:
 
 
 def contiguous(pieces: IntArray, cp: int) -> ShardingPlan:
+    """Returns the plan in which each rank has one contiguous part of the window."""
     edges = np.arange(cp + 1) * int(pieces.sum()) // cp
     spans = cut_sequence(pieces, edges, np.arange(cp))
     return from_spans(pieces, spans, cp=cp, strategy="per_sequence")
@@ -64,7 +70,14 @@ def contiguous(pieces: IntArray, cp: int) -> ShardingPlan:
 def shardings(
     pieces: IntArray, cp: int, cost: CountedWorkload, blind: CountedWorkload
 ) -> dict[str, tuple[ShardingPlan, ShardingPlan]]:
-    """The plan of attention and that of linear layers, by name. blind: without summaries."""
+    """Returns (plan of attention layers, plan of linear layers) of each sharding, by its name.
+
+    Args:
+        pieces: Lengths of the pieces of a window.
+        cp: Context-parallel ranks.
+        cost: Workload whose price includes summaries.
+        blind: Workload in which summaries are free.
+    """
 
     def both(name: str, cost: CountedWorkload) -> tuple[ShardingPlan, ShardingPlan]:
         made = shard(pieces, cp=cp, strategy=name, cost=cost)
@@ -85,32 +98,38 @@ def shardings(
 def counted_time(
     plans: tuple[ShardingPlan, ShardingPlan], cost: CountedWorkload, flops_per_byte: float
 ) -> float:
-    """FLOPs of a micro-batch's slowest rank in the mean layer in both passes, with moved bytes."""
+    """Returns the time of the slowest rank in FLOPs: both passes of an average layer, transfers.
+
+    Args:
+        plans: Plan of attention layers and plan of linear layers.
+        cost: Workload of the model.
+        flops_per_byte: FLOPs that a transferred byte costs.
+    """
     attention, linear = plans
     layers, cp = MODEL.layers, attention.cp
     forward, backward = kernels_ns([attention], cost, cp=cp)
-    # The workload counts attention's forward FLOPs for both passes (4 of 14), linear layers' for
-    # forward alone.
+    # The workload gives both passes of attention together 4 of the 14 FLOPs that they take, and
+    # linear layers only the FLOPs of forward, a third of theirs. So scale both up.
     time = 3.5 * float(forward.max() + backward.max())
     time += 3 * float(cost.linear_ns([attention.num_tokens])[0]) / cp
     moved = summaries_moved(linear)
     summaries = max(int(moved.sum(0).max()), int(moved.sum(1).max()))
     moved_bytes = 2 * summaries * MODEL.summary_bytes / layers
     if attention is not linear:
-        # Rows leave for attention and return, in both passes.
+        # Rows move to the layout of attention and back, in forward and in backward.
         rows = (cp - 1) / cp * attention.num_tokens / cp
         moved_bytes += 4 * rows * 2 * HIDDEN * MODEL.kinds["full"] / layers
     return time + moved_bytes * flops_per_byte
 
 
 def area(plan: ShardingPlan) -> float:
-    """Query-key pairs of the slowest rank over the mean."""
+    """Returns the query-key pairs of the busiest rank over the mean of the ranks."""
     made = np.sum(kernels_ns([plan], AREA, cp=plan.cp), axis=0)[0]
     return float(made.max() / made.mean())
 
 
 def rows_of(window: int, cp: int, count: int) -> list[list[Any]]:
-    """A row for each sharding: means over micro-batches."""
+    """Returns a table row for each sharding, with means over `count` windows."""
     pieces = packed_windows(window, count)
     blind = workload_of_model(MODEL, flops_per_byte=0.0)
     found: dict[str, list[list[float]]] = {}

@@ -1,12 +1,14 @@
-"""Counts what there is to balance in the models that labs train.
+"""Counts how unbalanced packed micro-batches are in published models, in FLOPs.
 
-`python -m experiments.beyond.models [--quick]` counts FLOPs of models by their config.json
-(`wlb.cost.counted`) and packs the same documents for each of them, 4 windows a step: as usual
-loaders do, which cut documents anywhere, and with `bounded` (micro-batches of at most 1.1 windows,
-D 10). Documents are of the paper's lengths, whose longest are as long as the window. Imbalance is
-the slowest micro-batch over the mean, summed over steps, in FLOPs of forward and backward: what a
-step's computation takes over what it could take. Kernels of attention reach a smaller share of a
-GPU's peak than matrix products do, so that times differ more than these FLOPs.
+`python -m experiments.beyond.models [--quick]` counts the FLOPs of models from their config.json
+(`wlb.cost.config_json`). For each model it packs the same documents into steps of 4 windows: with the
+usual loader, which cuts documents anywhere, and with `bounded` (micro-batches of at most 1.1
+windows, D 10). Documents have the paper's lengths; the longest are as long as the window.
+
+Imbalance is the slowest micro-batch over the mean, in FLOPs of forward and backward, each summed
+over steps: the computing time of a step over the time that perfect balance would take. Attention
+kernels reach a smaller share of a GPU's peak than matrix products do, so times are less balanced
+than these FLOPs.
 """
 
 from itertools import islice
@@ -51,14 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
     },
 }
-"""What a model's config.json says beyond transformers' defaults, as far as it is counted."""
+"""Values of each config.json that affect FLOPs and differ from the defaults of transformers."""
 WINDOWS = (32_768, 131_072, 524_288)
-N = 4
+N = 4  # windows, and micro-batches, of a step
 SEED = 1
 
 
 def batches_of(window: int, steps: int) -> list[GlobalBatch]:
-    """Global batches of N windows, of documents of the paper's lengths."""
+    """Returns global batches of N windows of documents with the paper's lengths."""
     mean = int(constants.FAMILY.sample(4096, window=window, seed=SEED).mean())
     count = N * window * steps * 5 // 4 // mean
     lengths = constants.FAMILY.sample(count, window=window, seed=SEED)
@@ -68,7 +70,7 @@ def batches_of(window: int, steps: int) -> list[GlobalBatch]:
 
 
 def packed(model: CountedModel, batches: list[GlobalBatch], window: int) -> list[PackingSummary]:
-    """The batches packed by the usual loader and by `bounded`."""
+    """Packs the batches with the usual loader and with `bounded`; returns their summaries."""
     cost = workload_of_model(model)
     options = PackerOptions(num_micro_batches=N, context_window=window, cost=cost)
     s_max = int(constants.S_MAX * window)

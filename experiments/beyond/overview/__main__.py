@@ -1,10 +1,12 @@
 """Draws README's picture: one step of 7B-128K as a usual loader packs it and as wlb packs it.
 
-`python -m experiments.beyond.overview [--seed 0] [--steps 640]` simulates the preset's run over
-documents of the fitted length family, with the usual loader (Megatron-LM's, torchtitan's) and under
-wlb, and draws the timeline of one step of each: what every pipeline stage does, and when it waits.
-The step is one whose times, and what is saved, are nearest to the runs' means and whose work is
-equal.
+`python -m experiments.beyond.overview [--seed 0] [--steps 640]` simulates the run twice, over
+documents drawn from the fitted distribution of lengths: with the usual loader (of Megatron-LM and
+torchtitan), and with wlb. The picture has the timeline of one step of each run: when every pipeline
+stage computes, and when it waits.
+
+The step is a typical one (`typical`): its times and its saving are close to the means of the runs,
+and its documents have about equal work in both.
 """
 
 from collections.abc import Sequence
@@ -41,9 +43,9 @@ SYSTEMS = {
 }
 SHORT, LONG, WAITING, EDGE = "#56B4E9", "#D55E00", "#EDEDED", "#C4C4C4"
 FORWARD_SHARE = 0.55
-"""Share of white in the shade of a forward pass."""
+"""Share of white in the colour of a forward pass; backward passes are darker."""
 SLOW = 1.05
-"""Micro-batches with more work than this, over the step's mean, stand out."""
+"""Work over the step's mean above which a micro-batch is drawn in another colour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class Step:
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """In the order in which the pipeline runs them."""
+        """Returns the micro-batches in the order in which the pipeline runs them."""
         return self.sharded.pipelines[0].micro_batches
 
     @property
@@ -66,29 +68,32 @@ class Step:
 
     @property
     def idle(self) -> float:
-        """Share of the step in which stages wait, mean of the stages."""
+        """Returns the share of the step in which a stage waits, as a mean over stages."""
         return float(self.simulation.bubble[0].mean())
 
     @property
     def times_ns(self) -> IntArray:
-        """Predicted forward latency of each micro-batch, shape [N]."""
+        """Returns the predicted forward latency of each micro-batch, shape [N]."""
         found = [self.cost.forward_latency_ns(b.lengths).sum() for b in self.micro_batches]
         return np.array(found, np.int64)
 
     @property
     def longest(self) -> int:
-        """The micro-batch of the longest document."""
+        """Returns the index of the micro-batch with the longest document."""
         return int(np.argmax([int(batch.lengths.max()) for batch in self.micro_batches]))
 
     @property
     def rank_times_ns(self) -> IntArray:
-        """Predicted forward attention of each CP rank in that micro-batch, shape [CP]."""
+        """Returns the attention time of each CP rank in micro-batch `longest`, shape [CP].
+
+        It is the predicted time of the forward pass.
+        """
         sharding = self.sharded.pipelines[0].shardings[self.longest]
         return attention_latency(sharding, self.cost).forward_ns
 
 
 class SimulatedRun:
-    """All steps of a system's run, and one of them as a `Step`."""
+    """The planned and simulated steps of a system's run."""
 
     def __init__(self, system: str, *, num_steps: int, seed: int) -> None:
         overrides = system_overrides(system, planned_gib=EARLIER_GIB)[0]
@@ -104,14 +109,14 @@ class SimulatedRun:
 
     @cached_property
     def time_s(self) -> FloatArray:
-        """Simulated time of each step, shape [steps]."""
+        """Returns the simulated time of each step, shape [steps]."""
         chunks = chunked(self.steps)
         runs = [self.simulator.run(self.simulator.price(chunk)) for chunk in chunks]
         return np.concatenate([run.step_time_s for run in runs])
 
     @cached_property
     def work_ns(self) -> IntArray:
-        """Predicted work of each step's documents, shape [steps]."""
+        """Returns the predicted work of each step's documents, shape [steps]."""
         found = [self.cost.workload_ns(s.plan.packing.attended).sum() for s in self.steps]
         return np.array(found, np.int64)
 
@@ -122,21 +127,26 @@ class SimulatedRun:
 
 
 def typical(plain: SimulatedRun, ours: SimulatedRun) -> int:
-    """Returns the step whose largest deviation is least: of both times from the runs' means, and,
-    counted twice, of their ratio from that of the means and of our work from the usual loader's.
+    """Returns the number of a typical step.
+
+    Four relative deviations are computed for each step, and the step whose largest one is smallest
+    is chosen: of its time with the usual loader, and of its time with wlb, from the mean of that
+    run; of the ratio of both times from the ratio of the means; and of its work with wlb from its
+    work with the usual loader. The last two count twice.
     """
     num = min(len(plain.steps), len(ours.steps))
-    # By then packers hold documents back; the last steps flush them.
+    # In the first steps the packer's waiting documents are still few, and the last steps flush
+    # them. So choose from the middle.
     middle = slice(num // 4, num * 7 // 8)
     times = [run.time_s[middle] / run.time_s.mean() for run in (plain, ours)]
     work = ours.work_ns[middle] / plain.work_ns[middle]
     saved = times[1] / times[0]
-    seen = np.abs([*(t - 1 for t in times), 2 * (saved - 1), 2 * (work - 1)])
-    return num // 4 + int(seen.max(0).argmin())
+    deviations = np.abs([*(t - 1 for t in times), 2 * (saved - 1), 2 * (work - 1)])
+    return num // 4 + int(deviations.max(0).argmin())
 
 
 def draw_timelines(steps: Sequence[Step]) -> Any:
-    """Draws a step of each system above the other, on one time axis."""
+    """Draws the steps below each other on the same time axis."""
     figure, axes = new_figure(nrows=2, height=5.2, sharex="col")
     end = max(step.time_ms for step in steps)
     for panel, step in zip(axes, steps, strict=True):
@@ -236,11 +246,10 @@ def table_of(number: int, steps: Sequence[Step], runs: Sequence[SimulatedRun]) -
 
 TEXT = """
 One step of a simulated run of 7B-128K (TP 8 x CP 2 x PP 4, interleaved 1F1B) over the same global
-batches under both systems. The step is the one whose largest deviation is least: of its times from
-the means over both runs, and, counted twice, of their ratio from that of the means and of its work
-under wlb from its work with the usual loader.
-All steps together, the flush of held documents included, are in the last column. A stage waits
-where no pass is drawn. Inside a pass, CP ranks wait for the slowest of them.
+batches under both systems. It is a typical step: its times are close to the means of both runs,
+their ratio is close to the ratio of the means, and its documents have about equal work in both. The
+last column of the table has the time of all steps, including the flush of delayed documents. A
+stage waits where no pass is drawn. Inside a pass, CP ranks wait for the slowest of them.
 """
 
 

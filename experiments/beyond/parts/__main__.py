@@ -1,8 +1,9 @@
-"""Simulates more than the paper: each part of ours alone and together, and other schedules.
+"""Simulates each part of wlb that goes beyond the paper, alone and together with the others.
 
-`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` trains Table 1's
-configurations with each part of ours, alone and together, at the prices of FlashAttention-3.
-`--take` writes the page again from the table of earlier results.
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` simulates the
+configurations of Table 1 with `bounded` packing, hybrid and balanced sharding, zero-bubble
+schedules and more micro-batches than windows, at the prices of FlashAttention-3. `--take` writes
+the page anew from the table of earlier results.
 """
 
 from collections.abc import Sequence
@@ -55,19 +56,19 @@ CHUNKS, MORE, NEED = "+ all chunks", "+ more micro-batches", "bounded + balanced
 PLAIN_TOO = "Plain-4D, zero-bubble, late weights, all chunks"
 DELAYS = ("pp.weight_delay=2", "pp.weight_delay=4")
 NUMBERS = (4, 5, 6)
-"""A global batch of 4 windows per pipeline is packed into this many micro-batches per pipeline."""
+"""Micro-batches per pipeline to try; a global batch has 4 windows per pipeline."""
 
 
 def chunks(config: str) -> str:
-    """Returns the setting of as many virtual stages as a pipeline rank has layers."""
+    """Returns the setting that makes every layer of a pipeline rank a virtual stage."""
     spec = configuration(config)
     return f"pp.virtual_stages={spec.model.num_layers // spec.parallel.pp}"
 
 
 def variants(config: str) -> dict[str, tuple[str, ...]]:
-    """Returns the variants that are compared, by name; the first is the baseline.
+    """Returns the overrides of the compared variants, by name; the first is the baseline.
 
-    A name that begins with "+" adds to the row above; all others say all that they have.
+    A variant whose name begins with "+" has everything of the variant before it, too.
     """
     ours = (*BOUNDED, MEMORY)
     return {
@@ -89,11 +90,11 @@ def variants(config: str) -> dict[str, tuple[str, ...]]:
 
 
 def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> list[Case]:
-    """Returns a variant's alternatives, of which the fastest that fits counts.
+    """Returns the alternatives of a variant; the fastest that fits into memory counts.
 
-    They are without and with recomputed MLPs, though baselines never recompute. With all chunks,
-    weight gradients may also wait longer, and each of NUMBERS is tried where there may be more
-    micro-batches.
+    With `bounded` packing, each is tried without and with recomputed MLPs; others never recompute.
+    Variants with all chunks are tried with each of DELAYS, and variants with more micro-batches
+    with each of NUMBERS.
     """
     recomputes = RECOMPUTE if "packing.policy=bounded" in overrides else RECOMPUTE[:1]
     delays = DELAYS if name in (CHUNKS, MORE) else ()
@@ -116,16 +117,14 @@ ABOUT: dict[str, Any] = {
     "configurations: time with every micro-batch and CP rank at its step's mean over time, same "
     f"schedule and tokens. GiB: the fullest GPU. {constants.worth_of_prices()}",
 }
-"""What is said of the table beside its figures."""
+"""Fields of the `Table` apart from its columns and rows."""
 
 
 def parts(steps: int, seed: int) -> Table:
-    """Simulates the parts of ours on Table 1's configurations, alone and together.
+    """Simulates all variants on the configurations of Table 1 and returns their table.
 
-    These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
-    that wait twice as long; also with as many virtual stages as a rank has layers), and packing
-    into more micro-batches than the global batch has windows. The bound of perfect balance and
-    Plain-4D with zero-bubble stand beside them.
+    Zero-bubble is torch's ZB1P; "late weights" computes weight gradients later than ZB1P does, and
+    "all chunks" makes every layer a virtual stage.
     """
     keys = [(c, name) for c in TABLE_1 for name in variants(c)]
     options = {"steps": steps, "seed": seed, "kernel": FLASH_3}
@@ -150,7 +149,7 @@ def parts(steps: int, seed: int) -> Table:
 
 
 def earlier_parts() -> Table:
-    """Returns the table of earlier results, whose means are taken again for their digits."""
+    """Reads the table of earlier results and recomputes its means, which the CSV has rounded."""
     table = read_table(FOLDER, **ABOUT)
     at, num = table.columns.index("mean"), len(TABLE_1)
     rows = [[*row[:at], mean(row[1 : 1 + num]), *row[at + 1 :]] for row in table.rows]
@@ -158,7 +157,7 @@ def earlier_parts() -> Table:
 
 
 def draw(table: Table) -> Any:
-    """Draws the mean over configurations, one bar per system, and each configuration's dot."""
+    """Draws the mean speed-up of each variant as a bar, and each configuration as a dot."""
     names = [row[0] for row in table.rows]
     figure, (axes,) = new_figure(height=4.2)
     at = np.arange(len(names))
@@ -179,12 +178,12 @@ def draw(table: Table) -> Any:
 
 
 def by_system(table: Table) -> dict[str, dict[str, Any]]:
-    """Returns the table's rows by their system."""
+    """Returns the rows of the table by the variant's name, each as values by column."""
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
 def text_of(table: Table) -> str:
-    """Returns what the page says of the parts."""
+    """Returns the page's text about the parts."""
     of = by_system(table)
     hybrid, need, plain = of["bounded + hybrid"], of[NEED], of[PLAIN_TOO]["mean"]
     alone, best = of[CHUNKS]["mean"], of[MORE]["mean"]
