@@ -152,7 +152,7 @@ def test_cut_documents_and_waiting_ones_have_no_place(store: str, packs: str) ->
         ValueError, match=r"documents wait from a run with packing\.policy = capacity"
     ):
         made.next(state)
-    with pytest.raises(ValueError, match="the state of packs has"):
+    with pytest.raises(ValueError, match="the state of packs must have"):
         made.next(replace(plan.state, ready=()))
 
 
