@@ -1,6 +1,7 @@
 """Tests of the two rules of streams, on storages that are plain objects."""
 
 import pytest
+import torch
 
 from wlb.rehearse.fake_memory import BLOCK, Footprint
 from wlb.rehearse.gpu import GPU, FakeEvent, FakeGpu, FakeStream, RehearsalFault
@@ -153,3 +154,27 @@ def test_what_the_compute_stream_waits_for_is_exposed(
     compute.wait_stream(other)
     assert GPU.exposed_ns == {"cp": 30}
     assert compute.time_ns == 100
+
+
+def test_memory_of_a_backward_pass_has_its_own_kinds(
+    streams: tuple[FakeStream, FakeStream],
+) -> None:
+    compute, _ = streams
+    footprint = Footprint(parameter_shapes={(4,)})
+    made: list[Tensor] = []
+
+    def allocate(grad: torch.Tensor) -> torch.Tensor:
+        made.append(made_on(footprint, compute))
+        made.append(made_on(footprint, compute))
+        return grad
+
+    x = torch.zeros(4, requires_grad=True)
+    x.register_hook(allocate)
+    before = made_on(footprint, compute)
+    (x * 2).sum().backward()
+    assert before.storage.size == 100
+    assert footprint.at_peak["activations"] == BLOCK
+    assert footprint.at_peak["gradients"] == 2 * BLOCK
+    footprint.parameter_shapes.clear()
+    (x * 2).sum().backward()
+    assert footprint.at_peak["backward"] == 2 * BLOCK

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
+
 from wlb.rehearse.gpu import (
     FREED,
     GPU,
@@ -80,7 +82,6 @@ class Footprint:
     requests: list[AllocatorRequest] = field(default_factory=list)
     # Shapes of whole weights, by which their gradients are recognised in backward.
     parameter_shapes: set[tuple[int, ...]] = field(default_factory=set)
-    is_backward: bool = False  # whether the current operator belongs to a backward pass
     _known: Any = field(default_factory=weakref.WeakKeyDictionary)  # storage -> _Storage
     _numbers: int = 0  # number of the latest request
     # Stream id -> uses of its freed memory by other streams for which it has not waited: (other
@@ -244,7 +245,7 @@ class Footprint:
             if frame.f_back is None:
                 break
             frame = frame.f_back
-        if self.is_backward:
+        if torch._C._current_autograd_node() is not None:  # a backward pass runs
             is_weight = tuple(tensor.shape) in self.parameter_shapes
             return "gradients" if is_weight else "backward"
         return "activations"
