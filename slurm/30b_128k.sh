@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# 30B parameters, 128K window, on 128 GPUs: TP 8 x CP 4 x PP 4 x DP 1 (Table 1). TP inside a node.
+# 30B parameters, 128K window, on 128 GPUs: TP 8 x CP 4 x PP 4 x DP 1 (Table 1). TP stays inside a node.
 # From the checkout: STORE=stores/mine sbatch slurm/30b_128k.sh      settings: slurm/README.md
 #SBATCH --job-name=30b_128k
 #SBATCH --nodes=16

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# 550M parameters, 64K window, on 32 GPUs: TP 2 x CP 2 x PP 4 x DP 2 (Table 1). TP and CP inside a node.
+# 550M parameters, 64K window, on 32 GPUs: TP 2 x CP 2 x PP 4 x DP 2 (Table 1). TP and CP stay inside a node.
 # From the checkout: STORE=stores/mine sbatch slurm/550m_64k.sh      settings: slurm/README.md
 #SBATCH --job-name=550m_64k
 #SBATCH --nodes=4

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LLaMA2-7B, 64K window, on 32 GPUs: TP 4 x CP 2 x PP 4 x DP 1 (Table 1). TP and CP inside a node.
+# LLaMA2-7B, 64K window, on 32 GPUs: TP 4 x CP 2 x PP 4 x DP 1 (Table 1). TP and CP stay inside a node.
 # From the checkout: STORE=stores/mine sbatch slurm/7b_64k.sh      settings: slurm/README.md
 #SBATCH --job-name=7b_64k
 #SBATCH --nodes=4

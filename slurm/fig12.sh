@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures a bar group of Figure 12: trains a preset for a few dozen steps under Plain-4D, Fixed-4D, the paper's WLB-LLM and wlb, one after the
-# other on the same nodes and the same documents, whose lengths are like the paper's, and prints speed-ups over Plain-4D.
+# Measures one group of bars in Figure 12. Trains a preset for a few dozen steps with Plain-4D, Fixed-4D, the paper's WLB-LLM and
+# wlb, one after the other on the same nodes and documents, whose lengths are like the paper's. Prints speed-ups over Plain-4D.
 # From the checkout: PRESET=7b_128k sbatch --nodes=8 slurm/fig12.sh      settings: slurm/README.md
 #SBATCH --job-name=fig12
 #SBATCH --nodes=8
@@ -26,7 +26,7 @@ fi
 settings=("${GIVEN[@]}" "training.steps=$STEPS" eval.steps=0 checkpoint.interval=0 checkpoint.keep=1 "run.output_dir=$folder" "${EXTRA[@]}")
 read -ra systems <<<"${SYSTEM:-plain_4d fixed_4d paper wlb}"
 echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $PRESET, $STEPS steps each of ${systems[*]}, on $STORE, in $folder"
-# wlb COMMAND SYSTEM OPTIONS on all ranks
+# on_ranks COMMAND SYSTEM OPTIONS runs `wlb COMMAND` with this system on all ranks.
 on_ranks() { srun --kill-on-bad-exit=1 "${RANKS[@]}" "$PYTHON" -m wlb "$1" "$PRESET" --system "$2" "${@:3}" --set "${settings[@]}" "run.name=${2/:/-}"; }
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks doctor "${systems[0]}" --quick; fi
 folders=()
@@ -34,6 +34,6 @@ for system in "${systems[@]}"; do
     echo "$(date -Is) $system"
     folders+=("$folder/${system/:/-}")
     on_ranks train "$system"
-    rm -rf "${folders[-1]}/checkpoints" # Each is as large as the model and its optimiser; only times are wanted.
+    rm -rf "${folders[-1]}/checkpoints" # A checkpoint is as large as model and optimiser, and only times are needed.
 done
 alone -m experiments.paper.fig12.measured row "$PRESET" "${folders[@]}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Turns what is claimed of wlb on GPUs into numbers of this node; a requeued job goes on where it stopped.
+# Measures on this node what the project claims about GPUs. A requeued job continues where it stopped.
 # From the checkout: sbatch slurm/gpu_hour.sh      settings: slurm/README.md
 #SBATCH --job-name=gpu_hour
 #SBATCH --nodes=1

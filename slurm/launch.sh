@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# Sourced by the scripts of Table 1 and train.sh: `source launch.sh PRESET|FILE.toml [KEY=VALUE ...]` trains on the nodes of this
-# Slurm job. README.md beside it lists the settings, which are variables of sbatch's environment.
+# Trains on the nodes of this Slurm job: `source launch.sh PRESET|FILE.toml [KEY=VALUE ...]`. The scripts of Table 1 and train.sh
+# source it. README.md in this folder lists the settings, which are variables of sbatch's environment.
 #
-# srun starts the ranks, one task a GPU, without torchrun, so that Slurm's signals reach ranks, which save and end. torchrun
-# would kill its workers 30 s after a signal and need a port. wlb reads its place among the ranks from Slurm.
+# srun starts the ranks, one task per GPU. torchrun is not used, so that Slurm's signals reach the ranks, which save and end.
+# torchrun would kill its workers 30 s after a signal, and would need a port. wlb reads its rank from Slurm's variables.
 set -euo pipefail
 cd "${WLB_HOME:-$SLURM_SUBMIT_DIR}"
 PRESET=$1 MAX_RESTARTS=${MAX_RESTARTS:-50} given=("${@:2}")
 if [[ $PRESET == *.toml ]]; then
-    SYSTEM=${SYSTEM:-} # A file says itself how it packs.
+    SYSTEM=${SYSTEM:-} # A TOML file says itself how it packs.
 else
     SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs}
 fi
@@ -25,8 +25,8 @@ if [[ ! ${ON_FAILURE:=end} =~ ^(end|requeue)$ ]]; then
     exit 2
 fi
 
-# USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at preemption; TERM
-# comes with scancel. Either way the ranks agree on a step after which they save and end.
+# Only this shell gets USR1 (--signal=B:USR1@120), before the time limit and at preemption. scancel sends TERM. In both cases
+# the ranks agree on a step after which they save and end.
 stop_file='' asked=no again=no
 ask() { echo "$(date -Is) $1: asking the ranks to save and end"; again=$2 asked=yes; [ -z "$stop_file" ] || touch "$stop_file"; }
 trap 'ask "time limit or preemption" yes' USR1
@@ -34,10 +34,11 @@ trap 'ask "cancelled or out of time" no' TERM
 
 source slurm/environment.sh
 find_output
-# The file is this job's alone, because a second job of the run may wait for the first one to end. A requeued job keeps its number.
+# Each job has its own stop file, because a second job with the same run may wait for the first one to end. A requeued job keeps
+# its number.
 mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID"
 stop_file=$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID
-if [ $asked = yes ]; then touch "$stop_file"; fi # The request came before the file had its place.
+if [ $asked = yes ]; then touch "$stop_file"; fi # A signal came before the path was known.
 settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "${GIVEN[@]}") trial=''
 if [ -n "${STORE:-}" ]; then
     data="token store $STORE"
@@ -57,16 +58,18 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
-# on_ranks KILL COMMAND OPTIONS sets code to srun's exit status; with KILL=1 the first rank that fails ends the others.
+# on_ranks KILL COMMAND OPTIONS runs `wlb COMMAND` on all ranks, and sets `code` to srun's exit status. With KILL=1 the first rank
+# that fails ends the others.
 find_ranks
 on_ranks() {
     srun --kill-on-bad-exit="$1" "${RANKS[@]}" "$PYTHON" -m wlb "$2" "$PRESET" --system "$SYSTEM" "${@:3}" \
         --set "${settings[@]}" "${EXTRA[@]}" "${given[@]}" &
-    while kill -0 $! 2>/dev/null; do wait $! || true; done # A signal ends a wait, but not srun.
+    while kill -0 $! 2>/dev/null; do wait $! || true; done # A signal ends `wait`, but not srun.
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
 }
-# Says which rank failed first and where each one was, from the files that they left. 2 is a wrong command, which starts no rank.
+# Prints which rank failed first and where each rank was, from files that the ranks left. Exit status 2 means a wrong command,
+# with which no rank started.
 explain() { ((code == 0 || code == 2)) || alone -m wlb report --failure "$OUTPUT/$RUN_NAME" || true; }
 newest() { find "$OUTPUT/$RUN_NAME/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1; }
 code=0 did=saved before=$(newest || true)
@@ -75,11 +78,13 @@ if ((code == 3)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ..
 ((code)) || { on_ranks 1 train --resume auto && explain; }
 ((code == 0)) || did="preempted before it could save"
 
-# A preemption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
+# Slurm's record of the job says whether it was preempted. Its signals do not: they may reach only the ranks, and they kill ranks
+# that still load.
 if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then
     again=yes
 elif ((code)); then
-    # With a checkpoint that this start has made, each start comes further, so that a job that always fails ends. 2 is a wrong command.
+    # Requeue only if this start saved a checkpoint. Then each start makes progress, and a job that always fails is not requeued
+    # forever. Exit status 2 means a wrong command.
     after=$(newest || true)
     if [ "$ON_FAILURE" = end ] || [ $asked$again = yesno ] || ((code == 2)) || [[ ! $after > $before ]]; then exit "$code"; fi
     again=yes did="failed after it had saved $after"

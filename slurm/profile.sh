@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures a node for the cost model: one GPU's kernels, and collectives between its GPUs; with --nodes=2 also those between nodes.
-# A requeued job goes on where it stopped.
+# Measures a node for the cost model: the kernels of one GPU, and collectives between its GPUs. With --nodes=2 it also measures
+# collectives between nodes. A requeued job continues where it stopped.
 # From the checkout: sbatch slurm/profile.sh      settings: slurm/README.md
 #SBATCH --job-name=profile
 #SBATCH --nodes=1

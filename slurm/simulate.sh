@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Simulates a preset's job under all four systems, on one node's CPU: step time, memory, bubbles.
+# Simulates a preset's job under all four systems on two CPU cores, and prints step times, memory and pipeline bubbles.
 # From the checkout: PRESET=70b_128k sbatch slurm/simulate.sh      settings: slurm/README.md
 #SBATCH --job-name=simulate
 #SBATCH --nodes=1

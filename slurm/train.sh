@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a TOML file of one's own, or a preset: sbatch --nodes=N slurm/train.sh FILE [KEY=VALUE ...]
-# nodes x tasks are the ranks of its layout. From the checkout: sbatch --nodes=2 slurm/train.sh configs/mine.toml
+# Trains your TOML file, or a preset: sbatch --nodes=N slurm/train.sh FILE [KEY=VALUE ...]
+# Nodes times tasks per node must be the number of ranks. From the checkout: sbatch --nodes=2 slurm/train.sh configs/mine.toml
 # Settings: slurm/README.md
 #SBATCH --job-name=train
 #SBATCH --nodes=1
