@@ -40,7 +40,7 @@ class MicroBatch:
     index: int  # number within the step, over all pipelines
     pieces: Pieces  # in order; may be empty
     workload_ns: int  # predicted time of forward and backward
-    layout: Layout = Layout.SEPARATE
+    layout: Layout = Layout.SEPARATE  # whether documents attend to each other
 
     @property
     def lengths(self) -> IntArray:
