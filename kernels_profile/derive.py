@@ -1,14 +1,15 @@
-"""Derives kernel profiles of H100s in long training runs from `h100_sxm`, which one card measured.
+"""Derive profiles of H100s in long training runs from `h100_sxm`, which was measured on one card.
 
-`python -m kernels_profile.derive` writes `h100_runs.json` and `h100_runs_500w.json` beside this
-file. Two things differ from the measured card:
+`python -m kernels_profile.derive` writes `h100_runs.json` and `h100_runs_500w.json` into this
+folder. They differ from the measured profile in two ways:
 
-- Matrix products run at PRODUCT_SPEED of the measured throughput. That is what published training
-  runs show (`experiments/beyond/published_runs`, which fits this constant).
-- A board may have another power limit and other memory (`GpuVariant`). Products run at the clock
-  that the power limit allows. Dynamic power goes with the clock and the square of the voltage. The
-  voltage goes with the clock too, so that the clock goes with the cube root of the power that is
-  left for it. Operators bound by memory run at the ratio of the memories' peaks.
+- Matrix products run at PRODUCT_SPEED times the measured throughput. Published training runs show
+  this factor (`experiments/beyond/published_runs` fits it).
+- A board may have another power limit and other memory (`GpuVariant`). Its products run at the
+clock
+  that the power limit allows. Dynamic power is proportional to clock * voltage^2, and the voltage
+  is about proportional to the clock, so the clock is proportional to the cube root of the dynamic
+  power. Operators that are bound by memory run at the ratio of the memories' peak bandwidths.
 """
 
 from dataclasses import dataclass, replace
@@ -31,27 +32,29 @@ from wlb.plan import UserError
 Scalable = TypeVar("Scalable", Surface, Curve)
 MEASURED = "h100_sxm"
 PRODUCT_SPEED = 0.77
-"""Throughput of matrix products in published training runs over that of profile `h100_sxm`. A
-profile is made of short bursts on one GPU with today's libraries. A run is as fast as the slowest
-of many GPUs, whose power limit lowers their clocks, with the libraries of its time."""
+"""Throughput of matrix products in published training runs, divided by that of `h100_sxm`.
+
+The profile was measured in short bursts on one GPU with today's libraries. A long run is as fast as
+the slowest of many GPUs, their power limit lowers the clocks, and its libraries were older.
+"""
 
 FIXED_W = 200.0
-"""Power in W that a lower clock does not save: memory, links and leakage."""
+"""Power in watts that does not depend on the clock: memory, links and leakage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuVariant:
-    """A board: one chip at a power limit, with one kind of memory."""
+    """A board with the same chip, but perhaps with another power limit and other memory."""
 
     name: str
     power_w: float  # power limit
-    memory_bytes_per_s: float  # peak of the memory
+    memory_bytes_per_s: float  # peak bandwidth of the memory
 
     def __post_init__(self) -> None:
         if not self.power_w > FIXED_W:
             raise UserError(
                 f"{self.name}: power_w = {self.power_w:g} must be above {FIXED_W:g}, which memory "
-                f"and leakage take at any clock"
+                f"and leakage need at any clock"
             )
         if not self.memory_bytes_per_s > 0:
             raise UserError(
@@ -64,12 +67,12 @@ H100_500W = GpuVariant(name="h100_500w", power_w=500.0, memory_bytes_per_s=2.4e1
 
 
 def clock_ratio(variant: GpuVariant, *, measured: GpuVariant) -> float:
-    """Clock of a GPU that its power limit holds back, over that of the measured one."""
+    """Return the clock of a GPU at its power limit, divided by the clock of the measured GPU."""
     return _cube_root((variant.power_w - FIXED_W) / (measured.power_w - FIXED_W))
 
 
 def _cube_root(x: float) -> float:
-    """By Newton's method, whose operations are the same on all CPUs, as a power is not."""
+    """Return the cube root by Newton's method, which is bit-equal on all CPUs, unlike `x ** y`."""
     root = max(x, 1.0)
     for _ in range(64):
         root = (2 * root + x / (root * root)) / 3
@@ -79,7 +82,15 @@ def _cube_root(x: float) -> float:
 def profile_of_variant(
     profile: KernelProfile, variant: GpuVariant, *, measured: GpuVariant = H100_SXM
 ) -> KernelProfile:
-    """Prices of `variant` from a profile of `measured`; collectives stay."""
+    """Derive the profile of a board from the profile of a measured board.
+
+    Prices of collectives are not changed.
+
+    Args:
+        profile: The profile of the measured board.
+        variant: The board to derive a profile for.
+        measured: The measured board.
+    """
     if variant == measured:
         return profile
     clock = clock_ratio(variant, measured=measured)
@@ -111,7 +122,7 @@ def profile_of_variant(
 
 
 def with_product_speed(profile: KernelProfile, factor: float) -> KernelProfile:
-    """A profile with the throughput of matrix products, the head's too, multiplied by `factor`."""
+    """Multiply the throughput of matrix products, also of the output head, by `factor`."""
     return replace(
         profile,
         gemm=replace(
@@ -124,7 +135,7 @@ def with_product_speed(profile: KernelProfile, factor: float) -> KernelProfile:
 
 
 def profile_of_runs(variant: GpuVariant, *, name: str) -> KernelProfile:
-    """The profile of a board in long training runs, under the name `name`."""
+    """Return the profile of a board in long training runs, under the given name."""
     measured = load_profile(MEASURED)
     what = f"products x {PRODUCT_SPEED:g}, fitted to published training runs"
     provenance = Provenance(
@@ -143,7 +154,7 @@ def profile_of_runs(variant: GpuVariant, *, name: str) -> KernelProfile:
 
 
 def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> AttentionTable:
-    """An attention table with its throughput multiplied by `factor`."""
+    """Multiply the throughput of an attention kernel by `factor`."""
     forward, backward = table.square_forward, table.square_backward
     return replace(
         table,
@@ -157,7 +168,7 @@ def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> 
 
 
 def with_bandwidth(cost: ElementwiseCost, factor: float, provenance: Provenance) -> ElementwiseCost:
-    """An element-wise operator with its bandwidth multiplied by `factor`."""
+    """Multiply the bandwidth of an element-wise operator by `factor`."""
     return replace(
         cost,
         forward_bytes_per_s=cost.forward_bytes_per_s * factor,
@@ -167,7 +178,7 @@ def with_bandwidth(cost: ElementwiseCost, factor: float, provenance: Provenance)
 
 
 def scaled(table: Scalable, factor: float) -> Scalable:
-    """A surface or a curve with its values multiplied by `factor`."""
+    """Multiply the values of a surface or curve by `factor`."""
     return replace(table, values=table.values * factor)
 
 

@@ -1,9 +1,10 @@
-"""Fits the H100 profile to published figures, until a real GPU is measured.
+"""Fit the profile `h100` to published figures. No GPU was measured for it.
 
-`python -m kernels_profile.fit_published --csv FILE --out kernels_profile/h100.json` takes attention
-forward from a table of 383 varlen calls (columns total_tokens, doc_length, num_docs, tp, cp,
-latency_ms; bf16, 64 / tp query heads, head size 128), which `fit` models and `held_out_errors`
-checks. Every other block rests on a few published points, each named below.
+`python -m kernels_profile.fit_published --csv FILE --out kernels_profile/h100.json` writes it.
+FILE is a table of 383 calls of a varlen attention kernel (forward, bf16, 64 / tp query heads of
+size 128), with the columns total_tokens, doc_length, num_docs, tp, cp and latency_ms. `fit` models
+these calls, and `held_out_errors` tests the model. All other parts of the profile come from a few
+published points, which the constants below name.
 """
 
 import argparse
@@ -38,15 +39,19 @@ from wlb.cost.surface import Surface, limit_growth
 
 Array = npt.NDArray[np.float64]
 
+# The attention calls of the table, and the grid of query rows and keys on which throughput is
+# fitted.
 TILE_ROWS, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 128, 64, 4
 Q_AXIS = 2.0 ** np.arange(7, 18)
 KV_AXIS = 2.0 ** np.arange(4, 18)
 HEADS = np.array([8.0, 16.0, 32.0, 64.0])
 SURFACE_SHAPE = (Q_AXIS.size, KV_AXIS.size)
-# The scalars are the log of the launch cost and of the efficiency of every number of heads but the
-# last, whose efficiency is 1.
+# The fit's parameters are scalars, followed by the log of the surface. The scalars are the log of
+# the launch cost, and the log of the efficiency for each number of heads except the last, which has
+# 1.
 NUM_SCALARS = HEADS.size
 
+# Bandwidth of element-wise operators.
 COPY_BYTES_PER_S = 3.0e12
 CSV_SOURCE = (
     "DistCA repository: H100 bf16 forward of a FlashAttention-2-class varlen kernel, 383 calls"
@@ -61,27 +66,28 @@ NCCL_SOURCE = (
 )
 MIB = 2**20
 GATHER_POINTS = ((8, 76e3), (32, 124e3), (64, 207e3), (256, 676e3), (1024, 2590e3))
-"""Each point is (MiB, ns) of an all-gather on 8 ranks."""
+"""Size in MiB and time in ns of all-gathers on 8 ranks."""
 
-# TFLOP/s at 4K and 32K total tokens; the points at 1K are bound by launches and left out.
+# TFLOP/s at 4K and 32K total tokens. The points at 1K are left out, because launches dominate them.
 FA2_FORWARD, FA2_BACKWARD = (227.0, 344.0), (150.0, 263.0)
 FA3_FORWARD, FA3_BACKWARD = (357.0, 584.0), (206.0, 425.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Holds rows of the table: segment shape, heads per rank, segments per call, latency."""
+    """Rows of the table of attention calls. All columns have shape [num_rows]."""
 
-    q: Array
-    kv: Array
-    heads: Array
-    num_docs: Array
-    latency_ns: Array
+    q: Array  # query rows of each segment
+    kv: Array  # keys of each segment
+    heads: Array  # query heads on a rank
+    num_docs: Array  # segments in a call; all have the same shape
+    latency_ns: Array  # measured time of the call
 
     def __len__(self) -> int:
         return self.q.size
 
     def take(self, mask: npt.NDArray[np.bool_]) -> "Rows":
+        """Return the rows that a mask selects."""
         return Rows(
             q=self.q[mask],
             kv=self.kv[mask],
@@ -92,12 +98,14 @@ class Rows:
 
 
 def read_rows(path: Path) -> Rows:
+    """Read the table of attention calls from a CSV file."""
     with path.open(newline="") as file:
         table = [
             [float(row[k]) for k in ("doc_length", "num_docs", "tp", "cp", "latency_ms")]
             for row in csv.DictReader(file)
         ]
     length, num_docs, tp, cp, latency_ms = np.array(table).T
+    # Each of cp ranks has 1 / cp of the queries. Its keys are those of a rank with average work.
     return Rows(
         q=length / cp,
         kv=length * (0.5 + 0.5 / cp),
@@ -109,11 +117,14 @@ def read_rows(path: Path) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    launch_ns: float
-    heads_efficiency: Array
-    surface: Array
+    """A fitted model of the attention calls; `fit` has the formula."""
+
+    launch_ns: float  # time of a launch
+    heads_efficiency: Array  # throughput for each of HEADS, relative to the last one
+    surface: Array  # TFLOP/s, shape [Q_AXIS, KV_AXIS]
 
     def predict_ns(self, rows: Rows) -> Array:
+        """Predict the time of each call, shape [num_rows]."""
         surface = Surface(axis0=Q_AXIS, axis1=KV_AXIS, values=self.surface)
         padded = np.ceil(rows.q / TILE_ROWS) * TILE_ROWS
         return self.launch_ns + _work(rows) * 1e-3 / (
@@ -122,24 +133,27 @@ class Fit:
 
 
 def _work(rows: Rows) -> Array:
+    """Return the FLOPs of each call, counting whole tiles."""
     pairs = tile_pairs(rows.q, rows.kv, tile_rows=TILE_ROWS)
     return FORWARD_FLOPS_PER_PAIR * HEAD_DIM * rows.heads * rows.num_docs * pairs
 
 
 def _corners(axis: Array, x: Array) -> tuple[npt.NDArray[np.int64], Array]:
+    """Return the grid point to the left of each `x`, and how far it is to the next (0 to 1)."""
     left = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, axis.size - 2)
     return left, np.clip((x - axis[left]) / (axis[left + 1] - axis[left]), 0, 1)
 
 
 def fit(rows: Rows) -> Fit:
-    """Fits log latency by least squares, with penalties for a smooth and monotone surface.
+    """Fit the logarithm of latency by least squares, with penalties for a rough surface.
 
-    A row is modelled as
+    The model of a call is
 
-        latency = launch + num_docs * heads * FLOPs / (TFLOP/s(padded q, kv) * eff(heads))
+        latency = launch + num_docs * heads * FLOPs / (TFLOP/s(padded q, kv) * efficiency(heads))
 
-    with the FLOPs of whole tiles, q = doc_length / cp and kv = doc_length * (1/2 + 1/(2 cp)).
-    Launch cost, surface and head factors are fitted together.
+    where FLOPs are counted in whole tiles, q = doc_length / cp, and
+    kv = doc_length * (1/2 + 1/(2 cp)). The launch cost, the surface of TFLOP/s and the efficiencies
+    are fitted together.
     """
     i, u = _corners(Q_AXIS, np.ceil(rows.q / TILE_ROWS) * TILE_ROWS)
     j, v = _corners(KV_AXIS, rows.kv)
@@ -147,6 +161,7 @@ def fit(rows: Rows) -> Fit:
     work = _work(rows)
 
     def residuals(parameters: Array) -> Array:
+        # Interpolate the surface at each row.
         log_s = parameters[NUM_SCALARS:].reshape(SURFACE_SHAPE)
         s = np.exp(log_s)
         tflops = (1 - u) * ((1 - v) * s[i, j] + v * s[i, j + 1])
@@ -157,6 +172,7 @@ def fit(rows: Rows) -> Fit:
             [np.log(predicted / rows.latency_ns), *_penalties(log_s), 0.1 * parameters[1:4]]
         )
 
+    # Start from launches of 50 us, equal efficiencies, and 300 TFLOP/s everywhere.
     start = np.concatenate(
         [
             [np.log(5e4)],
@@ -174,10 +190,11 @@ def fit(rows: Rows) -> Fit:
 
 
 def _penalties(log_s: Array) -> list[Array]:
-    """Returns the penalties of the surface.
+    """Return the penalties on the logarithm of the surface.
 
-    They are on curvature and twist (weak), growth above the axes' (strong), a fall along either
-    axis (medium), and throughput above 372 TFLOP/s (weak).
+    They penalise curvature and twist (weakly), throughput that grows faster than an axis
+    (strongly), throughput that falls along an axis (medium), and throughput above 372 TFLOP/s
+    (weakly).
     """
     slope_q, slope_kv = np.diff(log_s, axis=0) / np.log(2), np.diff(log_s, axis=1) / np.log(2)
     terms = [
@@ -194,6 +211,7 @@ def _penalties(log_s: Array) -> list[Array]:
 
 
 def errors(rows: Rows, fitted: Fit) -> dict[str, float]:
+    """Return the mean, 95th percentile and maximum of the relative errors of a fit."""
     error = np.abs(fitted.predict_ns(rows) / rows.latency_ns - 1)
     return {
         "count": float(len(rows)),
@@ -204,9 +222,9 @@ def errors(rows: Rows, fitted: Fit) -> dict[str, float]:
 
 
 def held_out_errors(rows: Rows, *, seed: int) -> dict[str, float]:
-    """Returns errors on a random fifth of the rows, and on a random fifth of the shapes (q, kv).
+    """Return the errors on a random fifth of the rows, and on a random fifth of the shapes (q, kv).
 
-    No row of the held-out shapes is seen in fitting.
+    Each time the fit sees only the other rows; for the shapes, no row of a held-out shape.
     """
     rng = np.random.default_rng(seed)
     _, shape_of = np.unique(np.stack([rows.q, rows.kv]), axis=1, return_inverse=True)
@@ -223,13 +241,25 @@ def held_out_errors(rows: Rows, *, seed: int) -> dict[str, float]:
 
 
 def by_keys(at_4k: float, at_32k: float) -> Array:
-    """Returns a factor by number of keys: linear in log keys from 4K to 32K, constant outside."""
+    """Interpolate a factor between 4K and 32K keys, linearly in log keys and constant outside.
+
+    Args:
+        at_4k: Factor at 4K keys and below.
+        at_32k: Factor at 32K keys and above.
+
+    Returns:
+        The factor at each point of KV_AXIS, shape [1, KV_AXIS].
+    """
     weight = np.clip(np.log2(KV_AXIS / 4096) / 3, 0, 1)
     return (at_4k + weight * (at_32k - at_4k))[None, :]
 
 
 def tables(fitted: Fit, residuals: dict[str, float]) -> tuple[AttentionTable, ...]:
-    """Returns FA2 as fitted, FA3 as FA2 times the plots' ratio; backward is by the plots' ratio."""
+    """Return the tables of FlashAttention-2 and FlashAttention-3.
+
+    Forward of FlashAttention-2 is the fit. Its backward, and FlashAttention-3, are the fit times
+    ratios that were read from plots.
+    """
     shared = {"device": "NVIDIA H100 SXM", "dtype": "bfloat16"}
     ratios = [
         tuple(a / b for a, b in zip(top, bottom, strict=True))
@@ -289,7 +319,8 @@ def tables(fitted: Fit, residuals: dict[str, float]) -> tuple[AttentionTable, ..
 
 
 def gather_alpha_beta() -> tuple[float, float]:
-    """Fits alpha (ns) and bus bandwidth (bytes/s) to the all-gather points, by relative errors."""
+    """Fit latency (ns) and bus bandwidth (bytes/s) to the all-gather points, by relative errors."""
+    # A rank receives 7/8 of the data of an all-gather on 8 ranks.
     size, time_ns = (np.array(column) for column in zip(*GATHER_POINTS, strict=True))
     wire = size * MIB * 7 / 8
     design = np.stack([np.ones(size.size), wire], axis=1) / time_ns[:, None]
@@ -298,6 +329,8 @@ def gather_alpha_beta() -> tuple[float, float]:
 
 
 def collectives() -> tuple[CollectiveCost, ...]:
+    """Return the prices of all collectives, inside a node and between nodes."""
+    # Only the all-gather has several points. The others have one at 1 GiB, and use its latency.
     alpha, gather = gather_alpha_beta()
     scatter = 1024 * MIB * 7 / 8 / (2.74e-3 - alpha * 1e-9)
     reduce = 2 * 1024 * MIB * 7 / 8 / (4.04e-3 - alpha * 1e-9)
@@ -347,6 +380,16 @@ def collectives() -> tuple[CollectiveCost, ...]:
 
 
 def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[str, float]]:
+    """Make the whole profile.
+
+    Args:
+        rows: The attention calls.
+        seed: Seed of the held-out rows.
+        command: The command to record in the profile.
+
+    Returns:
+        The profile, and the errors on held-out rows.
+    """
     residuals = held_out_errors(rows, seed=seed)
     fitted = fit(rows)
     gemm = Provenance(
