@@ -218,7 +218,7 @@ def test_the_wheel_in_a_fresh_environment(tmp_path: Path) -> None:
     command = f"source {tmp_path}/env/bin/activate && {command}"
     done = subprocess.run(["bash", "-c", command], cwd=clone, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (example,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
     (printed,) = re.findall(r"<!-- output -->\n```\n(.+?)```", page, re.DOTALL)
     done = subprocess.run(
         [str(python), "-c", example], capture_output=True, text=True, cwd=tmp_path
