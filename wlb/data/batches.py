@@ -111,7 +111,7 @@ class TargetSource(Source, Protocol):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, all are but each document's first."""
+        """Whether only some tokens are trained. If False, only each document's first is not."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class IdentifiedSource(Protocol):
 
 
 def identity_of(source: Source) -> dict[str, Any] | None:
-    """Return the identity of a source, or None if it has no such property."""
+    """Return what makes the tokens of a source distinct, or None if the source does not say."""
     return dict(source.identity) if isinstance(source, IdentifiedSource) else None
 
 
@@ -179,9 +179,10 @@ class AccountedStream(Protocol):
         ...
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for some number of epochs.
+        """Return whether `state` can be the end of the data.
 
-        The number of epochs may change on resume, so it is not compared with this run's.
+        That is so if the data ends there for any number of epochs. A run that wrote the state may
+        have had another number of epochs than this one.
         """
         ...
 
@@ -213,7 +214,7 @@ class SourceBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If not, all are but each document's first."""
+        """Whether only some tokens are trained. If False, only each document's first is not."""
         return self._targets is not None
 
     def count_targets(self, pieces: Pieces) -> IntArray:

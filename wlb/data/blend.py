@@ -297,13 +297,14 @@ class BlendedBatches(BatchStream):
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for some number of epochs."""
+        """Return whether `state` is the end of the data for some number of epochs."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False
         last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
-        # Documents are read in the order of their tags until a tag reaches the end. So at the end
-        # the last document of each source has a tag below it, and the next document does not.
+        # Documents are read in the order of their tags until a tag reaches `_end_of(epochs)`. So
+        # `state` is the end if the last document of each source has a tag below that, and the next
+        # document of each source does not.
         least = float((tokens / self._weights).min())
         latest = float(((tokens - np.array(last)) / self._weights).max())
         epochs = int(least / self._end_of(1))

@@ -87,7 +87,7 @@ def make_and_open(path: Path, *, mode: int = 0o777) -> int:
             return open_folder(path)
         except FileNotFoundError:
             continue
-    raise AssertionError  # attempts has raised
+    raise AssertionError  # not reached: `attempts` raises UserError
 
 
 def refuse_nowhere(path: Path) -> None:

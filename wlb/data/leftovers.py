@@ -91,7 +91,7 @@ def make_and_lock(folder: Path) -> int:
         if is_named(descriptor, folder):
             return descriptor
         os.close(descriptor)
-    raise AssertionError  # attempts has raised
+    raise AssertionError  # not reached: `attempts` raises UserError
 
 
 def sweep() -> None:
@@ -134,5 +134,5 @@ def name_semaphores() -> None:
 
 
 def _namespace() -> str:
-    """Return the PID namespace, because containers count their processes independently."""
+    """Return the PID namespace, because two containers may have processes of equal numbers."""
     return str(os.stat("/proc/self/ns/pid").st_ino)

@@ -51,7 +51,7 @@ class StoreInfo:
     checksum: str  # blake2b of the `.bin` file, in hexadecimal
     eos_id: int | None = None  # token that ends every document, or None
     tokenizer: str | None = None  # name of the tokenizer's file, in the folder of the store
-    source: str = ""  # where the documents come from, for readers
+    source: str = ""  # where the documents come from, in words
     # Settings and counts that `wlb prepare` records, such as skipped documents.
     preparation: dict[str, Any] = field(default_factory=dict[str, Any])
     targets: str | None = None  # blake2b of the `.targets` file, None if there is no such file
@@ -137,7 +137,7 @@ class TokenStoreWriter:
         vocab_size: Every token id must be below this.
         eos_id: Token that ends every document, None if there is none.
         tokenizer: Name of the tokenizer's file, in the folder of the store.
-        source: Where the documents come from, for readers.
+        source: Where the documents come from, in words.
         preparation: Record of how the store is made. The attribute `preparation` is a copy, to
             which the caller may add until the block ends.
     """

@@ -174,7 +174,8 @@ class Targets:
         opened = np.searchsorted(self._start, position, side="left")
         if not self._stop.size:
             return np.zeros(position.shape, np.int64)
-        # Sum all spans that start before the position, less the part of the last one behind it.
+        # Count the tokens of all spans that start before the position. Then subtract the part of
+        # the last of these spans that is behind the position.
         last = np.maximum(opened - 1, 0)
         beyond = np.where(opened > 0, np.maximum(self._stop[last] - position, 0), 0)
         return self._running[opened] - beyond

@@ -45,7 +45,7 @@ class TooLong(StrEnum):
     # Drop the oldest turns, or the beginning of a last turn that does not fit. Keep the system
     # message.
     TRUNCATE_LEFT = "truncate_left"
-    # Refuse it.
+    # Refuse the conversation.
     REFUSE = "refuse"
 
 
@@ -240,7 +240,7 @@ class ChatEncoder:
             is_used = token["content"].strip() in used - set(CONTENT_TAGS)
             token["special"] = token["special"] or is_used
         copy = Tokenizer.from_str(json.dumps(data))
-        # Every text must be encoded as it is.
+        # Truncation and padding would change the parts of a text.
         copy.no_truncation()
         copy.no_padding()
         return copy

@@ -440,7 +440,7 @@ class ChatTemplate(TemplateSource):
 
 
 def trained_messages(conversation: Conversation, turns: Turns) -> list[int]:
-    """Return the numbers of the messages that are trained.
+    """Return the indices of the messages that are trained.
 
     These are messages of assistants that have text or calls and are not marked as not trained.
     """

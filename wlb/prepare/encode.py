@@ -84,7 +84,7 @@ class Vocabulary:
     bos_id: int | None = None
     eos_id: int | None = None
     unknown_id: int | None = None  # token that stands for unknown characters
-    special: tuple[int, ...] = ()  # ids that text must never encode to
+    special: tuple[int, ...] = ()  # ids that ordinary text must never become
 
 
 class EncoderChoice(Protocol):
@@ -134,7 +134,7 @@ class EncoderChoice(Protocol):
         return None
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Return JSON values for `StoreInfo.preparation`, for those who use the model later."""
+        """Return JSON values for `StoreInfo.preparation` that users of the model will need."""
         return {}
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:

@@ -23,6 +23,7 @@ class MessageMark:
     any_role: bool = False  # whether trainers with this key can train messages of users too
 
 
+# The comment behind a key names the trainers that use it.
 MESSAGE_MARKS = {
     "weight": MessageMark(),  # OpenAI, Mistral, Fireworks
     "loss": MessageMark(),  # ms-swift
@@ -40,7 +41,8 @@ MESSAGE_MARKS = {
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 # An unknown key is refused if a word in its name begins like this, as in axolotl's train_detail.
 _OF_TRAINING = ("train", "untrain", "mask", "unmask", "loss", "weight")
-# Likewise, unless the value is text: a key such as learning_goal may contain ordinary text.
+# A key whose value is not text is also refused if a word begins like one of these. With text it is
+# not, because a key such as learning_goal may contain ordinary text.
 _OF_LEARNING = ("ignore", "learn", "supervis")
 
 
@@ -66,6 +68,7 @@ _FACTOR = RecordMark(
 )
 _WHOLE = RecordMark(harmless=None, remedy="leave out the record, or remove the key")
 
+# The comment behind a key names the trainers that use it.
 RECORD_MARKS = {
     "train_on_input": _ASKED,  # torchtune
     "train_on_inputs": _ASKED,  # axolotl

@@ -115,7 +115,7 @@ def _values(column: Any) -> list[Any]:
 
 
 def _with_bytes(kind: Any) -> Any:
-    """The type with bytes for strings, at any depth of lists and structs."""
+    """Return a pyarrow type with bytes in place of strings, also inside lists and structs."""
     pa = _pyarrow()
     if pa.types.is_string(kind):
         return pa.binary()

@@ -84,7 +84,7 @@ def prepare_store(
         options: What to prepare, and how.
         encoder: How to encode records that are not text, such as `ChatChoice`. The options policy,
             text_key and text_unit do not apply to them. None means text.
-        progress: Called with the progress, several times.
+        progress: Called repeatedly with the progress.
 
     Raises:
         UserError: An input is bad, an interrupted call had other arguments, or `options.out` is a

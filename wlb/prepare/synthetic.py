@@ -19,7 +19,7 @@ from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 EOS = 256
 """The token that ends each document. Tokens below it are bytes of the text."""
 VOCAB_SIZE = 257
-# Lengths are drawn in blocks of this many.
+# How many lengths are drawn in one call.
 DRAWN_AT_A_TIME = 1024
 
 

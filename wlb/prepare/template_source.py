@@ -253,7 +253,7 @@ class TemplateSource:
         Raises:
             UserError: The first or the last rendering failed, and `may_fail` is not set.
         """
-        # transformers passes tools and documents to every template.
+        # transformers always passes `documents`, so templates may test whether it is None.
         base = {**self.variables, "add_generation_prompt": False, "documents": None}
         asked = {
             "source": self.source,
