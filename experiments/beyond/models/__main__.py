@@ -1,8 +1,8 @@
 """Counts how unbalanced packed micro-batches are in published models, in FLOPs.
 
 `python -m experiments.beyond.models [--quick]` counts the FLOPs of models from their config.json
-(`wlb.cost.config_json`). For each model it packs the same documents into steps of 4 windows: with the
-usual loader, which cuts documents anywhere, and with `bounded` (micro-batches of at most 1.1
+(`wlb.cost.config_json`). For each model it packs the same documents into steps of 4 windows: with
+the usual loader, which cuts documents anywhere, and with `bounded` (micro-batches of at most 1.1
 windows, D 10). Documents have the paper's lengths; the longest are as long as the window.
 
 Imbalance is the slowest micro-batch over the mean, in FLOPs of forward and backward, each summed

@@ -1,9 +1,12 @@
 """Simulates training runs that others measured on H100s and published.
 
-`python -m experiments.beyond.published_runs [--runs FILE] [--quick]` maps every row of a
-CSV file (this folder's README.md has its columns) to a `RunSpec`, simulates one step of it, and
-prints predicted over measured throughput: as wlb would run it, and with what is known of the
-trainer. Few constants are fitted, each source checked with those that the others give.
+`python -m experiments.beyond.published_runs [--runs FILE] [--quick]` maps every row of a CSV file
+(README.md describes the columns) to a `RunSpec` and simulates one step of it. It prints predicted
+over measured throughput twice: as if wlb's executor ran the row, and with everything that is known
+of the real trainer.
+
+Three constants are fitted to the rows. To check them, each source is also predicted with constants
+that were fitted to the other sources only.
 """
 
 import argparse
@@ -43,17 +46,25 @@ from wlb.simulate.shards import FSDP_SLOWDOWN
 FOLDER = Path(__file__).parent
 RUNS = FOLDER / "runs.csv"
 TRITON_SPEED = 0.5
+"""Throughput of Triton's FlashAttention-1 with ALiBi over FlashAttention-2."""
 CONSTANTS = Constants(
     product_speed=PRODUCT_SPEED, fsdp_slowdown=FSDP_SLOWDOWN, triton_speed=TRITON_SPEED
 )
-"""Fitted to the BF16 rows of all sources with the measured profile (`fitting`). The first two are
-those of profile `h100_runs` and of the simulator."""
+"""Constants fitted to the BF16 rows of all sources, with the measured profile (`fitting`).
+
+The first is also a constant of profile `h100_runs`, and the second of the simulator.
+"""
 EXPLAINED = (2, 5, 10, 14, 19, 20, 21, 22, 28, 29)
-"""Lines of the rows of which the page shows what each part of the model is worth."""
+"""Lines of runs.csv in the table of reasons, which leaves out one part of the model at a time."""
 
 
 def runs_table(blind: Sequence[Prediction], found: Sequence[Prediction]) -> Table:
-    """Every row: measured, predicted, and where the time goes."""
+    """Returns a table of all rows: measured and predicted throughput, and where the time goes.
+
+    Args:
+        blind: Predictions as if wlb's executor ran the rows.
+        found: Predictions with what is known of the trainers.
+    """
     rows = [
         [
             *(p.case.run.line, p.case.run.source, p.case.run.name),
@@ -90,7 +101,7 @@ def runs_table(blind: Sequence[Prediction], found: Sequence[Prediction]) -> Tabl
 
 
 def mapping_table(found: Sequence[Prediction]) -> Table:
-    """What each row was mapped to."""
+    """Returns a table of the configuration that each row was mapped to."""
     return Table(
         name="mapping",
         title="What each row was mapped to",
@@ -101,7 +112,12 @@ def mapping_table(found: Sequence[Prediction]) -> Table:
 
 
 def sources_table(found: Sequence[Prediction], fits: Sequence[Sensitivity]) -> Table:
-    """By source: errors with all constants and with those of the other sources, order of rows."""
+    """Returns a table of errors by source.
+
+    It has errors with the constants fitted to all sources, and with constants fitted to the other
+    sources only. The rank correlation says whether the rows of a source come out in the right
+    order.
+    """
     rows: list[list[Any]] = []
     for source, own in _by_source(found).items():
         given = fit_without(fits, source)
@@ -135,7 +151,7 @@ def sources_table(found: Sequence[Prediction], fits: Sequence[Sensitivity]) -> T
 
 
 def constants_table(fits: dict[str, Sequence[Sensitivity]]) -> Table:
-    """The fitted constants, by profile and by the source that is left out."""
+    """Returns a table of the fitted constants, by profile and by the source that is left out."""
     rows: list[list[Any]] = []
     for name, found in fits.items():
         sources = dict.fromkeys(one.case.run.source for one in found)
@@ -171,7 +187,10 @@ def constants_table(fits: dict[str, Sequence[Sensitivity]]) -> Table:
 def kinds_table(
     cases: Sequence[Mapped], fits: Sequence[Sensitivity], profiles: Sequence[KernelProfile]
 ) -> Table:
-    """Errors by shipped profile and by kind of run, as commands print them (`trust_line`)."""
+    """Returns a table of errors by shipped profile and by kind of run.
+
+    Commands such as `wlb simulate` print these errors (`trust_line`).
+    """
     held = {one.case.run.line: one.ratio(fit_without(fits, one.case.run.source)) for one in fits}
     by_profile = {BEST: held}
     shipped = replace(CONSTANTS, product_speed=1.0)
@@ -206,7 +225,7 @@ def _by_source(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def _errors(ratios: Sequence[float]) -> tuple[float, float]:
-    """Mean of the ratios, and the largest distance from 1."""
+    """Returns the mean of the ratios, and the largest distance of a ratio from 1."""
     array = np.array(ratios)
     return float(array.mean()), float(np.abs(array - 1).max())
 
@@ -214,7 +233,7 @@ def _errors(ratios: Sequence[float]) -> tuple[float, float]:
 def reasons_table(
     found: Sequence[Prediction], profile: KernelProfile, constants: Constants
 ) -> Table:
-    """What each part of the model is worth, for one row of each kind."""
+    """Returns a table of ratios with one part of the model left out, for one row of each kind."""
     rows = [
         [
             *(p.case.run.line, p.case.run.source, p.case.run.name, p.ratio),
@@ -239,7 +258,12 @@ def _is_fitted(prediction: Prediction) -> bool:
 
 
 def plot(blind: Sequence[Prediction], found: Sequence[Prediction]) -> Any:
-    """Predicted over measured, before and now, by share of attention."""
+    """Draws predicted over measured throughput by the share of attention.
+
+    Args:
+        blind: Predictions as if wlb's executor ran the rows, in the left panel.
+        found: Predictions with what is known of the trainers, in the right panel.
+    """
     figure, axes = new_figure(ncols=2, height=3.6, sharey=True)
     panels = ((blind, "as wlb would run it"), (found, "as the trainer does"))
     for axis, (predictions, title) in zip(axes, panels, strict=True):
@@ -312,7 +336,7 @@ def main() -> None:
 
 
 def text_of(found: Sequence[Prediction]) -> str:
-    """The page's text."""
+    """Returns the text of the page."""
     ratios = np.array([p.ratio for p in found if _is_fitted(p)])
     within = int((np.abs(ratios - 1) <= 0.1).sum())
     assumed = [

@@ -1,7 +1,7 @@
-"""Maps each published run to a `RunSpec` and to what its trainer does otherwise than wlb.
+"""Maps each published run to a `RunSpec` and to how its trainer differs from wlb.
 
-Everything that is taken for granted about a source stands in `SOURCES`, and is printed with each
-row. What a source does not say is an assumption, and `Mapping.assumed` lists it.
+`SOURCES` has everything that is taken as known about the trainer of a source; it is printed with
+each row. Where a source does not say something, `SourceTraits.assumed` states the assumption.
 """
 
 from collections.abc import Mapping as AnyMapping
@@ -37,7 +37,11 @@ def _llama(hidden: int, layers: int, heads: int, ffn: int) -> ModelSpec:
 
 
 def _mpt(hidden: int, layers: int) -> ModelSpec:
-    """An MLP of two matrices of 4 x hidden has the weights of a gated one of 8/3 x hidden."""
+    """Returns a model with as many weights as MPT's.
+
+    MPT's MLP has two matrices of width 4 x hidden. wlb's MLP is gated and has three matrices, so a
+    width of 8/3 x hidden gives as many weights.
+    """
     return ModelSpec(
         vocab_size=50_368,
         hidden_size=hidden,
@@ -73,19 +77,28 @@ EVERY_SECOND_PRODUCT = RecomputedWork(
     tp=(2, 0),
     attention=False,
 )
-"""torchtitan's selective checkpointing by operator: it keeps attention, reduce-scatters and every
-second product (of Q, K, V, O, gate, up, down), and computes all else again."""
+"""What torchtitan's selective activation checkpointing by operator recomputes.
+
+It stores the results of attention, of reduce-scatters and of every second matrix product (in the
+order Q, K, V, O, gate, up, down). Everything else is recomputed in backward.
+"""
 PLAIN_UPDATE_VALUES = 20
-"""float32 values of a parameter's AdamW update in plain torch: mul and add of the first moment (2 +
-3), mul and addcmul of the second (2 + 3), its root, division and epsilon (6), addcdiv (4)."""
+"""float32 values that plain torch reads and writes for the AdamW update of one parameter.
+
+They are mul and add of the first moment (2 + 3), mul and addcmul of the second (2 + 3), its root,
+division and epsilon (6), and addcdiv (4).
+"""
 
 WITH_DROPOUT = {"residual": (11 / 6, 11 / 6)}
-"""MPT's blocks call nn.Dropout(0) before both additions. torch runs it: it reads and writes the row
-and a mask of one byte a value, in both passes."""
+"""Memory traffic of MPT's residual additions, over that of plain additions.
+
+MPT's blocks call nn.Dropout(0) before both additions, and torch runs it. In both passes it reads
+and writes the row and a mask of one byte per value.
+"""
 
 
 class FlopsCount(StrEnum):
-    """What a source's TFLOP/s count for attention, beside 6 FLOPs a parameter and token."""
+    """Query-key pairs that the TFLOP/s of a source count, besides 6 FLOPs per weight and token."""
 
     CAUSAL = "pairs below the diagonal"
     SQUARE = "all pairs"
@@ -94,25 +107,26 @@ class FlopsCount(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTraits:
-    """What all runs of a source have in common.
-
-    FSDP2 copies a gathered bfloat16 value once more (4 bytes), and a gradient into the buffer that
-    is reduced (4 bytes, or 6 if that is float32).
-    """
+    """Hardware and trainer that all runs of a source have in common."""
 
     gpu: GpuVariant
-    kernel: str  # attention kernel, as in `KERNELS` of `prediction`
-    kernel_words: str  # which kernel that is
-    # Traffic of element-wise operators without torch.compile; {}: as fused kernels.
+    kernel: str  # attention kernel, a key of `prediction.KERNELS`
+    kernel_words: str  # the kernel's name on the page
+    # Memory traffic of element-wise operators without torch.compile, over that of fused kernels.
+    # Empty: they are fused.
     traffic: AnyMapping[str, tuple[float, float]]
-    resharded: bool  # whether FSDP frees parameters after each pass (without a pipeline)
+    resharded: bool  # whether FSDP frees parameters after each pass, if there is no pipeline
+    # How FSDP works. FSDP2 copies each gathered bfloat16 value (4 bytes of traffic) and each
+    # gradient into the buffer to reduce (4 bytes, or 6 if that buffer is float32).
     execution: FsdpExecution
+    # What backward recomputes, by the value of the column `recompute`. For values that are missing
+    # here it recomputes what wlb does.
     recomputed: AnyMapping[str, RecomputedWork] = field(default_factory=dict[str, RecomputedWork])
     flops: FlopsCount = FlopsCount.CAUSAL
-    logit_bytes: int = 14  # of one logit during the loss: bfloat16, and three times float32
-    unknown_stages: int = 1  # virtual stages a rank where the row does not print them
-    unknown_recompute: str = "none"
-    assumed: tuple[str, ...] = ()
+    logit_bytes: int = 14  # memory of one logit in the loss: bfloat16 once and float32 three times
+    unknown_stages: int = 1  # virtual stages of a rank if the row does not print them
+    unknown_recompute: str = "none"  # value of `recompute` if the row does not print it
+    assumed: tuple[str, ...] = ()  # assumptions, as clauses for the page
 
 
 SOURCES = {
@@ -128,7 +142,7 @@ SOURCES = {
             prefetches_backward=False,
             update_values=PLAIN_UPDATE_VALUES,
         ),
-        logit_bytes=4,  # a fused loss, whose gradients replace the logits
+        logit_bytes=4,  # the loss is fused, and its gradients overwrite the logits
         assumed=(
             "norms and GELU are one kernel each; positions (ALiBi) are priced as a rotation",
             "FSDP prefetches after each backward (Composer's default, BACKWARD_POST)",
@@ -187,7 +201,10 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """A published run as the simulator takes it."""
+    """A published run in the form that `prediction.predict` simulates.
+
+    Fields have the meaning of the same fields of `SourceTraits`.
+    """
 
     run: PublishedRun
     spec: RunSpec
@@ -202,7 +219,7 @@ class Mapped:
     assumed: tuple[str, ...]
 
     def flops_per_token(self) -> float:
-        """Model FLOPs of a token as the source counts them."""
+        """Returns the model FLOPs of a token as the source counts them."""
         model = self.spec.model
         # Six FLOPs for each weight of a product; the embedding is a look-up.
         weights = model.num_layers * model.num_layer_parameters
@@ -213,14 +230,14 @@ class Mapped:
 
     @property
     def measured(self) -> float:
-        """Measured tokens per second and GPU."""
+        """Returns the measured tokens per second and GPU."""
         if self.run.tokens_per_s_gpu is not None:
             return self.run.tokens_per_s_gpu
         assert self.run.tflops_gpu is not None
         return self.run.tflops_gpu * 1e12 / self.flops_per_token()
 
     def words(self) -> str:
-        """One line that says what the row was mapped to."""
+        """Describes the simulated configuration in one line."""
         spec, how = self.spec, self.execution
         p = spec.parallel
         recompute = "every second product" if self.recomputed else str(spec.training.recompute)
@@ -236,10 +253,10 @@ class Mapped:
 
 
 def mapped(run: PublishedRun) -> Mapped:
-    """Map a published run.
+    """Maps a published run to its configuration and its trainer.
 
     Raises:
-        UserError: If its source or model is not known, with the line's number.
+        UserError: If the source or the model is unknown. The message has the line's number.
     """
     where = f"line {run.line}"
     if run.source not in SOURCES:
@@ -269,9 +286,10 @@ def mapped(run: PublishedRun) -> Mapped:
 
 
 def as_wlb_runs(case: Mapped) -> Mapped:
-    """The row under the assumptions that wlb made before it knew of other trainers: its own
-    executor on an H100 of 700 W, with FlashAttention-2, fused operators and parameters that are
-    gathered once a step.
+    """Returns the run as if wlb's executor trained it on an H100 of 700 W.
+
+    Then attention is FlashAttention-2, operators are fused, and parameters are gathered once per
+    step.
     """
     spec = case.spec
     return replace(
@@ -286,7 +304,7 @@ def as_wlb_runs(case: Mapped) -> Mapped:
 
 
 def spec_of(run: PublishedRun, traits: SourceTraits, recompute: str) -> RunSpec:
-    """The run's configuration: full sequences of one document each."""
+    """Returns the configuration of a run, whose sequences are one full-length document each."""
     base, model = RunSpec(), MODELS[run.source][run.model]
     # With a pipeline and without accumulation, the sequences of a batch are its micro-batches.
     splits = run.pp > 1 and run.ga == 1
@@ -319,7 +337,11 @@ def spec_of(run: PublishedRun, traits: SourceTraits, recompute: str) -> RunSpec:
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Equal stages; layers that are missing are taken from the last and the first stage in turn."""
+    """Divides layers over stages as equally as possible.
+
+    Stages get the same number, rounded up. Layers that are then missing are taken from the last
+    stage, the first, the last but one, and so on.
+    """
     each = -(-layers // stages)
     out = [each] * stages
     missing = each * stages - layers

@@ -1,4 +1,4 @@
-"""Simulates a published run: tokens per second, where the time goes, peak memory."""
+"""Simulates a published run and returns its throughput, where the time goes, and peak memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,20 +20,23 @@ COMMUNICATION = (
     *("tp_comm", "cp_comm", "p2p", "parameter gather", "gradient reduction"),
     "sharded parameters",
 )
-"""Terms of the critical path that are collectives and messages, and what they slow down."""
+"""Terms of the critical path that count as communication.
+
+They are collectives, messages, and the computing time that is lost to collectives beside it.
+"""
 KERNELS = {"flash_2": "torch_varlen", "flash_3": "flash_attention_3", "triton_1": "torch_varlen"}
-"""Table of the profile that prices each attention kernel."""
+"""Attention table of a profile that prices each kernel. `triton_1` is scaled by triton_speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is fitted to the runs, and not read from a profile or from a source's configuration."""
+    """Constants that are fitted to the published runs."""
 
-    # Throughput of matrix products in these runs over the profile's. A profile is made of short
-    # bursts on one GPU with today's libraries; a run is as fast as the slowest of many GPUs, whose
-    # power limit lowers their clocks, with the libraries of its time.
+    # Throughput of matrix products in these runs over the profile's. A profile measures short
+    # bursts on one GPU with today's libraries. A run is as fast as the slowest of many GPUs, under
+    # a power limit that lowers clocks, with the libraries of its time.
     product_speed: float = 1.0
-    # Seconds that computing loses for each second of FSDP's collectives beside it.
+    # Seconds of computing that are lost for each second of FSDP collectives beside it.
     fsdp_slowdown: float = 0.0
     # Throughput of Triton's FlashAttention-1 with ALiBi over FlashAttention-2's.
     triton_speed: float = 1.0
@@ -41,16 +44,16 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated run."""
+    """Predicted throughput and memory of a published run."""
 
     case: Mapped
     tokens_per_s_gpu: float
-    shares: Mapping[str, float]  # of the critical path, by term
-    peak_gib: float  # that torch reserves: tensors, and gaps between them
+    shares: Mapping[str, float]  # share of the critical path by its terms
+    peak_gib: float  # peak memory that torch reserves: tensors and gaps between them
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured throughput."""
+        """Returns predicted over measured throughput."""
         return self.tokens_per_s_gpu / self.case.measured
 
     @property
@@ -66,7 +69,7 @@ class Prediction:
 
 
 def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Prediction:
-    """Simulate one step of a run."""
+    """Simulates one step of a run, priced by a profile and the fitted constants."""
     spec = case.spec
     cost = replace(
         workload_of(spec, priced(case, profile, constants)),
@@ -78,7 +81,7 @@ def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Predi
     simulator = Simulator(spec=spec, cost=cost, fsdp=execution)
     planner = planner_of(spec, cost, [full_batch(case)])
     (plan,) = planner.steps()
-    # All pipelines train equal micro-batches.
+    # All pipelines train the same, so one is sharded and repeated.
     pipelines = (planner.shard(plan, 0),) * spec.parallel.dp
     step = ShardedStep(plan=plan, pipelines=pipelines)
     simulation = simulator.run(simulator.price([step]))
@@ -93,16 +96,20 @@ def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Predi
 
 
 CHUNK_LOGIT_BYTES = 6
-"""Bytes of one logit in wlb's loss, which takes some rows at a time."""
+"""Memory of one logit in wlb's loss, which computes `training.loss_chunk` rows at a time."""
 COMPUTE_BYTES = 2
 """Bytes of a value in bfloat16."""
 
 
 def peak_gib(case: Mapped, own_bytes: int) -> float:
-    """Memory that torch reserves in the trainer, from the peak of wlb's tensors on the same layout.
+    """Returns the GiB that torch reserves in the source's trainer.
 
-    Two things differ from wlb: the loss takes all rows at once, and checkpointing by operator keeps
-    other values of a layer.
+    The trainer differs from wlb in two ways: its loss computes all rows at once, and selective
+    checkpointing by operator stores other activations.
+
+    Args:
+        case: The run.
+        own_bytes: Peak memory of wlb's tensors for the same configuration.
     """
     spec, model = case.spec, case.spec.model
     rows = spec.data.context_window // spec.parallel.cp
@@ -116,10 +123,10 @@ def peak_gib(case: Mapped, own_bytes: int) -> float:
 
 
 def kept_bytes(recomputed: RecomputedWork, spec: RunSpec) -> int:
-    """Bytes of a layer that forward keeps if backward computes `recomputed` again.
+    """Returns the bytes of a layer's activations that are stored if backward recomputes others.
 
-    They are the layer's input, attention's result, and the results of the products that are not
-    computed again (of Q, K, V, O, gate, up and down projection).
+    Stored are the input of the layer, the result of attention, and the results of those matrix
+    products (Q, K, V, O, gate, up and down projection) that `recomputed` does not list.
     """
     model, ffn = spec.model, spec.model.ffn_hidden_size
     key_dim = model.num_kv_heads * model.head_size
@@ -130,7 +137,10 @@ def kept_bytes(recomputed: RecomputedWork, spec: RunSpec) -> int:
 
 
 def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> KernelProfile:
-    """The profile of the run's GPU and attention kernel. Products in FP8 are priced as in BF16."""
+    """Returns the profile scaled to the run's GPU and attention kernel.
+
+    FP8 matrix products are priced as BF16.
+    """
     of_gpu = profile_of_variant(profile, case.gpu)
     of_gpu = with_product_speed(of_gpu, constants.product_speed)
     if case.kernel == "triton_1":
@@ -140,7 +150,7 @@ def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> Kernel
 
 
 def full_batch(case: Mapped) -> GlobalBatch:
-    """One global batch of full sequences, each one document."""
+    """Returns a global batch whose sequences are one full-length document each."""
     run = case.run
     lengths = np.full(run.mbs * run.ga * run.dp, run.seq, np.int64)
     return GlobalBatch(index=0, documents=Documents.from_lengths(lengths), is_last=True)

@@ -1,4 +1,4 @@
-"""What each part of the model is worth: one row of each kind with that part left out."""
+"""Shows how much each part of the prediction matters, by leaving out one part at a time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,16 +39,27 @@ CHANGES: dict[str, Change] = {
     "no copies": _without_copies,
     "fused update": _fused_update,
 }
-"""Parts of the model by what stands in their place: the GPU's power limit and memory, the attention
-kernel, unfused operators, what is recomputed, FSDP that gathers in every pass, what its collectives
-cost the computation beside them, FSDP2's copies, and AdamW in plain torch."""
+"""Changes that each replace one property of the trainer, by the name of the replacement.
+
+In this order they replace: the GPU's power limit and memory; the attention kernel; unfused
+operators; the trainer's recomputation; FSDP that gathers parameters in every pass; the slowdown of
+computation beside collectives; FSDP2's copies; and AdamW in plain torch.
+"""
 
 
 def reasons(
     case: Mapped, profile: KernelProfile, constants: Constants, ratio: float
 ) -> list[float | None]:
-    """Predicted over measured throughput with each of `CHANGES` alone; None where the row has not
-    that part. ratio: that of the whole model.
+    """Returns predicted over measured throughput with each of `CHANGES` alone.
+
+    Args:
+        case: The run.
+        profile: Profile that prices it.
+        constants: The fitted constants.
+        ratio: Predicted over measured throughput without any change.
+
+    Returns:
+        A ratio for each change, or None where the change makes no difference for this run.
     """
     out: list[float | None] = []
     for change in CHANGES.values():

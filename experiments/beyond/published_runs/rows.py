@@ -1,7 +1,7 @@
-"""Reads published training runs from a CSV file, one a line.
+"""Reads published training runs from a CSV file with one run per line.
 
-Columns and units are described in this folder's README.md. A line that cannot be a run is refused
-with its number.
+README.md of this folder describes the columns and units. A line with impossible values raises an
+error that names the line.
 """
 
 import csv
@@ -15,7 +15,7 @@ COLUMNS = (
     *("recompute", "precision", "tokens_per_s_gpu", "tflops_gpu", "peak_gib", "remark"),
 )
 UNKNOWN = "?"
-"""A value that the source does not print."""
+"""Cell of a value that the source does not print."""
 RECOMPUTES = ("none", "selective", "full", UNKNOWN)
 PRECISIONS = ("bf16", "fp8")
 
@@ -25,8 +25,8 @@ class PublishedRun:
     """A training run as its source prints it."""
 
     line: int  # number of its line in the file
-    source: str
-    model: str
+    source: str  # a key of `mapping.SOURCES`
+    model: str  # the model's name in the source
     gpus: int
     seq: int  # tokens of a sequence
     mbs: int  # sequences of a micro-batch, on all CP ranks together
@@ -34,18 +34,18 @@ class PublishedRun:
     tp: int
     cp: int
     pp: int
-    vp: int | None  # virtual stages a pipeline rank; None: not printed
+    vp: int | None  # virtual stages of a pipeline rank; None if they are not printed
     dp: int  # pipelines
-    recompute: str
-    precision: str
-    tokens_per_s_gpu: float | None
-    tflops_gpu: float | None
-    peak_gib: float | None
+    recompute: str  # one of RECOMPUTES
+    precision: str  # precision of matrix products, one of PRECISIONS
+    tokens_per_s_gpu: float | None  # measured tokens per second and GPU
+    tflops_gpu: float | None  # measured TFLOP/s of a GPU; one of both throughputs is given
+    peak_gib: float | None  # peak memory that torch reserved
     remark: str
 
     @property
     def name(self) -> str:
-        """Short name for tables, such as "7b, 32K, 8 GPUs"."""
+        """Returns a short name for tables, such as "7b, 32K x 1, 8 GPUs"."""
         degrees = "".join(
             f", {name.upper()} {degree}"
             for name, degree in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp))
@@ -56,16 +56,19 @@ class PublishedRun:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether torch.compile fuses element-wise operators; asynchronous TP of torch needs it."""
+        """Returns whether torch.compile fuses element-wise operators.
+
+        A remark of asynchronous TP implies it, because in torch that requires torch.compile.
+        """
         words = self.remark.replace("without compile", "")
         return "compile" in words or "async TP" in words
 
 
 def read_runs(path: Path) -> list[PublishedRun]:
-    """Read all runs of a file.
+    """Reads all runs of a file.
 
     Raises:
-        UserError: If a line is not a run; the message has its number.
+        UserError: If a column is missing or a line has impossible values.
     """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)

@@ -1,9 +1,12 @@
-"""Rehearses the presets: one rank of each pipeline position under each system, and all ranks.
+"""Rehearses the presets on fake GPUs and writes the results page.
 
-`python -m experiments.beyond.rehearsals` writes two tables, as
-`experiments/beyond/rehearsals/results` explains, and ends with status 1 if a rehearsal found a
-fault. Finished rehearsals are kept in `--folder`, so that the same command goes on after an
-interruption, until the code changes.
+`python -m experiments.beyond.rehearsals` writes two tables, which
+`experiments/beyond/rehearsals/results` explains. One has one rank of each pipeline position under
+each system, and one has all ranks of each preset. The exit status is 1 if a rehearsal found a
+fault.
+
+Finished rehearsals are stored in `--folder`. So the same command resumes after an interruption,
+unless the commit has changed.
 """
 
 import argparse
@@ -28,9 +31,13 @@ TABLE_1 = tuple(
 )
 LARGE = "405b_128k"
 FORCED = ("fixed_4d:2", "wlb:2")
-"""Alternatives of systems that are rehearsed besides the one that memory leaves room for."""
+"""Alternatives that are rehearsed besides the one that each system chooses by its memory.
+
+"wlb:2" is the second alternative of the system wlb.
+"""
 Row = Sequence[object]
 PROVEN = ("preset", "system", "ranks", "whole communicators", "collectives", "transfers")
+"""Columns of both tables, besides the verdict."""
 MEMORY = (
     *("peak (GiB)", "least peak / estimate", "most", "reserved (GiB)"),
     *("without expandable segments (GiB)", "may be reserved (GiB)"),
@@ -48,15 +55,17 @@ CUDA's context and NCCL's buffers. Nothing ran on a GPU."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if a rehearsal found a fault."""
+    """Runs the experiment and returns its exit status, 1 if a rehearsal found a fault."""
     parser = experiment_parser(__doc__, quick="rehearse one preset and system")
     parser.add_argument("--presets", nargs="+", default=[*TABLE_1, LARGE])
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, *FORCED])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/rehearsals"))
-    parser.add_argument("--kept", action="store_true", help="write pages of what is done, no more")
-    parser.add_argument("--commit", default="", help="with --kept: the one that was rehearsed")
+    parser.add_argument(
+        "--kept", action="store_true", help="write the page from stored rehearsals, run none"
+    )
+    parser.add_argument("--commit", default="", help="with --kept: commit of the stored rehearsals")
     options = parser.parse_args(arguments)
     if options.quick:
         rows = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)
@@ -87,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tables_of(positions: Sequence[Row], ranks: Sequence[Row]) -> list[Table]:
-    """The tables that have rows."""
+    """Returns the tables of the page, without those that have no rows."""
     tables = [
         Table(
             name="positions",
@@ -107,8 +116,10 @@ def tables_of(positions: Sequence[Row], ranks: Sequence[Row]) -> list[Table]:
 
 
 class KeptRows:
-    """Rows by what was rehearsed, in a file that survives an interruption; of one commit. missing:
-    what pages of kept rows lack.
+    """Stores table rows of finished rehearsals in a file, so that they survive an interruption.
+
+    Only rows of the given commit are used. With `--kept`, `missing` lists the rehearsals that have
+    no row yet.
     """
 
     def __init__(self, path: Path, *, commit: str) -> None:
@@ -127,7 +138,15 @@ class KeptRows:
         layers: int,
         options: argparse.Namespace,
     ) -> list[list[object]]:
-        """The rows of a preset, in the order of `systems`; what is missing is rehearsed."""
+        """Returns the rows of a preset, and rehearses those that are not stored yet.
+
+        Args:
+            preset: Name of the preset.
+            systems: Systems, in the order of the rows.
+            ranks: Which ranks to rehearse, as for `wlb rehearse --ranks`.
+            layers: Layers of each stage. 0 stands for the preset's layers.
+            options: Command-line options. With `kept`, nothing is rehearsed.
+        """
         keys = {system: (preset, system, ranks, layers, options.steps) for system in systems}
         missing = [system for system in systems if keys[system] not in self._rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +165,10 @@ class KeptRows:
 
 
 def exit_status(rows: Sequence[Row]) -> int:
-    """1 if a row has a fault, or a system was refused; memory may leave no room for `FORCED`."""
+    """Returns 1 if a rehearsal found a fault or raised an error, else 0.
+
+    Alternatives in `FORCED` may raise an error, because they may not fit into memory.
+    """
     return int(
         any(
             "passed" not in str(row[-1])
@@ -159,14 +181,14 @@ def exit_status(rows: Sequence[Row]) -> int:
 def rehearsed(
     preset: str, systems: Sequence[str], ranks: str, *, layers: int, options: argparse.Namespace
 ) -> list[list[object]]:
-    """Rehearses a preset under each system; lines of a table."""
+    """Rehearses a preset under each system and returns a table row for each."""
     specs = [spec_of(preset, system, layers) for system in systems]
     found = rehearse_each(specs, ranks=ranks, steps=options.steps, jobs=options.jobs)
     return [line_of(preset, *one) for one in zip(systems, found, strict=True)]
 
 
 def line_of(preset: str, system: str, found: Rehearsed | UserError) -> list[object]:
-    """A line of a table, of plain values."""
+    """Returns a table row for a rehearsal, or for the error that prevented it."""
     if isinstance(found, UserError):
         return [preset, system, *[""] * (len(PROVEN) - 2 + len(MEMORY)), f"refused: {found}"]
     proof = found.proof
@@ -179,8 +201,12 @@ def line_of(preset: str, system: str, found: Rehearsed | UserError) -> list[obje
 
 
 def spec_of(preset: str, system: str, layers: int) -> RunSpec:
-    """The preset under a system, or an alternative of one (`wlb:2`). layers: of each stage; with 0
-    the model's own.
+    """Returns the configuration of a preset under a system.
+
+    Args:
+        preset: Name of the preset.
+        system: Name of the system, or one of its alternatives, such as "wlb:2".
+        layers: Layers of each stage. 0 stands for the preset's layers.
     """
     num_stages = load(preset, []).num_stages
     overrides = with_system(preset, ["eval.steps=0"], system)
@@ -190,7 +216,10 @@ def spec_of(preset: str, system: str, layers: int) -> RunSpec:
 
 
 def corners(parallel: ParallelSpec) -> str:
-    """The first and the last rank of the first, a middle and the last pipeline position."""
+    """Returns the first and the last rank of the first, a middle and the last pipeline position.
+
+    The result has the form of `wlb rehearse --ranks`, such as "0,7,64".
+    """
     inner = parallel.tp * parallel.cp
     positions = (0, parallel.pp // 2, parallel.pp - 1)
     last = parallel.world_size - parallel.pp * inner
@@ -198,7 +227,7 @@ def corners(parallel: ParallelSpec) -> str:
 
 
 def memory_of(found: Rehearsed) -> tuple[float, ...]:
-    """Values of the columns `MEMORY`."""
+    """Returns the values of the columns `MEMORY`. The first step is not compared with estimates."""
     steps = [step for result in found.ranks for step in result.steps[1:]]
     shares = [step.peak_bytes / step.estimate_bytes for step in steps] or [float("nan")]
     peak = max(result.peak_bytes for result in found.ranks)

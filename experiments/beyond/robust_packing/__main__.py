@@ -1,11 +1,14 @@
-"""Measures balance and delay where attention's price is wrong.
+"""Measures balance and delay of packing if attention costs more or less than its price.
 
-`python -m experiments.beyond.robust_packing [--lengths FILE ...] [--quick]` packs
-the same global batches of N windows of 128K tokens (7B, profile `h100`, D 10) with Algorithm 1 (two
-queues, same caps) and `bounded`, each at one price and over a range of prices. N counts the
-micro-batches of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4. The
-table has the imbalance of the forward pass, of forward + backward (F+B), and of F+B if attention
-costs 0.7 to 1.6 times its price, beside the delay.
+`python -m experiments.beyond.robust_packing [--lengths FILE ...] [--quick]` packs the same global
+batches with Algorithm 1 (two queues) and with `bounded`, under the same caps. Each policy balances
+either at one price of attention or over a range of prices. The model is 7B, priced by profile
+`h100`; a global batch has N windows of 128K tokens, and D is 10.
+
+N counts the micro-batches of all pipelines: 4 is one pipeline with 4; 64 is one pipeline with 64,
+or 16 with 4 each; 256 is 64 pipelines with 4 each. The table has the delay, and the imbalance of
+the forward pass, of forward and backward together (F+B), and of F+B if attention costs 0.7 to 1.6
+times its price.
 """
 
 from collections.abc import Callable
@@ -29,21 +32,21 @@ from wlb.plan import FloatArray, GlobalBatch, IntArray, PackingPlan
 PROFILE = load_profile("h100")
 COST = workload_of(configuration("7b_128k"), PROFILE)
 FACTORS = (0.7, 0.8, 1.0, 1.25, 1.6)
-"""What attention costs, in parts of its price, forward and backward together."""
+"""Factors by which the true cost of attention differs from its price, in both passes."""
 STREAMS = ("fitted", "tail 2", "chunked", "library")
 ONE_PRICE, NARROW, WIDE_RANGE = (
     PriceRange(low=low, high=high) for low, high in ((1.0, 1.0), (0.7, 1.25), (0.7, 1.6))
 )
 BEFORE = 0.15
-"""The delay price, times sqrt(N), of `bounded` when it knew one price only."""
+"""Price of delay, times sqrt(N), of `bounded` at one price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """Holds T in global batches and S_max in windows; D is 10 steps."""
+    """Caps on the tokens of a step and of a micro-batch."""
 
-    step_tokens: float
-    s_max: float
+    step_tokens: float  # T, as a multiple of the global batch
+    s_max: float  # S_max, as a multiple of the context window
 
 
 CAPS = (Caps(step_tokens=1.5, s_max=2.0), Caps(step_tokens=1.1, s_max=1.5))
@@ -55,7 +58,14 @@ def options(n: int) -> PackerOptions:
 
 
 def bounded(caps: Caps, n: int, prices: PriceRange, price: float | None = None) -> BoundedPacker:
-    """Returns `bounded`; price: of delay, times sqrt(N)."""
+    """Returns a packer with policy `bounded`.
+
+    Args:
+        caps: Caps on tokens.
+        n: N, the micro-batches of a step.
+        prices: Range of attention's price over which it balances.
+        price: Price of delay times sqrt(N). Defaults to the packer's.
+    """
     return BoundedPacker(
         options=options(n),
         s_max=int(caps.s_max * WINDOW),
@@ -66,7 +76,7 @@ def bounded(caps: Caps, n: int, prices: PriceRange, price: float | None = None) 
 
 
 def algorithm_1(caps: Caps, n: int, prices: PriceRange) -> VarLenPacker:
-    """Returns Algorithm 1 with the paper's two queues, under the same caps."""
+    """Returns a packer with Algorithm 1 and two queues, under the same caps as `bounded`."""
     return VarLenPacker(
         options=options(n),
         s_max=int(caps.s_max * WINDOW),
@@ -86,10 +96,14 @@ POLICIES: dict[str, Make] = {
 
 
 def source(name: str, *, num_tokens: int, seed: int) -> LengthSource:
-    """Returns a stream's documents.
+    """Returns the documents of a stream.
 
-    "tail 2" has a Pareto tail that falls twice as steeply; "chunked" is the fitted stream as a
-    loader leaves it that cuts the text every 128K tokens, wherever a document is.
+    Args:
+        name: "fitted" (the lengths of the evaluation), "tail 2" (a Pareto tail with twice the
+            exponent), "chunked" (the fitted stream, cut every 128K tokens wherever that is in a
+            document), "library" (Python's standard library), or a file of lengths.
+        num_tokens: Tokens that are needed.
+        seed: Seed of the draw.
     """
     if name == "library":
         return source_of("stdlib", num_tokens=num_tokens, seed=seed)
@@ -122,29 +136,27 @@ def title_of(name: str) -> str:
 
 
 def loads(plan: PackingPlan, work: FloatArray | IntArray) -> FloatArray:
-    """Returns the micro-batches' sums of the pieces' work."""
+    """Returns the work of each micro-batch, the sum of its pieces' work."""
     return np.array([work[a:b].sum() for a, b in pairwise(plan.offsets.tolist())], float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Means over the steps before the flush; delay of all tokens, the flush's too, in steps.
+    """Balance of a policy, as means over the steps before the flush, and its delay in steps."""
 
-    mispriced: imbalance of forward + backward by factor of attention's price
-    """
-
-    forward: float
-    mispriced: dict[float, float]
-    mean_delay: float
-    max_delay: int
+    forward: float  # imbalance of the forward pass
+    mispriced: dict[float, float]  # imbalance of both passes, by the factor of attention's cost
+    mean_delay: float  # mean over all tokens, including the flush
+    max_delay: int  # longest delay, including the flush
 
     @property
     def step(self) -> float:
-        """Returns the imbalance of forward + backward at the price."""
+        """Returns the imbalance of both passes if attention costs its price."""
         return self.mispriced[1.0]
 
 
 def measure(packer: Packer, batches: tuple[GlobalBatch, ...]) -> Measured:
+    """Packs the batches and returns the balance under every factor, and the delay."""
     carry, plans = packer.start(), list[PackingPlan]()
     for batch in batches:
         made, carry = packer.push(batch, carry)

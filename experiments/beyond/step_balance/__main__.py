@@ -1,9 +1,9 @@
-"""Compares balance within one training step and writes the results page.
+"""Compares how wlb and other frameworks balance one training step, and writes the results page.
 
-`python -m experiments.beyond.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source
-trees of the other frameworks are in the first folder, or the packages are installed; what is
-missing is named, with how to get it. Files of real lengths in the second add rows. It takes some
-10 minutes; with --quick it runs small cells only, and writes nothing.
+`python -m experiments.beyond.step_balance --peers FOLDER [--lengths FOLDER]` takes the other
+frameworks from wheels and source trees in the first folder, or from installed packages. It names
+frameworks that are missing, and the command that gets them. Files of real lengths in the second
+folder add rows. It takes some 10 minutes. With --quick it runs small cells only and writes nothing.
 """
 
 import os
@@ -24,7 +24,7 @@ from wlb.plan import IntArray
 
 SEED = 0
 ONE_THREAD = "OPENBLAS_NUM_THREADS"
-"""Threads that wait for each other would count as CPU time of a call."""
+"""This variable limits NumPy to one thread. Waiting threads would count as CPU time of a call."""
 QUICK = ((8, 128), (8, 768))
 WITH_MINI_BATCHES = ((8, 768), (8, 2048), (64, 2048), (64, 8192))
 
@@ -32,7 +32,12 @@ WITH_MINI_BATCHES = ((8, 768), (8, 2048), (64, 2048), (64, 8192))
 def steps(
     shapes: Sequence[tuple[int, int]], given: Path | None
 ) -> Iterator[tuple[str, int, IntArray]]:
-    """Yields name, ranks and lengths of every step; of files, the first samples of each shape."""
+    """Yields (name, ranks, lengths) of every step.
+
+    Args:
+        shapes: (ranks, samples) of the steps.
+        given: Folder with files of real lengths. A step takes the first samples of a file.
+    """
     for ranks, samples in shapes:
         print(f"{samples:,} samples on {ranks} ranks", file=sys.stderr, flush=True)
         for family in FAMILIES:
@@ -43,7 +48,7 @@ def steps(
 
 
 def once(shapes: Sequence[tuple[int, int]], given: Path | None) -> Table:
-    """Returns our divisions for ranks that wait once a step."""
+    """Returns the table of wlb's divisions for ranks that wait for each other once per step."""
     rows = []
     for name, ranks, lengths in steps(shapes, given):
         for caps in (1, 2):
@@ -65,12 +70,12 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder of wheels and source trees")
     parser.add_argument("--lengths", type=Path, help="folder of files of real lengths")
     options = parser.parse_args()
-    if ONE_THREAD not in os.environ:  # NumPy's OpenBLAS has read it by now, so begin again
+    if ONE_THREAD not in os.environ:  # OpenBLAS reads it on import, so restart the process
         command = [sys.executable, "-m", "experiments.beyond.step_balance", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | {ONE_THREAD: "1"})
     peers, missing = found_peers(Sources(options.peers))
     for name, how in missing.items():
-        print(f"{name} is not here: {how}")
+        print(f"{name} is missing; get it with: {how}")
     shapes, with_several = (QUICK, QUICK[1:]) if options.quick else (SHAPES, WITH_MINI_BATCHES)
     cells = [
         cell(name, lengths, ranks, caps, peers)

@@ -1,4 +1,8 @@
-"""Measures cells of the comparison: one drawn or given step, divided by wlb and by every peer."""
+"""Measures the cells of the comparison: one step, divided by wlb and by every other framework.
+
+A step is a list of sample lengths. To divide it is to assign its samples to ranks and
+micro-batches.
+"""
 
 import time
 from collections.abc import Sequence
@@ -12,50 +16,41 @@ from wlb import StepBalance, balance_step
 from wlb.plan import FloatArray, IntArray
 
 SHAPES = ((8, 128), (8, 768), (8, 2048), (64, 2048), (64, 8192))
-"""(ranks, samples)."""
+"""(ranks, samples) of the steps."""
 MINI_BATCHES = 4
 CALLS = 3
+"""Calls that are timed; the median counts."""
 
 ANY_COUNTS = "wlb, any counts"
+"""Division by wlb in which ranks may have unequally many samples of a mini-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Describes one division of a step.
+    """How good one division of a step is. All divisions are priced alike."""
 
-    wait: slowest rank of every micro-batch over the mean rank, with the same prices for all
-    step: the same where ranks wait once a step
-    micro_batches: of a rank, the most
-    over: micro-batches above the cap
-    ms: CPU time of the call; other work on the machine does not count
-    """
-
+    # Time of the step over the mean rank's, if ranks wait for each other after every micro-batch.
     wait: float
-    step: float
-    micro_batches: int
-    over: int
-    ms: float
+    step: float  # the same if ranks wait for each other once per step
+    micro_batches: int  # most micro-batches of a rank
+    over: int  # number of micro-batches above the cap on tokens
+    ms: float  # CPU time of the call, so that other work on the machine does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Describes a step and how it was divided.
+    """A step and the scores of its divisions."""
 
-    lengths_of: the family or file
-    bound: of the wait, for any division with this cap
-    scores: by name, "wlb" and the peers
-    """
-
-    lengths_of: str
+    lengths_of: str  # family or file of the lengths
     ranks: int
     samples: int
-    caps: int
-    bound: float
-    scores: dict[str, Score]
+    caps: int  # cap on the tokens of a micro-batch, in lengths of the longest sample
+    bound: float  # lower bound of `Score.wait` for any division with this cap
+    scores: dict[str, Score]  # by name: "wlb" and the other frameworks
 
 
 def work(lengths: IntArray) -> FloatArray:
-    """Returns verl's workload of a 7B model: what all divisions are judged by."""
+    """Returns the work of samples by verl's model of a 7B LLaMA, which prices all divisions."""
     return 24576.0 * lengths + lengths.astype(np.float64) ** 2
 
 
@@ -68,10 +63,18 @@ def cell(
     *,
     mini_batches: int = 1,
 ) -> Cell:
-    """Returns all divisions; caps: the cap in lengths of the longest sample.
+    """Divides a step with wlb and all peers and returns the scores.
 
-    With mini-batches, ours hold equal counts on every rank, as verl's do, and once more any counts,
-    as slime's do.
+    With several mini-batches, wlb divides twice: with equally many samples on every rank, as verl
+    does, and with any numbers, as slime does.
+
+    Args:
+        name: Family or file of the lengths.
+        lengths: Tokens of each sample.
+        ranks: Data-parallel ranks.
+        caps: Cap on the tokens of a micro-batch, in lengths of the longest sample.
+        peers: The other frameworks.
+        mini_batches: Optimiser steps that the samples are divided into.
     """
     cap = int(lengths.max()) * caps
     balance, ms = timed(lengths, ranks, cap, mini_batches, equal_counts=mini_batches > 1)
@@ -109,7 +112,7 @@ def timed(
     wait: str = "micro_batch",
     equal_counts: bool = False,
 ) -> tuple[StepBalance, float]:
-    """Returns our division and the median CPU time of CALLS calls, in ms."""
+    """Returns wlb's division and the median CPU time of CALLS calls in ms."""
     times = []
     for _ in range(CALLS):
         begin = time.process_time()
@@ -122,7 +125,17 @@ def timed(
 
 
 def score(steps: Sequence[Division], lengths: IntArray, cap: int, ms: float) -> Score:
-    """Judges a division into optimiser steps; ValueError if it loses or repeats a sample."""
+    """Returns the score of a division.
+
+    Args:
+        steps: The division of each optimiser step.
+        lengths: Tokens of each sample.
+        cap: Cap on the tokens of a micro-batch.
+        ms: CPU time of the call.
+
+    Raises:
+        ValueError: If a sample is missing or occurs twice.
+    """
     cost = work(lengths)
     seen = np.sort(np.concatenate([x for d in steps for rank in d for x in rank if len(x)]))
     if not np.array_equal(seen, np.arange(lengths.size)):

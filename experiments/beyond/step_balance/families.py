@@ -1,6 +1,7 @@
-"""Provides lengths of a step's samples: six stated families, and files of real lengths.
+"""Provides the lengths of a step's samples: from six distributions, or from files.
 
-The families have the shapes of rollouts and fine-tuning data that are reported, not their values.
+The distributions imitate the shapes that are reported of rollouts and fine-tuning data. They are
+not fitted to any data set.
 """
 
 import json
@@ -19,11 +20,11 @@ FAMILIES = {
     "agent": "1,500 and a lognormal of median 735, sigma 0.8, for each of some 8 turns (geometric)",
     "chat": "lognormal, median 490, sigma 0.9, cut at 8,192",
 }
-"""What each family draws."""
+"""The distribution of each family, in words."""
 
 
 def draw(family: str, num: int, *, seed: int) -> IntArray:
-    """Returns the lengths of `num` samples; the same for the same seed."""
+    """Draws the lengths of `num` samples of a family; equal seeds give equal lengths."""
     rng = np.random.default_rng([seed, list(FAMILIES).index(family)])
     match family:
         case "math":
@@ -45,7 +46,10 @@ def draw(family: str, num: int, *, seed: int) -> IntArray:
 
 
 def files(folder: Path) -> Iterator[tuple[str, IntArray]]:
-    """Yields name and lengths of each file: .npy, .json (a list), or one number a line."""
+    """Yields name and lengths of each file of a folder.
+
+    A file is an array (.npy), a JSON list, or text with one number per line.
+    """
     for path in sorted(p for p in folder.iterdir() if p.is_file()):
         try:
             if path.suffix == ".npy":
@@ -55,5 +59,5 @@ def files(folder: Path) -> Iterator[tuple[str, IntArray]]:
             else:
                 lengths = np.array(path.read_text("utf-8").split(), np.int64)
         except ValueError as error:
-            raise UserError(f"{path.name} holds no list of lengths: {error}") from None
+            raise UserError(f"{path.name} is not a list of lengths: {error}") from None
         yield path.stem, lengths.astype(np.int64)

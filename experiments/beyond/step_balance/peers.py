@@ -1,8 +1,10 @@
-"""Puts other frameworks' own functions behind one signature.
+"""Calls the balancing functions of other frameworks through one signature.
 
-A peer divides a step's samples among ranks and micro-batches: `divide(lengths, ranks, cap)` returns
-result[rank][micro-batch] = samples. Its functions are called as its trainer calls them, without
-processes: what ranks agree upon by a collective is computed here from what each of them asked.
+A peer is another framework. It divides the samples of a step among ranks and micro-batches:
+`divide(lengths, ranks, cap)` returns result[rank][micro-batch], a list of samples.
+
+The framework's functions are called as its trainer calls them, but in one process. Where the ranks
+would agree on a number by a collective, the number is computed here from the values of all ranks.
 """
 
 import itertools
@@ -16,19 +18,20 @@ import numpy as np
 from experiments.beyond.step_balance.sources import Missing, NoLogger, Nothing, Sources
 
 Division = list[list[list[int]]]
+"""Samples of each micro-batch, indexed as division[rank][micro-batch]."""
 Divide = Callable[[list[int], int, int], Division]
+"""Function of (lengths of the samples, number of ranks, cap on the tokens of a micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Describes a framework's balancing.
-
-    into_mini_batches: divides a step into so many optimiser steps, or None if it was not written
-    """
+    """The balancing functions of another framework."""
 
     name: str
     version: str
     divide: Divide
+    # Divides the samples into several optimiser steps, whose number is the last argument. None: it
+    # is not compared.
     into_mini_batches: Callable[[list[int], int, int, int], list[Division]] | None = None
 
 
@@ -41,7 +44,7 @@ def clone(url: str) -> str:
 
 
 def found_peers(sources: Sources) -> tuple[list[Peer], dict[str, str]]:
-    """Returns the peers that are there, and for each of the others how to get it."""
+    """Returns the peers that could be loaded, and the commands that get the missing ones."""
     peers: list[Peer] = []
     missing: dict[str, str] = {}
     for name, make in MAKERS.items():
@@ -53,7 +56,7 @@ def found_peers(sources: Sources) -> tuple[list[Peer], dict[str, str]]:
 
 
 class Nested:
-    """Stands for verl's batch: it has only the offsets of its sequences."""
+    """Replaces the batch that verl's function reads; it has only the offsets of its sequences."""
 
     is_nested = True
 
@@ -83,7 +86,9 @@ def verl(sources: Sources) -> Peer:
 
     def micro_batches(ranks: list[list[int]], lengths: list[int], cap: int) -> Division:
         least = None
-        while True:  # ranks agree upon the most that one of them needs
+        # All ranks must have equally many micro-batches. So raise the minimum to the most that any
+        # rank makes, until all make as many.
+        while True:
             parts = [
                 module.rearrange_micro_batches(
                     Nested([lengths[i] for i in mine]), cap, min_num_micro_batch=least
@@ -107,7 +112,7 @@ def verl(sources: Sources) -> Peer:
         return micro_batches(over_ranks(lengths, ranks), lengths, cap)
 
     def into(lengths: list[int], ranks: int, cap: int, num: int) -> list[Division]:
-        """Each rank cuts the samples it was given, in their order, into mini-batches."""
+        """Cuts the samples of each rank, in their order, into mini-batches."""
         mine = over_ranks(lengths, ranks)
         size = len(lengths) // (ranks * num)
         return [
@@ -185,7 +190,7 @@ def torchtitan(sources: Sources) -> Peer:
     )  # fmt: skip
 
     class Rows(module.Batcher):
-        """Its batcher, without making tensors of rows."""
+        """torchtitan's batcher, which here returns sample numbers instead of tensors."""
 
         def __init__(self, ranks: int, cap: int) -> None:
             self.local_batch_size, self.seq_len, self._dp_degree = 1, cap, ranks
@@ -215,9 +220,10 @@ def trl(sources: Sources) -> Peer:
     module = functions(text, "split_tensor_dict", "shuffle_sequence_dict")
 
     def divide(lengths: list[int], ranks: int, cap: int) -> Division:
-        """Each rank's own completions, shuffled, in as many slices as are asked for.
+        """Shuffles each rank's samples and cuts them into equally many slices, as TRL does.
 
-        TRL has no limit of tokens; the number of slices is the one that the cap permits.
+        TRL has no cap on tokens. So the number of slices is the smallest that the cap would allow
+        if all slices had equally many tokens.
         """
         import torch
 
@@ -236,7 +242,7 @@ def trl(sources: Sources) -> Peer:
 
 
 def functions(text: str, *names: str) -> dict[str, Any]:
-    """Executes only these functions of a module that imports much else."""
+    """Executes only the named functions of a module's source, without its imports."""
     import ast
     from collections.abc import Sequence as Several
 
@@ -263,7 +269,8 @@ def areal(sources: Sources) -> Peer:
     def divide(lengths: list[int], ranks: int, cap: int) -> Division:
         mine = module.balanced_greedy_partition(lengths, ranks)
         num = 1
-        while True:  # ranks agree upon the most that one of them needs
+        # All ranks must have equally many micro-batches: raise the minimum until they do.
+        while True:
             parts = [module.ffd_allocate([lengths[i] for i in m], cap, num) for m in mine]
             num = max(map(len, parts))
             if all(len(part) == num for part in parts):
@@ -318,7 +325,7 @@ def veomni(sources: Sources) -> Peer:
         raise Missing(f"{pip('veomni')} (it needs {error.name})") from None
 
     def divide(lengths: list[int], ranks: int, cap: int) -> Division:
-        """A stream of samples for each rank, each cut by its buffer."""
+        """Cuts each rank's stream of samples into micro-batches by VeOmni's buffer."""
         return [
             list(_stream(space, lengths, range(rank, len(lengths), ranks), cap))
             for rank in range(ranks)

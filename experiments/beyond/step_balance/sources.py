@@ -1,8 +1,8 @@
-"""Executes single modules of other frameworks, from packages or sources that the user has fetched.
+"""Executes single modules of other frameworks, without importing the whole framework.
 
-Frameworks import Ray, vLLM and CUDA kernels when they are imported whole; their balancing needs
-none of it. What a module imports beside it is replaced, while it is executed, by modules whose
-names are empty classes.
+Importing a framework would import Ray, vLLM and CUDA kernels, which its balancing does not need.
+So one source file is taken from a wheel, a source tree or an installed package. While it is
+executed, fake modules replace its imports; every attribute of a fake module is an empty class.
 """
 
 import importlib.util
@@ -16,11 +16,11 @@ from typing import Any
 
 
 class Missing(Exception):
-    """Says that a framework is not there, and how to get it."""
+    """A framework is missing; the message is the command that gets it."""
 
 
 class Empty(type):
-    """The type of classes whose every name is another such class."""
+    """Metaclass of empty classes, whose every attribute is another empty class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -31,7 +31,7 @@ class Empty(type):
 
 
 class Nothing(ModuleType):
-    """A module whose every name is an empty class."""
+    """Fake module whose every attribute is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +42,7 @@ class Nothing(ModuleType):
 
 
 class NoLogger:
-    """Takes every call and does nothing."""
+    """Logger whose methods accept any arguments and do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -50,15 +50,20 @@ class NoLogger:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Finds files of packages in a folder of wheels and source trees, then among those installed.
+    """Finds source files of packages in wheels and source trees of a folder, or as installed."""
 
-    folder: None for installed packages only
-    """
-
-    folder: Path | None
+    folder: Path | None  # None: only installed packages are searched
 
     def text(self, path: str, how: str) -> tuple[str, str]:
-        """Returns the source of `path` (verl/utils/x.py) and the version that it is of."""
+        """Returns the text of a file and the version of its package.
+
+        Args:
+            path: Path in the package, such as verl/utils/seqlen_balancing.py.
+            how: Command that gets the package.
+
+        Raises:
+            Missing: If the file is not found.
+        """
         for wheel in sorted(self.folder.glob("*.whl")) if self.folder else []:
             with zipfile.ZipFile(wheel) as archive:
                 found = [name for name in archive.namelist() if name.endswith(f"/{path}")]
@@ -85,9 +90,16 @@ class Sources:
         nothing: Sequence[str] = (),
         beside: dict[str, Any] | None = None,
     ) -> tuple[Any, str]:
-        """Returns the executed module and its version.
+        """Executes a module and returns it with the version of its package.
 
-        nothing: modules that are replaced by empty ones; beside: modules that are given
+        Args:
+            path: Path in the package, such as verl/utils/seqlen_balancing.py.
+            how: Command that gets the package.
+            nothing: Names of modules that are replaced by fake ones during the execution.
+            beside: Modules that replace imports, by name.
+
+        Raises:
+            Missing: If the file, or a module that it imports, is not found.
         """
         text, version = self.text(path, how)
         name = "fetched_" + path.removesuffix(".py").replace("/", "_")
@@ -95,7 +107,7 @@ class Sources:
         given: dict[str, Any] = {n: Nothing(n) for n in nothing} | (beside or {})
         before = {n: sys.modules.get(n) for n in (*given, name)}
         sys.modules.update(given)
-        sys.modules[name] = module  # dataclasses look their module up
+        sys.modules[name] = module  # dataclasses look up the module that defines them
         try:
             exec(compile(text, path, "exec"), module.__dict__)
         except ImportError as error:

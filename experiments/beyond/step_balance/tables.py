@@ -10,7 +10,7 @@ from experiments.harness.pages import Table
 from wlb.plan import FloatArray
 
 FREE = 1.0005
-"""A step whose bound is lower could be balanced."""
+"""Steps with a lower bound below this can be balanced perfectly."""
 
 
 def rows_of(cells: Sequence[Cell], peers: Sequence[Peer]) -> Table:
@@ -36,7 +36,7 @@ def rows_of(cells: Sequence[Cell], peers: Sequence[Peer]) -> Table:
 
 
 def _means(cells: Sequence[Cell], who: str) -> list[float]:
-    """Returns the cells of a row of `summary`, after the number of cells."""
+    """Returns the last columns of a row of `summary`: means over the cells of one division."""
     scores = [c.scores[who] for c in cells]
     ours = [c.scores["wlb"] for c in cells]
     pairs = [(s, o) for s, o in zip(scores, ours, strict=True) if not s.over]
@@ -53,7 +53,7 @@ def _means(cells: Sequence[Cell], who: str) -> list[float]:
 
 
 def summary(name: str, title: str, cells: Sequence[Cell], peers: Sequence[Peer]) -> Table:
-    """Returns means over all cells of each division."""
+    """Returns the table with a row for each division, which has means over all cells."""
     rows = []
     ours = (("wlb", ""), (ANY_COUNTS, ""))
     for who, version in (*ours, *((p.name, p.version) for p in peers)):
@@ -111,9 +111,13 @@ def speed(cells: Sequence[Cell]) -> Table:
 def aims(
     cells: Sequence[Cell], several: Sequence[Cell], bounds: FloatArray, once: FloatArray
 ) -> Table:
-    """Returns ours beside the figures that were aimed at.
+    """Returns the table of wlb's waits beside the values that were aimed at.
 
-    bounds, once: of steps in which ranks wait once
+    Args:
+        cells: Steps of one mini-batch.
+        several: Steps of several mini-batches.
+        bounds: Lower bounds of steps in which ranks wait once.
+        once: wlb's waits in the same steps.
     """
     lowest, lowest_several = (np.array([c.bound for c in some]) for some in (cells, several))
     waits, waits_several = _waits(cells), _waits(several)
@@ -132,10 +136,9 @@ def aims(
         rows=[[name, aim, *_means_of(w, b)] for name, aim, w, b in parts if w.size],
         formats={"aimed at": ".3f"}
         | dict.fromkeys(("wait", "lowest possible", "over bound"), ".4f"),
-        note="Means of cells, ours. Over bound is the mean of wait / lowest possible, the figure "
-        "to hold against the aim: where the lowest possible is above the aim, no division's wait "
-        f"can reach it. Micro-batches over the cap: {sum(s.over for s in _ours(cells))} "
-        "(aimed at: 0).",
+        note="Means of cells, ours. Over bound is the mean of wait / lowest possible. Compare it "
+        "with the aim: where the lowest possible is above the aim, no division can reach the aim. "
+        f"Micro-batches over the cap: {sum(s.over for s in _ours(cells))} (aimed at: 0).",
     )
 
 

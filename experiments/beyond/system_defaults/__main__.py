@@ -1,9 +1,10 @@
-"""Simulates settings from which the defaults of the system `wlb` are chosen, end to end.
+"""Simulates the settings from which the defaults of the system `wlb` are chosen.
 
-`python -m experiments.beyond.system_defaults [--steps 160] [--seed 1] [--quick]` trains the
-configurations of Table 1 with Algorithm 1 (S_max 2, `balanced` sharding) and with `bounded` over
-ranges of attention's price. It puts the speed-up over Algorithm 1 beside the share of perfect
-balance and the delay. Times are those of profile `h100_runs`, and prices are right.
+`python -m experiments.beyond.system_defaults [--steps 160] [--seed 1] [--quick]` simulates whole
+runs of the configurations of Table 1: with Algorithm 1 (S_max 2, `balanced` sharding), and with
+`bounded` over several ranges of attention's price. The table has the speed-up over Algorithm 1, the
+share of perfect balance and the delay. Planner and simulator use the same prices, those of profile
+`h100_runs`, so no price is wrong.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,10 @@ SETTINGS = {
     "0.7 to 1.6": (*BOUNDED, "packing.price_range=[0.7,1.6]"),
 }
 RECOMPUTE = ("training.recompute=none", "training.recompute=selective")
-TEXT = """All documents are trained, what is held back too; without and with recomputed MLPs, the
-faster that fits 80 GiB counts. Perfect balance: every micro-batch and CP rank takes its step's
-mean, documents being priced whole. What follows from it: wlb/spec/README.md."""
+TEXT = """All documents are trained, including those that are delayed. Each setting is tried without
+and with recomputed MLPs, and the faster that fits 80 GiB counts. Perfect balance: every micro-batch
+and CP rank takes the mean time of its step, with documents priced whole. wlb/spec/README.md has the
+defaults that follow from this table."""
 
 
 def main(arguments_: Sequence[str] | None = None) -> None:
@@ -65,7 +67,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
 
 
 def table_of(found: dict[tuple[str, str], Outcome]) -> Table:
-    """A row for each configuration, and the means; speed-ups are over Algorithm 1."""
+    """Returns the table with a row for each configuration and a last row of means."""
     rows: list[list[object]] = []
     for config in dict.fromkeys(config for config, _ in found):
         base = found[config, "Algorithm 1"]

@@ -1,10 +1,15 @@
-"""Validates the simulator against replays and against real training.
+"""Compares the simulator with replays and with real training.
 
-`python -m experiments.beyond.validation [replay|training|all] [--quick]` has two parts. replay:
-random plans are simulated, and run as timed waits on real processes. training: each step of real
-training runs on a CPU is compared with its simulation, with a profile that was calibrated on
-another run. Each part keeps its numbers in `results/<part>.json`, from which the page is made. The
-machine should have 2 cores and be idle. --only takes some of the training runs; it writes nothing.
+`python -m experiments.beyond.validation [replay|training|all] [--quick]` has two parts:
+
+- replay: random plans are simulated, and executed by real processes that sleep instead of
+  computing.
+- training: each step of real training runs on a CPU is compared with its simulation, by a profile
+  that was calibrated on another run.
+
+Each part stores its numbers in `results/<part>.json`, and the page is made from both files. The
+machine should have 2 cores and be idle. With --only, some of the training runs are made and nothing
+is written.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Measures how much of a core other programs took during each step of a training run (Linux).
+"""Measures how much CPU time other programs took during each step of a training run (Linux).
 
-While the run works, its metrics are watched: a new line is the end of a step. Between two lines,
-others took the busy time of all cores (including stolen time, which other guests of the machine
-took) minus the time of the run's own processes. This costs one look at /proc per step, which counts
-in hundredths of a second, so shares of steps well below a second mean little.
+A new line in the run's metrics marks the end of a step. The time of other programs is the busy time
+of all cores in the step minus the CPU time of the run's processes. Busy time includes stolen time,
+which other virtual machines took.
+
+/proc is read once per step. It counts in hundredths of a second, so the result says little about
+steps much shorter than a second.
 """
 
 import os
@@ -16,20 +18,25 @@ from typing import Any, NamedTuple
 _PROC = Path("/proc")
 _POLL_S = 0.02
 _IDLE = (3, 4)
-"""These fields of /proc/stat count no work: idle, and waiting for a disk."""
+"""Fields of /proc/stat in which a core does nothing: idle, and waiting for a disk."""
 
 
 class _Reading(NamedTuple):
-    at_s: float
-    busy_s: float
-    own_s: float
+    at_s: float  # when it was read
+    busy_s: float  # busy time of all cores since the machine started
+    own_s: float  # CPU time of the run's processes and of this process
 
 
 def watch(run: "Popen[Any]", metrics: Path) -> list[float]:
-    """Waits for `run` to end and returns the share of the cores that others took in each step but
-    the first.
+    """Waits for a run to end and returns the cores that other programs used in each step.
 
-    It is the cores' time over the step's time. The list is empty where /proc does not tell.
+    Args:
+        run: The training process.
+        metrics: File that the run writes its metrics to.
+
+    Returns:
+        CPU time of other programs over the time of the step, for each step except the first. Empty
+        on systems without /proc.
     """
     readings: list[_Reading] = []
     seen = 0
@@ -57,7 +64,7 @@ def _read(pid: int) -> _Reading:
 
 
 def _own_ticks(pid: int) -> int:
-    """Returns the CPU time of this process, of `pid` and of all that descends from it, in ticks."""
+    """Returns the CPU time of this process, of `pid` and of all its descendants, in clock ticks."""
     parents: dict[int, int] = {}
     used: dict[int, int] = {}
     for path in _PROC.iterdir():
@@ -65,9 +72,8 @@ def _own_ticks(pid: int) -> int:
             continue
         try:
             _, _, rest = (path / "stat").read_text().rpartition(")")
-        # The process has just ended.
         except OSError:
-            continue
+            continue  # the process has just ended
         values = rest.split()
         parents[int(path.name)] = int(values[1])
         used[int(path.name)] = int(values[11]) + int(values[12])

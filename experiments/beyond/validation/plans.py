@@ -1,9 +1,11 @@
 """Draws random plans to replay: systems, layouts, schedules and documents from one seed.
 
-Every plan is one step of one system on a stream of its own, packed and sharded by the planner and
-simulated with a kernel profile. Which step is drawn too, so that queues of held-back documents have
-filled. The model is the paper's 7B with 48 layers, which divide into all stages that are drawn.
-Layouts are all of pp 2 to 4, cp 1 to 2 and dp 1 to 4 that have 8 to 32 processes.
+Every plan is one step of a system on its own stream of documents, packed and sharded by the planner
+and simulated with a kernel profile. It is not the first step but a later one, which is drawn, too,
+so that some documents already wait.
+
+The model is the paper's 7B with 48 layers, a number that all drawn numbers of stages divide.
+Layouts are those of pp 2 to 4, cp 1 to 2 and dp 1 to 4 that have 8 to 32 processes.
 """
 
 import random
@@ -19,29 +21,25 @@ from wlb.spec import SYSTEMS, RunSpec, Schedule, system_overrides
 
 PROCESSES = range(8, 33)
 MEMORY_GIB = 1000.0
-"""This is no limit, because a replayed step need not fit a device."""
+"""Memory of a device: effectively unlimited, because a replayed step needs none."""
 LAST_STEP = 8
+"""Largest step number that is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnPlan:
-    """Describes a plan.
-
-    variant: index of one of the system's alternatives
-    seed: seed of the stream
-    step: step of that stream
-    """
+    """The parameters of a random plan."""
 
     system: str
-    variant: int
+    variant: int  # index of one of the system's alternatives
     schedule: Schedule
     virtual_stages: int
     pp: int
     cp: int
     dp: int
-    num_micro_batches: int
-    seed: int
-    step: int
+    num_micro_batches: int  # micro-batches of a pipeline
+    seed: int  # seed of the document stream
+    step: int  # step of the stream that is planned
 
     @property
     def processes(self) -> int:
@@ -53,7 +51,7 @@ class DrawnPlan:
 
     @property
     def order(self) -> str:
-        """Returns the schedule in words."""
+        """Returns the schedule and its virtual stages in words."""
         short = {
             Schedule.ONE_F_ONE_B: "1F1B",
             Schedule.INTERLEAVED_1F1B: f"interleaved, v {self.virtual_stages}",
@@ -79,7 +77,7 @@ class DrawnPlan:
         )
 
     def simulate(self) -> Simulation:
-        """Simulates the drawn step alone."""
+        """Plans the stream up to the drawn step and simulates this step."""
         spec = self.spec()
         simulator = Simulator(spec=spec, cost=workload_for(spec, "cuda"))
         planner = planner_of(spec, simulator.cost, _batches(spec))
@@ -88,7 +86,7 @@ class DrawnPlan:
 
 
 def draw_plans(count: int, *, seed: int) -> list[DrawnPlan]:
-    """Draws `count` plans; systems, schedules and layouts take turns, all else is random."""
+    """Draws `count` plans. Systems, schedules and layouts take turns; everything else is random."""
     draw = random.Random(seed)
     layouts = [
         (pp, cp, dp)
@@ -121,7 +119,7 @@ def draw_plans(count: int, *, seed: int) -> list[DrawnPlan]:
 
 
 def _batches(spec: RunSpec) -> list[GlobalBatch]:
-    """Returns enough global batches of the fitted length family for any step that is drawn."""
+    """Returns enough global batches, of the fitted lengths, for any step that may be drawn."""
     wanted = spec.tokens_per_step * (LAST_STEP + 4)
     some = lengths_of_family(window=spec.data.context_window, num_documents=4096, seed=0)
     source = lengths_of_family(

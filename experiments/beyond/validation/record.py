@@ -1,7 +1,7 @@
-"""Keeps the measurements of a part of the validation in a JSON file beside the results page.
+"""Stores the measurements of each part of the validation in a JSON file beside the results page.
 
-The parts run apart (replays share cores, training needs them all), so each keeps its numbers and
-the page is made again from those that are there.
+The parts can be run separately. Each run replaces the file of its part, and the page is made from
+all files.
 """
 
 import json
@@ -19,16 +19,13 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Says where and when a part was measured.
-
-    load: load averages of one minute, before and after
-    """
+    """Where and when a part was measured."""
 
     commit: str
     date: str
-    machine: str
+    machine: str  # name of the CPU
     cores: int
-    load: tuple[float, float]
+    load: tuple[float, float]  # load averages of one minute, before and after the part
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> "Conditions":
@@ -44,7 +41,7 @@ class Conditions:
 
 
 def load_now() -> float:
-    """Returns how many processes run or want to run, averaged over a minute."""
+    """Returns the load average of the last minute: processes that run or wait for a core."""
     return os.getloadavg()[0]
 
 

@@ -1,4 +1,8 @@
-"""Simulates random plans and replays them as timed waits on real processes."""
+"""Simulates random plans and replays them on real processes that sleep instead of computing.
+
+The replay uses the pipeline executor of training, with its messages and collectives. So it checks
+the simulator's order of passes and its dependencies between ranks, but not its prices.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,32 +17,37 @@ from wlb.spec import PipelineSection, Schedule
 from wlb.validation.replay_step import compare, waits_of
 
 LIMIT = 0.05
+"""Relative difference of replayed and simulated time that is aimed at."""
 SHORTEST_S = 0.06
-"""A replay's shortest wait takes this long, since it adds 1 to 2 ms per pass of its own."""
+"""Seconds of the shortest pass of a replay.
+
+Times are scaled up to it, so that the 1 to 2 ms that a replay adds to every pass matter little.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Holds a plan, simulated and replayed.
-
-    imbalance: simulated step over that of perfect balance
-    simulated_s: simulated time of the waits, in seconds
-    replayed_s: time of each replay, in seconds
-    """
+    """A plan with its simulated time and the times of its replays."""
 
     plan: DrawnPlan
-    imbalance: float
-    simulated_s: float
-    replayed_s: tuple[float, ...]
+    imbalance: float  # simulated time of the step over its time under perfect balance
+    simulated_s: float  # simulated time of the scaled step
+    replayed_s: tuple[float, ...]  # time of each replay of the scaled step
 
     @property
     def difference(self) -> float:
-        """Returns the median replayed time over the simulated one, minus 1."""
+        """Returns the median of the replays over the simulated time, minus 1."""
         return median(self.replayed_s) / self.simulated_s - 1
 
 
 def measure(count: int, *, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Replays random plans and returns the part's record."""
+    """Replays random plans and returns the results as JSON values.
+
+    Args:
+        count: Number of plans.
+        seed: Seed of the plans.
+        say: Gets a line about each plan.
+    """
     before = load_now()
     found: list[Replayed] = []
     for plan in draw_plans(count, seed=seed):

@@ -1,8 +1,8 @@
 """Compares real training runs on a CPU with simulations by a profile calibrated on another run.
 
-A profile is calibrated once for each number of processes, since two busy cores share caches and
-memory. Every other run is planned and simulated with it, and compared step by step. Steps in which
-other programs used the cores are told apart (`others.py`).
+There is one calibrated profile for each number of processes, because two busy cores share caches
+and memory. Every other run is planned and simulated with it and compared step by step. Steps during
+which other programs used the cores are marked as disturbed (`others.py`).
 """
 
 import shutil
@@ -23,26 +23,23 @@ from experiments.harness.pages import ROOT, Picture, Table
 from wlb.validation.recorded import RecordedRun, simulate_recorded
 
 LIMIT = 0.15
+"""Mean relative error of a run's steps that is aimed at."""
 CONFIGURATION = Path(__file__).with_name("run.toml")
 FOLDER = ROOT / "runs" / "validation"
 WARM_UP = 3
 DISTURBED = 0.05
-"""Steps in which other programs used more than this share of a core are counted apart."""
+"""Share of a core, used by other programs, above which a step counts as disturbed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Describes a training run.
-
-    differs: how it differs from the run that its profile was calibrated on
-    calibrates: whether it is that run
-    """
+    """A training run."""
 
     name: str
     processes: int
-    differs: str
+    differs: str  # how it differs from the run that its profile is calibrated on
     overrides: tuple[str, ...]
-    calibrates: bool = False
+    calibrates: bool = False  # whether the profile of its number of processes is calibrated on it
 
 
 def _run(name: str, processes: int, differs: str, *overrides: str, calibrates: bool = False) -> Run:
@@ -135,38 +132,31 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Holds a run's steps, warm-up left out; times are in seconds.
-
-    others: cores' time that other programs took in each step, over the step's time; empty if
-        unknown
-    measured_s, simulated_s: time of each step
-    before_s: simulated with the shipped profile, before calibration
-    computing_s: CPU time in passes of the mean rank, per step
-    simulated_computing_s: the same, simulated
-    """
+    """Measured and simulated times of a run's steps after warm-up."""
 
     run: Run
-    others: list[float]
-    measured_s: list[float]
-    simulated_s: list[float]
-    before_s: list[float]
-    computing_s: float
-    simulated_computing_s: float
+    others: list[float]  # cores that other programs used in each step; empty if unknown
+    measured_s: list[float]  # measured time of each step
+    simulated_s: list[float]  # time of each step, simulated with the calibrated profile
+    before_s: list[float]  # time of each step, simulated with the shipped profile
+    computing_s: float  # CPU time that a rank spends in the passes of a step, mean over ranks
+    simulated_computing_s: float  # the simulated value of `computing_s`
 
     @property
     def undisturbed(self) -> NDArray[np.bool_]:
-        """Returns which steps had the cores for themselves; all of them where that is not known."""
+        """Returns a mask of the steps without other programs; if unknown, of all steps."""
         if not self.others:
             return np.ones(len(self.measured_s), np.bool_)
         return np.array(self.others) <= DISTURBED
 
     @property
     def mape(self) -> float | None:
-        """Returns the mean absolute relative error of undisturbed steps, None without any."""
+        """Returns the mean absolute relative error of undisturbed steps; None if there are none."""
         return self._mape(self.undisturbed)
 
     @property
     def mape_of_all(self) -> float | None:
+        """Returns the mean absolute relative error of all steps."""
         return self._mape(np.ones(len(self.measured_s), np.bool_))
 
     def _mape(self, chosen: NDArray[np.bool_]) -> float | None:
@@ -175,6 +165,7 @@ class Trained:
 
     @property
     def correlation(self) -> float | None:
+        """Returns the correlation of measured and simulated times of undisturbed steps."""
         measured, simulated = (x[self.undisturbed] for x in self.arrays())
         return float(np.corrcoef(measured, simulated)[0, 1]) if measured.size > 2 else None
 
@@ -188,9 +179,12 @@ class Trained:
 
 
 def measure(runs: Sequence[Run], *, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains the runs and returns the part's record.
+    """Trains the runs and returns the results as JSON values.
 
-    steps: steps of each run, warm-up included
+    Args:
+        runs: Runs in order. A run comes after the run that its profile is calibrated on.
+        steps: Steps of each run, including warm-up.
+        say: Gets a line about each run.
     """
     before = load_now()
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -219,10 +213,10 @@ def _profile(run: Run) -> Path:
 
 
 def _train(run: Run, steps: int) -> list[float]:
-    """Trains a run and returns the share of the cores that others took in each step.
+    """Trains a run and returns the cores that other programs used in each step after warm-up.
 
-    Each rank has one thread, so that threads do not outnumber cores and thread CPU time is the
-    work.
+    Each rank has one thread. So there are no more threads than cores, and the CPU time of a thread
+    is the work of its rank.
     """
     command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "wlb", "train", str(CONFIGURATION)]
     command += ["--set", f"run.name={run.name}", f"training.steps={steps}", *run.overrides]
@@ -261,7 +255,7 @@ def _computing_s(made: RecordedRun) -> float:
 
 
 def _simulated_computing_s(made: RecordedRun) -> float:
-    """Returns simulated computing per step, without collectives, as CPU time is."""
+    """Returns the simulated computing time of a rank in a step, without collectives."""
     return float(
         np.concatenate([s.compute_s.mean(axis=(1, 2, 3)) for s in made.simulations]).mean()
     )

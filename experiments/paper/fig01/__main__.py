@@ -1,10 +1,10 @@
 """Simulates Figure 1 (a): computing time of each GPU in a 405B job on 8,192 GPUs.
 
 `python -m experiments.paper.fig01 [--steps 32] [--seed 1] [--quick]` simulates the job (preset
-`405b_128k`, TP 8, CP 16, PP 16, DP 4) under Plain-4D, WLB-LLM and ours. It compares the slowest GPU
-with the others in one step, as a trace would show it, in every step, and with all steps added up;
-for kernels of all kinds, and for attention alone, which is what Section 3.1 adds up in the same
-job.
+`405b_128k`, TP 8, CP 16, PP 16, DP 4) under Plain-4D, WLB-LLM and ours. It compares the computing
+time of the slowest GPU with the others: in one step, as a trace would show it; in every step; and
+summed over all steps. This is done for all kernels, and for attention alone, because Section 3.1
+sums attention in the same job.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ KINDS = {"compute_s": "all kernels", "attention_s": "attention"}
 
 
 def rows_of(name: str, simulation: Simulation) -> list[list[Any]]:
-    """Returns one row per kind of time."""
+    """Returns two table rows of a system: one for all kernels, one for attention."""
     step, tp = traced_step(simulation), simulation.simulator.spec.parallel.tp
     rows: list[list[Any]] = []
     for attribute, kind in KINDS.items():
@@ -71,7 +71,10 @@ def summary(found: dict[str, Simulation]) -> Table:
 
 
 def gpus(found: dict[str, Simulation]) -> Table:
-    """Returns the seconds of every GPU in the traced step; the eight TP ranks are alike."""
+    """Returns the table of every GPU's seconds in the traced step, one row for eight TP ranks.
+
+    TP ranks of a group have equal times in the simulation.
+    """
     traced = {name: traced_step(simulation) for name, simulation in found.items()}
     first = next(iter(found.values()))
     rows: list[list[Any]] = []
@@ -114,15 +117,15 @@ def draw(found: dict[str, Simulation]) -> Any:
 
 
 def share(simulation: Simulation) -> float:
-    """Returns the share of attention in all computing."""
+    """Returns attention's share of all computing time."""
     return float(simulation.attention_s.sum() / simulation.compute_s.sum())
 
 
 def all_long(simulation: Simulation) -> float:
-    """Returns the computing of a pipeline of full-window documents over the mean pipeline's.
+    """Returns how much longer than the mean a pipeline would compute with the longest documents.
 
-    The documents are all as long as the window, and their attention is evenly divided over the CP
-    ranks.
+    All its documents are as long as the window, and their attention is divided evenly over the CP
+    ranks. This is an upper bound for the imbalance between pipelines.
     """
     spec = simulation.simulator.spec
     cost = cost_of(spec)
@@ -148,9 +151,9 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
         f"{unfit:.0f}). {steps} steps with the lengths and kernel times of "
         f"`experiments/harness/constants.py`. "
         f"Under Plain-4D a pipeline trains its own loader's windows in their order; for the others "
-        f"the planner deals micro-batches by predicted work. The step shown is the one in the "
-        f"middle when a system's steps are put in the order of their ratio for all kernels.\n\n"
-        f"**Where ours differs.** Of all kernels, the slowest GPU computes "
+        f"the planner assigns micro-batches by predicted work. The step shown is the median of a "
+        f"system's steps by the ratio of all kernels.\n\n"
+        f"**Where ours differs.** Over all kernels, the slowest GPU computes "
         f"{float(np.median(whole)):.2f} times as long as the others ({whole.min():.2f} to "
         f"{whole.max():.2f}), clearly less than the paper's 1.44. Attention alone, which "
         f"Section 3.1 adds up for the same job, is at {float(np.median(attention)):.2f} "
@@ -158,9 +161,9 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
         f"{share(plain):.0%} of computing here, since a layer 16,384 wide multiplies mostly by its "
         f"weights, and every GPU has equally many tokens. Even a pipeline that trained nothing but "
         f"documents as long as the window would compute {all_long(plain):.2f} times as long as the "
-        f"mean. So 1.44 of all computing in a step of 16 windows a pipeline needs longer documents "
-        f"or slower attention than here, or is of attention. The paper does not say how many steps "
-        f"it shows, its layout, or what counts as computing.\n\n"
+        f"mean. So for 1.44 over all kernels, in a step of 16 windows per pipeline, documents must "
+        f"be longer or attention slower than here, unless the figure counts attention alone. The "
+        f"paper does not say how many steps it shows, its layout, or what counts as computing.\n\n"
         f"Left out: TP ranks are alike by construction, and no GPU is slower than another by "
         f"itself (clocks, memory errors), which a trace of 8,192 would show too. The last pipeline "
         f"rank has 7 layers and the output head: {abs(head(plain)):.1%} "
@@ -170,6 +173,10 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
 
 
 def head(simulation: Simulation) -> float:
+    """Returns the computing time of the last pipeline rank over the mean rank's, minus 1.
+
+    The last rank has the output head, but a layer less than most others.
+    """
     of_ranks = simulation.compute_s.mean(axis=(0, 1, 3))
     return float(of_ranks[-1] / of_ranks.mean() - 1)
 

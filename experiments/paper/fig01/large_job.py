@@ -1,8 +1,8 @@
 """Simulates the paper's 8K-GPU job (Figures 1 and 4): a 405B model with a 128K window.
 
-The job is preset `405b_128k` with lengths and prices of `experiments/harness/constants.py`. Under
-Plain-4D each pipeline trains the windows that its own loader made, in their order; the other
-systems deal micro-batches to pipelines by predicted work.
+The job is preset `405b_128k` with the document lengths and prices of `harness/constants.py`. Under
+Plain-4D each pipeline has a loader of its own and trains the windows in their order. The other
+systems assign micro-batches to pipelines by predicted work.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,17 @@ from wlb.spec import RunSpec, load, system_overrides
 PRESET = "405b_128k"
 STEPS = 32
 AHEAD = 2
-"""This many more global batches than steps are drawn, so that no step is one of the flush."""
+"""Global batches drawn beyond the number of steps, so that no simulated step is in the flush."""
 PAPER = 1.44
-"""In Figure 1 the slowest GPU computes this many times as long as the others."""
+"""Computing time of the slowest GPU over the others in the paper's Figure 1."""
 FloatArray = npt.NDArray[np.float64]
 
 
 def spec_of(system: str) -> RunSpec:
-    """Returns the job's settings with recomputed MLPs, without which a GPU needs over 80 GiB."""
+    """Returns the job's configuration under a system.
+
+    MLPs are recomputed, because otherwise a GPU would need more than 80 GiB.
+    """
     overrides = system_overrides(system, planned_gib=EARLIER_GIB)[-1]
     return load(PRESET, [*constants.settings(), *overrides, "training.recompute=selective"])
 
@@ -51,30 +54,32 @@ def simulate(system: str, *, steps: int = STEPS, seed: int) -> Simulation:
 
 
 def in_order(planner: Planner, dp: int) -> Iterator[ShardedStep]:
-    """Yields steps whose micro-batches go to the pipelines in their order.
+    """Yields steps with micro-batches assigned to pipelines in their order, ignoring work.
 
     The first N / dp micro-batches go to the first pipeline, and so on.
     """
     for plan in planner.steps():
         num = plan.packing.num_micro_batches
-        dealt = replace(plan, pipelines=np.arange(num).reshape(dp, num // dp))
-        pipelines = tuple(planner.shard(dealt, pipeline) for pipeline in range(dp))
-        yield ShardedStep(plan=dealt, pipelines=pipelines)
+        assigned = replace(plan, pipelines=np.arange(num).reshape(dp, num // dp))
+        pipelines = tuple(planner.shard(assigned, pipeline) for pipeline in range(dp))
+        yield ShardedStep(plan=assigned, pipelines=pipelines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """Holds the slowest GPU's time over the mean of all others, the median, and the fastest."""
+    """Ratios of the slowest GPU's time to other GPUs."""
 
-    others: float
-    median: float
-    fastest: float
+    others: float  # its time over the mean of all other GPUs
+    median: float  # its time over the median of all GPUs
+    fastest: float  # its time over the fastest GPU
 
 
 def slowest(of_gpus: FloatArray, *, tp: int) -> Slowest:
     """Compares the slowest GPU with the others.
 
-    of_gpus: one value for every `tp` ranks, which are alike
+    Args:
+        of_gpus: Times of GPUs, of any shape. Each value stands for `tp` GPUs with equal times.
+        tp: Tensor-parallel ranks.
     """
     values = np.sort(of_gpus.ravel())
     most, num = float(values[-1]), values.size * tp
@@ -87,11 +92,11 @@ def slowest(of_gpus: FloatArray, *, tp: int) -> Slowest:
 
 
 def over_others(of_steps: FloatArray, *, tp: int) -> FloatArray:
-    """Returns the slowest GPU's time over the mean of the others, for each step."""
+    """Returns the slowest GPU's time over the mean of the others in each step, shape [steps]."""
     return np.array([slowest(step, tp=tp).others for step in of_steps])
 
 
 def traced_step(simulation: Simulation) -> int:
-    """Returns a typical step: its slowest GPU over the others is the median of all steps."""
+    """Returns the number of a typical step, the median by slowest GPU over the others."""
     found = over_others(simulation.compute_s, tp=simulation.simulator.spec.parallel.tp)
     return int(np.argsort(found, kind="stable")[(found.size - 1) // 2])

@@ -1,10 +1,10 @@
 """Draws Figure 2, 4-D parallelism, from a real plan and the executor's layout of ranks.
 
-`python -m experiments.paper.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step of
-the fitted family for the paper's example, (TP=2, CP=2, PP=4, DP=4), and draws the contents of each
-rank: pipelines (DP) take micro-batches, pipeline ranks (PP) stages of layers, context-parallel
-ranks (CP) spans of each document, tensor-parallel ranks (TP) heads and columns. Ranks are numbered
-as `wlb.parallel.mesh` lays them out, for which torch is needed.
+`python -m experiments.paper.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step
+for the paper's example (TP=2, CP=2, PP=4, DP=4). It draws the contents of each rank: pipelines (DP)
+have different micro-batches, pipeline ranks (PP) different layers, context-parallel ranks (CP)
+different spans of each document, and tensor-parallel ranks (TP) different heads and columns of
+weights. `wlb.parallel.mesh` numbers the ranks, so torch is needed.
 """
 
 from itertools import islice
@@ -29,7 +29,7 @@ DOCUMENTS = ("#9A9A9A", "#CFCFCF")
 
 
 def planned(spec: RunSpec, cost: ProfiledWorkload, *, step: int) -> ShardedStep:
-    """Plans and shards one step of the fitted family."""
+    """Plans and shards one step of documents drawn from the fitted distribution."""
     window = spec.data.context_window
     mean = int(lengths_of_family(window=window, num_documents=4096, seed=0).lengths.mean())
     num = (step + 4) * spec.tokens_per_step // mean
@@ -81,7 +81,7 @@ def ranks_table(spec: RunSpec, step: ShardedStep) -> Table:
 
 
 def draw(spec: RunSpec, step: ShardedStep) -> Any:
-    """Draws ranks with each pipeline's micro-batches above, and one micro-batch's spans below."""
+    """Draws all ranks beside the micro-batches of their pipelines, and one micro-batch below."""
     dp, pp = spec.parallel.dp, spec.parallel.pp
     figure, (upper, lower) = new_figure(
         nrows=2, height=2.6 + 1.25 * dp, height_ratios=(1.25 * dp + 0.5, 1.5)
@@ -109,7 +109,7 @@ def draw(spec: RunSpec, step: ShardedStep) -> Any:
 
 
 def _micro_batches(axes: Any, step: ShardedStep, pipeline: int, longest: int) -> None:
-    """Draws a pipeline's micro-batches left of its row, one bar each, documents in two greys."""
+    """Draws the micro-batches of a pipeline at the left of its row, each as a bar of documents."""
     batches = step.pipelines[pipeline].micro_batches
     height = 0.8 / len(batches)
     for row, batch in enumerate(batches):
@@ -124,7 +124,7 @@ def _micro_batches(axes: Any, step: ShardedStep, pipeline: int, longest: int) ->
 
 
 def _cell(axes: Any, spec: RunSpec, pipeline: int, stage_rank: int) -> None:
-    """Draws a pipeline rank: CP ranks side by side in colours, TP ranks one above the other."""
+    """Draws a pipeline rank as a grid: columns are CP ranks, rows are TP ranks."""
     from matplotlib.patches import Rectangle
 
     grid = rank_grid(spec.parallel)[stage_rank, pipeline]
@@ -153,7 +153,7 @@ def _cell(axes: Any, spec: RunSpec, pipeline: int, stage_rank: int) -> None:
 
 
 def _zoom(axes: Any, spec: RunSpec, step: ShardedStep) -> None:
-    """Draws one micro-batch: its documents, the spans of CP ranks, the heads of TP ranks."""
+    """Draws one micro-batch: its documents, and below them the spans on each CP and TP rank."""
     pipeline = step.pipelines[0]
     plan = pipeline.shardings[0]
     total, tp = plan.num_tokens, spec.parallel.tp
@@ -220,7 +220,7 @@ def main() -> None:
         Path(__file__).parent,
         title="Figure 2: 4-D parallelism",
         how=How.COMPUTED,
-        profile=f"no times; documents are packed, dealt and sharded by predictions: "
+        profile=f"no times; documents are packed, assigned and sharded by predictions: "
         f"{priced_with(cost.profile)}",
         seed=options.seed,
         text=(
@@ -231,8 +231,8 @@ def main() -> None:
             f"shades TP ranks. All ranks of a frame work on the same micro-batches; a CP rank has "
             f"its spans of each document (below), a TP rank its heads and columns of every layer. "
             f"Micro-batches go along the arrows and, since a rank has two stages, once more from "
-            f"the last pipeline rank to the first. Pipelines meet when parameters are gathered and "
-            f"gradients reduced, over DP and CP."
+            f"the last pipeline rank to the first. Pipelines communicate when parameters are "
+            f"gathered and gradients are reduced, over DP and CP."
         ),
         against=rows,
         tables=[table],

@@ -1,10 +1,11 @@
-"""Draws Figure 3: how long documents are, and which of them the tokens are in.
+"""Draws Figure 3: the distribution of document lengths, over documents and over tokens.
 
-`python -m experiments.paper.fig03 [--lengths FILE ...]` takes the fitted family `wlb_paper`, whose
-constants were chosen so that other numbers of the paper come out, the Python standard library (its
-store is made the first time, in a minute) and files of lengths. It draws how many documents have
-which length, and the share of all tokens in documents up to a length; longer documents are cut at
-the window of 128K, as for training. Lengths are counted; nothing is predicted.
+`python -m experiments.paper.fig03 [--lengths FILE ...]` compares three kinds of corpora: the fitted
+distribution `wlb_paper`, whose constants were chosen to reproduce other numbers of the paper; the
+Python standard library, which is tokenized the first time, in a minute; and files of lengths.
+
+The left plot has the share of documents by length, the right one the share of all tokens that are
+in documents up to a length. Documents are cut at the window of 128K, as for training.
 """
 
 from dataclasses import dataclass
@@ -25,19 +26,15 @@ BINS_AN_OCTAVE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Describes a corpus.
-
-    lengths: tokens of its documents, cut at the window, rising
-    num_cut: documents that were longer than the window
-    """
+    """The document lengths of a corpus."""
 
     title: str
-    lengths: IntArray
-    num_cut: int
+    lengths: IntArray  # tokens of each document, cut at the window, in rising order
+    num_cut: int  # number of documents that were longer than the window
 
     @property
     def token_share(self) -> np.ndarray:
-        """Returns the share of all tokens in documents up to each one's length."""
+        """Returns the cumulative share of tokens, in the order of `lengths`."""
         return np.cumsum(self.lengths) / self.lengths.sum()
 
     def tokens_below(self, length: int) -> float:

@@ -1,8 +1,8 @@
 """Simulates Figure 4 (a): attention of each GPU in a 405B job, by PP worker and in a CP group.
 
 `python -m experiments.paper.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1
-on 8,192 GPUs under Plain-4D. It shows the attention time of one step on every GPU, (1) grouped by
-DP and PP worker, (2) in the CP group of the slowest GPU, and as a heat map of all GPUs.
+on 8,192 GPUs under Plain-4D. It shows the attention time of every GPU in one step: grouped by DP
+and PP worker, in the CP group of the slowest GPU, and as a heat map of all GPUs.
 """
 
 from pathlib import Path
@@ -20,15 +20,20 @@ from wlb.simulate import Simulation
 
 
 def relative(simulation: Simulation, step: int) -> FloatArray:
-    """Returns each GPU's attention time over the mean of GPUs, shape [dp, pp, cp]."""
+    """Returns each GPU's attention time over the mean of all GPUs, shape [dp, pp, cp]."""
     of_step = simulation.attention_s[step]
     return of_step / of_step.mean()
 
 
 def spreads(values: FloatArray) -> dict[str, tuple[float, float]]:
-    """Returns (mean, largest) of max / min by level.
+    """Returns how much attention differs at each level of parallelism.
 
-    values: attention of each GPU, shape [dp, pp, cp]
+    Args:
+        values: Attention of each GPU, shape [dp, pp, cp].
+
+    Returns:
+        (mean, largest) of the ratio slowest / fastest over the groups of a level, by the level's
+        name.
     """
     of_workers = values.mean(axis=2)
     levels = {
@@ -77,7 +82,7 @@ def workers_table(values: FloatArray) -> Table:
 
 
 def draw(values: FloatArray, tp: int) -> Any:
-    """Draws (1) all PP workers and (2) the CP group of the slowest GPU."""
+    """Draws the GPUs of all PP workers (1) and of the slowest GPU's CP group (2)."""
     dp, pp, cp = values.shape
     figure, (left, right) = new_figure(ncols=2, height=4.2, sharey=True)
     for d in range(dp):

@@ -1,10 +1,13 @@
-"""Simulates Figure 5: how one slow micro-batch holds up a pipeline under several schedules.
+"""Simulates Figure 5: how much one slow micro-batch delays a pipeline under several schedules.
 
-`python -m experiments.paper.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual
-stages and positions of the slow micro-batch with the same schedule of equal micro-batches. Orders
-and waits are those of real schedules; times are set by hand: forward takes 10 ms and backward 20 ms
-per micro-batch on a rank, divided among its virtual stages; zero-bubble halves backward into inputs
-and weights; messages, collectives and the optimiser take no time.
+`python -m experiments.paper.fig05 [--pp 4] [--slow 1.44]` varies the schedule, the number of
+virtual stages and the position of the slow micro-batch. Each step is compared with a step of equal
+micro-batches in the same schedule.
+
+The order of passes and their dependencies are those of the real schedules. Times are set by hand:
+on a rank, a micro-batch takes 10 ms in forward and 20 ms in backward, divided among the rank's
+virtual stages. Zero-bubble schedules divide backward into two halves, for inputs and for weights.
+Messages, collectives and the optimiser take no time.
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from wlb.spec import Schedule
 
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
 FREE = TermPrices(per_token={}, per_call={})
+"""Prices of passes and messages that take no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ LAYOUTS = (
 
 @cache
 def simulator_of(layout: Layout, pp: int, n: int) -> Simulator:
-    """Returns the simulator of a schedule without sharded parameters."""
+    """Returns the simulator of a schedule with one layer per stage, without CP and DP."""
     spec = configuration(
         "7b_128k",
         *(f"parallel.{name}={size}" for name, size in (("cp", 1), ("pp", pp), ("dp", 1))),
@@ -66,9 +70,12 @@ def simulator_of(layout: Layout, pp: int, n: int) -> Simulator:
 
 
 def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> Simulation:
-    """Simulates steps of given micro-batch times.
+    """Simulates steps with given times of micro-batches.
 
-    relative: each step's micro-batches over a mean one, shape [steps, n]
+    Args:
+        layout: Schedule and virtual stages.
+        pp: Pipeline ranks.
+        relative: Time of each micro-batch over that of a mean one, shape [steps, n].
     """
     simulator = simulator_of(layout, pp, relative.shape[1])
     nodes = simulator.graph.nodes
@@ -100,11 +107,16 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
 
 
 def one_slow(n: int, slow: float, *, is_added: bool) -> npt.NDArray[np.float64]:
-    """Returns relative times of micro-batches, shape [n + 1, n].
+    """Returns relative times of micro-batches, one row for each position of the slow one.
 
-    In row 0 all are equal; in row i + 1 micro-batch i takes `slow` times the mean, as Section 7.4
-    counts imbalance. is_added: the others keep their time, so that the step's work grows; otherwise
-    they take less and the step's work is kept.
+    Args:
+        n: Micro-batches of a step.
+        slow: Time of the slow micro-batch over the mean.
+        is_added: Whether the others keep their time, so that the step's work grows. Otherwise they
+            take less time, so that the work stays the same.
+
+    Returns:
+        Times, shape [n + 1, n]. In row 0 all are equal; in row i + 1 micro-batch i is slow.
     """
     others = 1.0 if is_added else (n - slow) / (n - 1)
     out = np.full((n + 1, n), others)
@@ -114,15 +126,16 @@ def one_slow(n: int, slow: float, *, is_added: bool) -> npt.NDArray[np.float64]:
 
 
 def slow_downs(layout: Layout, *, pp: int, n: int, slow: float, is_added: bool = False) -> Any:
-    """Returns the step time over the balanced one's, minus 1, by position of the slow one."""
+    """Returns step time over balanced step time, minus 1, for each position of the slow one."""
     times = simulate(layout, pp=pp, relative=one_slow(n, slow, is_added=is_added)).step_time_s
     return times[1:] / times[0] - 1
 
 
 def papers_path(pp: int, n: int, slow: float) -> float:
-    """Returns the length of Section 3.1's critical path over the balanced one, minus 1.
+    """Returns the slow-down by the critical path that Section 3.1 describes.
 
-    It is the slow micro-batch through all workers, and the others' passes on the first worker.
+    The path is the slow micro-batch through all workers, plus the passes of the others on the first
+    worker.
     """
     others = (n - slow) / (n - 1)
     return (pp * slow + (n - 1) * others) / (pp + n - 1) - 1
@@ -172,7 +185,7 @@ def positions_table(*, pp: int, slow: float) -> Table:
 
 
 def timelines(layout: Layout, *, pp: int, n: int, slow: float, position: int = 0) -> Any:
-    """Draws the balanced step above the unbalanced one, on one time axis."""
+    """Draws the balanced step above the unbalanced one, with the same time axis."""
     rows = one_slow(n, slow, is_added=False)[[0, position + 1]]
     simulation = simulate(layout, pp=pp, relative=rows)
     figure, axes = new_figure(nrows=2, height=1.7 + 2 * row_inches(pp) * pp)
@@ -192,7 +205,7 @@ def timelines(layout: Layout, *, pp: int, n: int, slow: float, position: int = 0
 
 
 def curves(*, pp: int, slow: float) -> Any:
-    """Draws slow-down by virtual stages for each n (left) and by position for n = pp (right)."""
+    """Draws the slow-down by virtual stages (left) and by position of the slow one (right)."""
     figure, (left, right) = new_figure(ncols=2, height=4.2)
     interleaved = [layout for layout in LAYOUTS if layout.schedule == Schedule.INTERLEAVED_1F1B]
     vs = [layout.v for layout in interleaved]
@@ -230,7 +243,7 @@ def curves(*, pp: int, slow: float) -> Any:
 
 
 def against(*, pp: int, slow: float) -> Sequence[Against]:
-    """Compares with Section 3.1, whose critical path in words is a number for given passes."""
+    """Compares with Section 3.1, whose critical path becomes a number with the times given here."""
     kept = slow_downs(LAYOUTS[0], pp=pp, n=pp, slow=slow)
     return [
         Against(

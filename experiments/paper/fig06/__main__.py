@@ -1,11 +1,13 @@
 """Makes Figure 6: attention balance and loss by packing window.
 
 `python -m experiments.paper.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the
-550M model with a window of 128K (4 windows per batch) by Section 3.2's fixed-length packing over 1
-to 16 global batches, greedily. Imbalance is Section 3.3's Max_Attn / Avg_Attn of a step's
-micro-batches, where attention is the sum of squared document lengths (Eq. 1's objective); beside it
-stands the degree of Section 7.4, of predicted forward latency. Algorithm 1 and `bounded` have no
-packing window and are horizontal lines. The losses are read from the convergence study's results.
+550M model (4 windows of 128K per batch) by the greedy fixed-length packing of Section 3.2, which
+packs 1 to 16 global batches together. Algorithm 1 and `bounded` have no such window; in the picture
+they are horizontal lines.
+
+Two measures of imbalance are given. Section 3.3 uses Max_Attn / Avg_Attn over the micro-batches of
+a step, where attention is the sum of squared document lengths (the objective of Eq. 1). Section 7.4
+uses predicted forward latency. Losses are read from the results of the convergence study, `fig16`.
 """
 
 import math
@@ -35,31 +37,27 @@ CONFIG = "550m_128k"
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16)
 STEPS = 640
 SQUARES = FlopsWorkload(quadratic_ns=1.0)
-"""Section 3.2's attention workload is the sum of squared lengths."""
+"""The attention workload of Section 3.2: the sum of squared lengths."""
 TABLE_2 = {1: 1.41, 2: 1.22, 4: 1.11, 8: 1.08}
-"""The paper gives this imbalance of forward latency for the 7B model with the same windows."""
+"""Imbalance of forward latency in the paper's Table 2 (7B model), by packing window."""
 
 
 class Result(NamedTuple):
-    """Holds means over steps, with the flush left out.
-
-    attention: Section 3.3's degree
-    attention_p95: 95th percentile of that degree over steps
-    forward: Section 7.4's degree
-    delay: mean delay of a token, in steps
-    """
+    """Balance of a packing, as means over steps without the flush."""
 
     name: str
-    window: int | None
-    attention: float
-    attention_p95: float
-    forward: float
-    delay: float
+    window: int | None  # global batches packed together; None for packings without a window
+    attention: float  # imbalance of attention (Section 3.3)
+    attention_p95: float  # 95th percentile of `attention` over steps
+    forward: float  # imbalance of forward latency (Section 7.4)
+    delay: float  # mean delay of a token in steps
 
 
 def packers(options: PackerOptions) -> list[tuple[str, int | None, Packer]]:
-    """Returns the packers that are compared. Fixed-length packing balances the squares, as Eq. 1
-    does.
+    """Returns (name, packing window, packer) of the packings that are compared.
+
+    Fixed-length packing balances squared lengths, as in Eq. 1; Algorithm 1 and `bounded` balance
+    predicted time.
     """
     squares = PackerOptions(
         num_micro_batches=options.num_micro_batches,
@@ -125,7 +123,7 @@ def draw(results: list[Result]) -> Any:
 
 
 def draw_losses(losses: list[Loss]) -> Any:
-    """Draws differences from the loader's order with their intervals."""
+    """Draws held-out losses relative to the loader's order, with confidence intervals."""
     figure, (panel,) = new_figure(height=3.2)
     fixed = [x for x in losses if x.window]
     at, value, half = ([f(x) for x in fixed] for f in (_window, _percent, _half_percent))
@@ -156,13 +154,13 @@ def _half_percent(x: Loss) -> float:
 
 
 def _with_interval(x: Loss) -> str:
-    """Writes a difference with its interval, which one seed does not have."""
+    """Formats a difference with its confidence interval; a single seed has no interval."""
     half = "" if math.isnan(x.half) else f" ± {_half_percent(x):.2f}"
     return f"{_percent(x):+.2f}{half}%"
 
 
 def loss_text(losses: list[Loss]) -> str:
-    """Returns the text on losses; it says that there are none if nothing was trained."""
+    """Returns the text about losses, or a note if the convergence study has no results."""
     if not losses:
         return (
             "**Only the balance half is here**: the convergence study has no results yet "
@@ -176,7 +174,7 @@ def loss_text(losses: list[Loss]) -> str:
 
 
 def _seen(losses: list[Loss]) -> str:
-    """Says whether the paper's loss at W = 8 is within what was found."""
+    """Returns a sentence on whether the paper's loss at W = 8 is within our interval."""
     paper = 0.016
     said = "The paper has +1.6% at W = 8 for its 550M model."
     eight = next((x for x in losses if x.window == 8), None)
@@ -239,7 +237,7 @@ def beside_the_paper(results: list[Result], losses: list[Loss]) -> list[Against]
 
 
 def pictures(results: list[Result], losses: list[Loss]) -> list[Picture]:
-    """Returns the picture of balance, and that of losses if something was trained."""
+    """Returns the picture of balance, and a picture of losses if there are any."""
     made = [
         Picture(
             name="windows",

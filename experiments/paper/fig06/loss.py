@@ -1,8 +1,8 @@
-"""Reads Figure 6's losses from the convergence study's results.
+"""Reads the losses of Figure 6 from the results of the convergence study (`fig16`).
 
-The study trains fixed-length packing over 1 and 8 global batches, Algorithm 1 and `bounded` beside
-the loader's own order (`experiments/paper/fig16`); nothing is trained here. Its model is another,
-much smaller one than the model whose balance Figure 6 shows.
+The study trains with the loader's order, with fixed-length packing over 1 and 8 global batches,
+with Algorithm 1 and with `bounded`. Its model is much smaller than the model whose balance Figure 6
+shows. Nothing is trained here.
 """
 
 import csv
@@ -13,27 +13,21 @@ from experiments.paper.fig16.arms import BASELINE, arm_of
 
 RESULTS = Path(__file__).parents[1] / "fig16" / "results" / "quality.csv"
 ARMS = {"fixed-1": 1, "fixed-8": 8, "var_len": None, "bounded": None}
-"""Each arm of the study has this packing window."""
+"""Arms of the study that are read, with their packing windows in global batches."""
 
 
 class Loss(NamedTuple):
-    """Holds an arm's held-out loss beside that of the loader's order.
-
-    window: packing window in global batches, None for packing without one
-    relative: held-out loss over the loader's, minus 1
-    half: half of the 95% interval of `relative`, NaN for one seed
-    verdict: "noise", "worse", "better" or "one seed"
-    """
+    """Held-out loss of an arm of the study, compared with the loader's order."""
 
     name: str
-    window: int | None
-    relative: float
-    half: float
-    verdict: str
+    window: int | None  # packing window in global batches; None for packings without one
+    relative: float  # held-out loss over the loss with the loader's order, minus 1
+    half: float  # half width of the 95% interval of `relative`; NaN for one seed
+    verdict: str  # "noise", "worse", "better" or "one seed"
 
 
 def read_losses(path: Path = RESULTS) -> list[Loss]:
-    """Returns the losses of the arms that were trained, none if the study has no results yet."""
+    """Returns the losses of the trained arms; the list is empty if the study has no results."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as file:

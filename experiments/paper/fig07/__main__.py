@@ -1,10 +1,13 @@
 """Predicts Figure 7: how long a document's operations take, by its length.
 
-`python -m experiments.paper.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of
-one pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise,
-and total linear, their sum without attention, and where attention crosses it, also for Table 1's
-other configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure;
-here every time is predicted by `ProfiledWorkload.terms`. Linear terms are linear by construction.
+`python -m experiments.paper.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) on
+one pipeline rank of `7b_128k`, forward plus backward: attention, matrix products (GEMM),
+collectives, element-wise operators, and "total linear", which is everything but attention. It also
+gives the length at which attention takes as long as total linear, for all configurations of
+Table 1.
+
+The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure. Here all times are
+predicted by `ProfiledWorkload.terms`, where linear terms are linear by construction.
 """
 
 from pathlib import Path
@@ -22,8 +25,9 @@ from wlb.plan import IntArray
 
 PRESET = "7b_128k"
 NORMAL = 4096
-"""The paper shows times relative to attention's at this length."""
+"""Length whose attention time is the unit of the right plot, as in the paper's figure."""
 SHORTEST = 256
+"""Shortest document in the plots."""
 PARTS = {
     "attention": ("attention",),
     "total linear": ("gemm", "tp_comm", "cp_comm", "elementwise"),
@@ -44,7 +48,7 @@ def workload(name: str, profile: KernelProfile) -> ProfiledWorkload:
 
 
 def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]:
-    """Returns a document's forward plus backward time in ms, by part of the figure."""
+    """Returns forward plus backward time of documents in ms, for each curve of the figure."""
     terms = cost.terms(lengths)
     passes = ("forward", "backward")
     return {
@@ -54,10 +58,10 @@ def parts_of(cost: ProfiledWorkload, lengths: IntArray) -> dict[str, np.ndarray]
 
 
 def crossing(cost: ProfiledWorkload, *, window: int) -> int | None:
-    """Returns the length from which on attention takes longer than the linear part.
+    """Returns the length from which on attention always takes longer than the linear part.
 
-    Tiles make short documents expensive, so this is the length beyond which the linear part never
-    leads again. The result is None if it still leads at the window.
+    Attention kernels compute whole tiles, so very short documents are expensive as well. They are
+    not meant here. Returns None if the linear part still takes longer at the window.
     """
     lengths = np.arange(1, window + 1)
     is_linear = cost.attention_ns(lengths) <= cost.linear_ns(lengths)
@@ -67,7 +71,7 @@ def crossing(cost: ProfiledWorkload, *, window: int) -> int | None:
 
 
 def growth(cost: ProfiledWorkload, *, window: int) -> float:
-    """Returns the exponent of attention's growth from half the window to the window."""
+    """Returns the exponent by which attention time grows from half the window to the window."""
     half, whole = cost.attention_ns([window // 2, window]).tolist()
     return float(np.log2(whole / half))
 

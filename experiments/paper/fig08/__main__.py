@@ -1,9 +1,9 @@
-"""Draws Figure 8 from real packing runs: how outlier documents wait and leave.
+"""Draws Figure 8 from real packing runs: how outlier documents wait and are released.
 
-`python -m experiments.paper.fig08 [--seed 0] [--steps 8]` shows a few consecutive steps of
-the fitted stream (4 micro-batches of 128K), once under Algorithm 1 with two queues and once under
-`bounded`, which has no queues and decides by predicted load. Both get the same documents.
-`first_window` chooses the steps, `main` says what the pictures show. Needs matplotlib.
+`python -m experiments.paper.fig08 [--seed 0] [--steps 8]` shows some consecutive steps of the same
+documents (4 micro-batches of 128K) under two policies: Algorithm 1 with two queues, and `bounded`,
+which has no queues and decides by predicted work. `first_window` chooses the steps, and `main` says
+what the pictures show. Needs matplotlib.
 """
 
 from dataclasses import dataclass
@@ -45,23 +45,19 @@ PLAIN = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Holds a step's plan and the pieces that waited when the step was planned.
-
-    waiting: carried pieces, then the pieces of the step's own batch
-    slot: slot of each waiting piece in the carry, -1 for a new piece, shape [len(waiting)]
-    leaves: whether the plan takes each waiting piece, shape [len(waiting)]
-    """
+    """A step's plan, and the pieces that waited when the step was planned."""
 
     plan: PackingPlan
-    waiting: Pieces
-    slot: np.ndarray
-    leaves: BoolArray
+    waiting: Pieces  # pieces carried from earlier steps, then those of the step's global batch
+    slot: np.ndarray  # slot in the carry of each waiting piece, -1 for new ones, [len(waiting)]
+    leaves: BoolArray  # whether the step trains each waiting piece, shape [len(waiting)]
 
     @property
     def level(self) -> np.ndarray:
-        """Returns each piece's level, shape [len(waiting)].
+        """Returns the queue that each piece belongs to by its length, shape [len(waiting)].
 
-        It is 0 for an ordinary document, i for L_i <= length < L_{i+1}.
+        It is i for L_i <= length < L_{i+1}, and 0 for an ordinary document, which is shorter than
+        L_1.
         """
         return np.searchsorted(LEVELS, self.waiting.length, side="right")
 
@@ -78,7 +74,7 @@ def steps_of(packer: Packer, batches: list[GlobalBatch]) -> list[Step]:
         plans, carry = packer.push(batch, before)
         waiting = Pieces.concat(before.pieces, OPTIONS.arrived(batch, before.next_step))
         new = np.full(len(waiting) - len(before.pieces), -1, np.int64)
-        # Each batch makes one plan, because with these lengths every batch has an ordinary
+        # Each batch makes exactly one plan, because with these lengths every batch has an ordinary
         # document.
         (plan,) = plans
         leaves = np.isin(waiting.document, plan.pieces.document)
@@ -88,7 +84,7 @@ def steps_of(packer: Packer, batches: list[GlobalBatch]) -> list[Step]:
 
 
 def plain_of(batches: list[GlobalBatch], first: int, num: int) -> list[float]:
-    """Returns Plain-4D's imbalance in the steps of the same numbers."""
+    """Returns Plain-4D's imbalance in `num` steps from step `first` on."""
     carry, out = PLAIN.start(), []
     for batch in batches:
         plans, carry = PLAIN.push(batch, carry)
@@ -97,10 +93,10 @@ def plain_of(batches: list[GlobalBatch], first: int, num: int) -> list[float]:
 
 
 def first_window(steps: list[Step], num: int) -> int:
-    """Returns the first step to show.
+    """Returns the number of the first step to show.
 
-    The steps shown are the first window of `num` steps that begins with level 2 empty and in which
-    level 2 releases documents of several arrivals.
+    It is the first of `num` consecutive steps that begin with an empty second queue and in which
+    this queue releases documents that arrived in different steps.
     """
     for first in range(len(steps) - num + 1):
         start = steps[first]
@@ -125,13 +121,16 @@ def block(step: Step, row: int) -> Block:
 
 
 def note(num: int, out: int) -> str:
-    """Returns the text above a stack of `num` outliers, `out` of which leave."""
+    """Returns the text above a stack of `num` outliers, of which `out` are trained in the step."""
     verb = "leaves" if out == 1 else "leave"
     return f"{num}" if not out else f"{out} {verb}" if out == num else f"{num}, {out} {verb}"
 
 
 def queues(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
-    """Returns Algorithm 1's two queues, oldest document at the bottom, and how full each is."""
+    """Returns the stacks of Algorithm 1's two queues, and the text above each stack.
+
+    The oldest document is at the bottom.
+    """
     waiting: dict[str, list[Block]] = {}
     notes: dict[str, str] = {}
     for level in (1, 2):
@@ -143,15 +142,16 @@ def queues(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
 
 
 def held(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
-    """Returns the documents that `bounded` holds and the outliers of the new batch.
+    """Returns the stacks of documents that wait under `bounded`, and the text above each stack.
 
-    Ordinary documents, which only the held stack shows, lie on top.
+    The stack "held" has documents of earlier steps, ordinary ones on top. The stack "new" has the
+    outliers of the step's global batch.
     """
-    was_held = step.slot >= 0
+    has_waited = step.slot >= 0
     ordered = np.argsort(step.level == 0, kind="stable")
     rows = {
-        "held": ordered[was_held[ordered]].tolist(),
-        "new": np.flatnonzero(~was_held & (step.level > 0)).tolist(),
+        "held": ordered[has_waited[ordered]].tolist(),
+        "new": np.flatnonzero(~has_waited & (step.level > 0)).tolist(),
     }
     waiting = {label: [block(step, row) for row in mine] for label, mine in rows.items()}
     notes: dict[str, str] = {}
@@ -163,7 +163,10 @@ def held(step: Step) -> tuple[dict[str, list[Block]], dict[str, str]]:
 
 
 def micro_batches(step: Step) -> list[list[Block]]:
-    """Returns each micro-batch's stack: heights are predicted times, the tallest at the bottom."""
+    """Returns a stack of documents for each micro-batch, the longest at the bottom.
+
+    The height of a document is its predicted time, over that of a document of one window.
+    """
     unit = int(COST.workload_ns([WINDOW])[0])
     out: list[list[Block]] = []
     for batch in step.plan.micro_batches:
@@ -202,7 +205,7 @@ def columns_of(steps: list[Step], plain: list[float], *, is_queued: bool) -> lis
 
 
 def placements(runs: dict[str, list[Step]]) -> Table:
-    """Returns the table with one row per document placed."""
+    """Returns the table of all documents that the steps train, with their micro-batches."""
     rows: list[list[object]] = []
     for policy, steps in runs.items():
         for step in steps:
@@ -224,7 +227,7 @@ def placements(runs: dict[str, list[Step]]) -> Table:
 
 
 def table(name: str, columns: list[Column]) -> Table:
-    """Returns the numbers of a policy's picture."""
+    """Returns the table of the numbers in a policy's picture."""
     records: list[dict[str, object]] = []
     for c in columns:
         leaving = sorted(b.arrival for blocks in c.micro_batches for b in blocks if b.is_outlier)
@@ -282,16 +285,15 @@ PICTURES = {
 
 
 def main() -> None:
-    """Draws one picture under Algorithm 1 and one under `bounded`, and writes the page.
+    """Draws a picture for Algorithm 1 and one for `bounded`, and writes the page.
 
-    - The upper row shows the outliers that wait when the step is planned, those of its own batch
-      included, coloured by the step they arrived with.
-    - The lower row shows the micro-batches that the step makes, stacked by predicted time, so that
-      equal height means balance.
+    A column is a step. Its upper half shows the outliers that wait when the step is planned,
+    including those that have just arrived, coloured by the step of their arrival. The lower half
+    shows the micro-batches of the step as stacks of predicted time, so equal heights mean balance.
 
-    The picture shows that a queue fills until it has an outlier for every micro-batch. The step
-    that releases it gives each micro-batch one of them, and ordinary documents make up the
-    difference.
+    The pictures show that a queue of Algorithm 1 fills until it has an outlier for every
+    micro-batch. The step that releases it gives one to each micro-batch, and ordinary documents
+    even out the rest.
     """
     parser = experiment_parser(__doc__, seed=0)
     parser.add_argument("--steps", type=int, default=8, choices=range(2, 9), help="steps shown")

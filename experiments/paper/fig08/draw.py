@@ -1,7 +1,7 @@
-"""Draws stacks of documents: those that wait before each step, and its micro-batches.
+"""Draws steps as stacks of documents: documents that wait before a step, and its micro-batches.
 
-Columns are steps. Colours are Okabe and Ito's, which colour-blind readers can tell apart; as a
-second sign the arrival step is printed in each outlier. Needs matplotlib.
+Each column is a step. A colour stands for the step of arrival, which is also printed in each
+outlier, so that colour-blind readers need not rely on colours. Needs matplotlib.
 """
 
 from collections.abc import Sequence
@@ -16,51 +16,46 @@ from experiments.harness.drawing import DARK
 
 COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#44337A")
 EARLIER = "#222222"
-"""Outliers that arrived before the first step shown have this colour."""
+"""Colour of outliers that arrived before the first step shown."""
 ORDINARY, DELAYED = "#DDDDDD", "#9A9A9A"
+"""Colours of ordinary documents, and of ordinary documents that waited."""
 WHITE_ON = {EARLIER, *DARK}
+"""Colours on which text is white."""
 OUTLINE = "#000000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Describes a document in a stack.
+    """A document in a stack."""
 
-    size: height, in units of the axis
-    arrival: step that the document arrived with
-    leaves: whether it leaves in this column's step
-    is_delayed: whether it was held back from an earlier step
-    """
-
-    size: float
-    arrival: int
+    size: float  # height in units of the axis
+    arrival: int  # step for which the document was read
     is_outlier: bool
-    leaves: bool = False
-    is_delayed: bool = False
+    leaves: bool = False  # whether it is trained in the column's step
+    is_delayed: bool = False  # whether it has waited since an earlier step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Describes a step.
-
-    plain: Plain-4D's imbalance in the step of the same number
-    waiting: stacks of waiting documents, by label
-    notes: text above each of these stacks, by label
-    micro_batches: one stack per micro-batch
-    windows: tokens of each micro-batch, in windows
-    """
+    """A step of the picture."""
 
     step: int
     imbalance: float
-    plain: float
-    waiting: dict[str, list[Block]]
-    notes: dict[str, str]
-    micro_batches: list[list[Block]]
-    windows: list[float]
+    plain: float  # imbalance under Plain-4D in the step with the same number
+    waiting: dict[str, list[Block]]  # stacks of waiting documents, by label
+    notes: dict[str, str]  # text above each of these stacks, by label
+    micro_batches: list[list[Block]]  # one stack per micro-batch
+    windows: list[float]  # tokens of each micro-batch over the context window
 
 
 def draw(columns: Sequence[Column], *, title: str, waiting: str) -> Figure:
-    """Draws the steps side by side; `waiting` labels the upper row's y axis."""
+    """Draws the steps side by side.
+
+    Args:
+        columns: The steps.
+        title: Title of the picture.
+        waiting: Label of the y axis of waiting documents.
+    """
     figure = Figure(figsize=(12, 7))
     grid = figure.add_gridspec(
         2, len(columns), left=0.062, right=0.995, top=0.85, bottom=0.145, wspace=0.07, hspace=0.16
@@ -137,9 +132,9 @@ def _micro_batches(axes: Axes, column: Column, first: int, *, top: float) -> Non
 
 
 def _stack(axes: Axes, x: float, blocks: Sequence[Block], first: int, *, width: float) -> float:
-    """Draws blocks from the bottom up and returns the stack's height.
+    """Draws blocks from the bottom up and returns the height of the stack.
 
-    The outlines of outliers that leave lie above the other blocks.
+    Outliers that leave have a bold outline, drawn over the neighbouring blocks.
     """
     bottom = 0.0
     for block in blocks:
@@ -171,7 +166,7 @@ def _stack(axes: Axes, x: float, blocks: Sequence[Block], first: int, *, width: 
 
 
 def _line(block: Block) -> float:
-    """Returns the width of a block's edge, 0 for ordinary documents too small to be told apart."""
+    """Returns the width of a block's edge; very small ordinary documents have none."""
     if block.is_outlier:
         return 1.5 if block.leaves else 0.8
     return 0.4 if block.size > 0.015 else 0.0
@@ -186,7 +181,7 @@ def _color(block: Block, first: int) -> str:
 
 
 def _legend(columns: Sequence[Column]) -> tuple[list[Patch], list[Patch | Line2D]]:
-    """Returns handles for the colours of arrivals and for the other signs that the figure has."""
+    """Returns the legend's handles: for the colours of arrivals, and for everything else."""
     first = columns[0].step
     stacks = [s for c in columns for s in (*c.waiting.values(), *c.micro_batches)]
     blocks = [block for stack in stacks for block in stack]

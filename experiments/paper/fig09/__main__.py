@@ -2,10 +2,10 @@
 
     python -m experiments.paper.fig09 [--lengths 9001,2503,...] [--cp 4]
 
-The micro-batch packs a long and several short documents, none a multiple of 2 * CP tokens. For each
-rank the tokens, segments and query-key pairs are printed, and the predicted time of its attention
-kernels (forward and backward of one layer of the 7B model, h100 profile). Pairs tell how much there
-is to compute, the prediction also what cutting costs. Results are a picture and a table.
+The micro-batch has one long and several short documents, none a multiple of 2 * CP tokens. The
+table has each rank's tokens, segments and query-key pairs, and the predicted time of its attention
+kernels (forward and backward of one layer of the 7B model, profile h100). Pairs only count the
+work; predicted times also include what it costs to cut documents into short segments.
 """
 
 import argparse
@@ -42,7 +42,10 @@ def plans_of(lengths: IntArray, *, cp: int, cost: ProfiledWorkload) -> dict[str,
 
 
 def pairs_of(plan: ShardingPlan) -> IntArray:
-    """Returns each rank's query-key pairs, shape [cp]; token i of a document sees i + 1 keys."""
+    """Returns the query-key pairs of each rank, shape [cp].
+
+    Token i of a document attends to i + 1 keys.
+    """
     pairs = (plan.stop * (plan.stop + 1) - plan.start * (plan.start + 1)) // 2
     ends = plan.rank_offsets
     return np.array([pairs[ends[r] : ends[r + 1]].sum() for r in range(plan.cp)])
@@ -71,7 +74,7 @@ def ranks_table(plans: Mapping[str, ShardingPlan], cost: ProfiledWorkload) -> Ta
 
 
 def summary_table(plans: Mapping[str, ShardingPlan], cost: ProfiledWorkload) -> Table:
-    """Compares the slowest rank with the mean rank, in pairs and in predicted time."""
+    """Returns the table that compares the slowest rank with the mean rank."""
     records: list[dict[str, object]] = []
     for label, plan in plans.items():
         pairs, latency = pairs_of(plan), attention_latency(plan, cost)

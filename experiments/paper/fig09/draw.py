@@ -1,6 +1,6 @@
-"""Draws Figure 9: spans by rank along the packed sequence, and predicted time by rank.
+"""Draws Figure 9: the spans of each rank along the packed sequence, and each rank's time.
 
-Spans that are wide enough also carry their rank's number. Needs matplotlib.
+Wide spans also show the number of their rank. Needs matplotlib.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,15 @@ from experiments.harness.drawing import DARK, RANK_COLOURS
 from wlb.plan import ShardingPlan, offsets_of
 
 LABEL_SHARE = 0.011
-"""A span wider than this share of the sequence has room for a digit."""
+"""Share of the sequence above which a span is wide enough for a digit."""
 
 
 def draw_plans(plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, float]) -> Figure:
     """Draws the plans below each other.
 
-    plans: plans by label, with their latency_ns
-    imbalance: slowest over mean rank, by label
+    Args:
+        plans: Plans by label. Each has its `latency_ns`.
+        imbalance: Time of the slowest rank over the mean rank, by label.
     """
     num = len(plans)
     figure = Figure(figsize=(14, 1.5 + 1.0 * num))
@@ -60,7 +61,7 @@ def draw_plans(plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, float]
 
 
 def draw_spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
-    """Draws the spans of all ranks in one row, wide ones with the number of their rank."""
+    """Draws the spans of all ranks in one row, with the rank's number on wide spans."""
     starts = offsets_of(plan.lengths)[plan.piece] + plan.start
     widths = plan.stop - plan.start
     ranks = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
@@ -83,7 +84,7 @@ def draw_spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
 
 
 def _documents(axes: Axes, plan: ShardingPlan, num: int) -> None:
-    """Draws borders of documents through every row, and the lengths above the first."""
+    """Draws the borders of documents through every row, and their lengths above the first row."""
     ends = offsets_of(plan.lengths)
     for y in range(num):
         axes.vlines(ends, y - 0.4, y + 0.4, color="black", linewidth=1.6, zorder=3)

@@ -1,10 +1,12 @@
-"""Predicts Figure 10: how an attention kernel handles few query rows and many keys.
+"""Predicts Figure 10: how fast an attention kernel is with few query rows and many keys.
 
 `python -m experiments.paper.fig10 [--profile NAME ...] [--backend NAME]` reads the attention tables
-of kernel profiles. The left plot shows the forward time of a segment of 16 to 256 query rows at the
-end of 1K to 64K keys, the right one TFLOP/s of the pairs that the mask leaves (not of the tiles
-that are computed). Both are of one layer of LLaMA2-7B, all 32 heads, and one segment of a call that
-fills the GPU, without the constant cost of a call.
+of kernel profiles. The left plot shows the forward time of a segment with 16 to 256 query rows at
+the end of 1K to 64K keys. The right plot shows its TFLOP/s, which count only the query-key pairs
+that the mask leaves, not whole tiles.
+
+Both plots are of one layer of LLaMA2-7B with 32 heads. The segment is one of a call that fills the
+GPU, and the constant cost of a call is left out.
 """
 
 from pathlib import Path
@@ -32,7 +34,7 @@ FEW_ROWS = np.arange(16, 257, 8)
 ROWS = 2 ** np.arange(4, 14)
 KEYS = (1024, 4096, 16384, 65536)
 PROFILES = ["h100", "h100_runs"]
-"""FlashAttention-2 as published, and FlashAttention-3 as measured on an H100."""
+"""Profiles of FlashAttention-2 (published) and FlashAttention-3 (measured on an H100)."""
 MULTICAST = (
     "**What makes 256 rows faster than 128.** The paper draws its figure without numbers in the "
     "text. It explains the higher throughput from 256 rows on by TMA multicast: two blocks of a "
@@ -53,7 +55,7 @@ MULTICAST = (
 
 
 def forward_us(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
-    """Returns a segment's forward kernel time in one layer, in microseconds."""
+    """Returns the forward kernel time of segments in one layer, in microseconds."""
     forward, _ = table.times_ns(
         q.astype(float), kv.astype(float), num_heads=MODEL.num_heads, head_dim=MODEL.head_size
     )
@@ -61,13 +63,13 @@ def forward_us(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
 
 
 def tflops(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
-    """Returns the achieved TFLOP/s of the pairs that the mask leaves."""
+    """Returns the forward TFLOP/s of segments, counting only pairs that the mask leaves."""
     work = attention_forward_flops(q, kv, num_heads=MODEL.num_heads, head_dim=MODEL.head_size)
     return work / forward_us(table, q, kv) / 1e6
 
 
 def multicast() -> str:
-    """Says on the page what is known of the rise from 128 to 256 rows."""
+    """Returns the page's text about the rise of throughput from 128 to 256 rows."""
     at = np.array([128.0, 256.0]), np.array([8192.0, 8192.0])
     (few, more), (slow_few, slow_more) = (
         table_of(load_profile("h100_runs"), backend).forward.at(*at).tolist()
@@ -86,11 +88,11 @@ def table_of(profile: KernelProfile, backend: str | None) -> AttentionTable:
 
 
 def draw(table: AttentionTable) -> Any:
-    """Draws forward time by query rows left, TFLOP/s by query rows and keys right.
+    """Draws the forward time (left) and the TFLOP/s (right) of a segment by its query rows.
 
-    The paper's left plot is flat up to 128 rows, a tile, and rises after; its right plot rises from
-    128 to 256 rows. The steps at multiples of a tile are in any profile, by its tile_rows; how
-    throughput grows with rows is what was published or measured.
+    In the paper, time is constant up to 128 rows, which is a tile, and TFLOP/s rise from 128 to 256
+    rows. Here steps at multiples of a tile follow from the profile's tile_rows, but how TFLOP/s
+    depend on the number of rows was measured or published.
     """
     figure, (left, right) = new_figure(ncols=2, height=4.0)
     for i, keys in enumerate(KEYS):
@@ -135,7 +137,7 @@ def _whole(columns: tuple[str, ...]) -> dict[str, str]:
 
 
 def against_of(table: AttentionTable, label: str) -> list[Against]:
-    """Compares, at 4K keys, 16 rows with one tile and one tile with two."""
+    """Compares 16 rows with a tile of 128, and one tile with two, all with 4K keys."""
     q, keys = np.array([16, 128, 256]), np.full(3, 4096)
     time, rate = forward_us(table, q, keys), tflops(table, q, keys)
     return [
@@ -160,7 +162,7 @@ def against_of(table: AttentionTable, label: str) -> list[Against]:
 
 
 def worth(table: AttentionTable, label: str) -> str:
-    """Describes the table and the cost of a call in a line of the page."""
+    """Returns the page's line about an attention table: its source, tiles and cost of a call."""
     source = table.provenance
     return (
         f"- {label}: {source.kind} ({source.source}). Tiles of {table.tile_rows} rows in forward; "

@@ -1,8 +1,9 @@
-"""What `adaptive` loses if kernels are slower or faster at 128 query rows than the profile says.
+"""Asks what `adaptive` loses if the profile's speed at 128 query rows is wrong.
 
-Figure 10 has throughput rise from 128 to 256 rows. Here the throughput of segments of at most 128
-rows is multiplied by a factor, and `adaptive` chooses between per sequence and per document with
-and without knowing it. Micro-batches are those of Figure 15.
+In Figure 10 the throughput of attention rises from 128 to 256 query rows. Here the throughput of
+segments with at most 128 rows is multiplied by a factor. `adaptive` chooses between per-sequence
+and per-document sharding, with prices that include the factor and with prices that do not. The
+micro-batches are those of Figure 15.
 """
 
 from collections.abc import Sequence
@@ -21,17 +22,21 @@ from wlb.sharding import shard
 CP, COUNT, SEED = 4, 64, 0
 WINDOWS = (WINDOW // 2, WINDOW)
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7)
-"""At 1.7 FlashAttention-3 is as fast with 128 rows as it was measured with 256."""
+"""Factors of throughput. With 1.7, FlashAttention-3 has as many TFLOP/s at 128 rows as at 256."""
 FEW_ROWS = 128
-"""Segments of at most this many rows change; from twice as many rows on throughput is as before."""
+"""Most query rows of segments whose throughput is changed.
+
+From twice as many rows on, throughput is as in the profile.
+"""
 STATIC = ("per_sequence", "per_document")
 
 
 def changed(table: AttentionTable, factor: float) -> AttentionTable:
-    """The table with the throughput of few rows multiplied by a factor, in both passes."""
+    """Returns the table with the throughput at few rows multiplied by a factor, in both passes."""
 
     def of(surface: Surface) -> Surface:
-        # Time may not fall as rows are added, so a small factor also lowers the next rows.
+        # A table's time must not fall as rows are added. So a small factor also lowers the
+        # throughput at the next larger numbers of rows.
         factors = np.where(surface.axis0 <= FEW_ROWS, factor, 1.0)[:, None]
         values = limit_growth(surface.axis0, surface.axis1, surface.values * factors)
         return replace(surface, values=values)
@@ -45,7 +50,11 @@ def changed_cost(cost: ProfiledWorkload, factor: float) -> ProfiledWorkload:
 
 
 def slowest_ms(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> np.ndarray:
-    """Each micro-batch's attention by both static strategies, shape [micro-batches, 2]."""
+    """Returns the slowest rank's attention time under each static strategy.
+
+    Returns:
+        Milliseconds of forward plus backward, shape [micro-batches, 2], in the order of STATIC.
+    """
     found: list[list[float]] = []
     for lengths in pieces:
         plans = [shard(lengths, cp=CP, strategy=name, cost=cost) for name in STATIC]
@@ -55,17 +64,23 @@ def slowest_ms(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> np.ndarray
 
 
 def rows_of(window: int, *, count: int = COUNT) -> list[list[Any]]:
-    """Returns a row for each factor.
+    """Returns a table row for each factor.
 
-    Its columns: the window, the factor, micro-batches that `adaptive` shards per document when it
-    knows the factor, choices that then differ from those by the profile as measured, what it costs
-    not to know the factor, and what it costs to believe in it where kernels are as measured. Costs
-    are shares of the time of all micro-batches.
+    The columns are:
+
+    - the window and the factor,
+    - the number of micro-batches that `adaptive` shards per document with prices that include the
+      factor,
+    - how many of its choices differ from those by the unchanged profile,
+    - the time that is lost if kernels have the factor and prices do not,
+    - the time that is lost if prices have the factor and kernels do not.
+
+    Lost time is given as a share of the time of all micro-batches.
     """
     pieces = micro_batches("original", window=window, count=count, seed=SEED)
     cost = layer_cost(window=window, cp=CP)
     plain = slowest_ms(pieces, cost)
-    # In a tie `adaptive` takes the first, as argmin does.
+    # Like argmin, `adaptive` chooses the first strategy if both take equally long.
     unaware, every = plain.argmin(1), np.arange(len(pieces))
     rows: list[list[Any]] = []
     for factor in FACTORS:
@@ -79,7 +94,10 @@ def rows_of(window: int, *, count: int = COUNT) -> list[list[Any]]:
 
 
 def first_change(window: int, *, count: int = COUNT) -> int:
-    """Returns the smallest loss in percent that changes a choice; 100 if none does."""
+    """Returns the smallest loss of throughput, in percent, that changes a choice of `adaptive`.
+
+    Returns 100 if no loss does.
+    """
     pieces = micro_batches("original", window=window, count=count, seed=SEED)
     cost = layer_cost(window=window, cp=CP)
     unaware = slowest_ms(pieces, cost).argmin(1)
@@ -91,7 +109,7 @@ def first_change(window: int, *, count: int = COUNT) -> int:
 
 
 def words() -> str:
-    """Says on the page where choices begin to change."""
+    """Returns the page's text about the loss at which choices begin to change."""
     first = [f"{first_change(w)}% with windows of {w // 1024}K" for w in WINDOWS]
     return (
         "**Does it matter for sharding?** Hardly. Were kernels slower at 128 rows than measured, "

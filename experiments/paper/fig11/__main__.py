@@ -1,10 +1,12 @@
-"""Predicts Figure 11: how the sharding of a micro-batch is chosen, on real micro-batches.
+"""Predicts Figure 11: how the sharding of a micro-batch is chosen (Section 5.3).
 
-`python -m experiments.paper.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans the
-global batches of the fitted family and takes two of their micro-batches: where choosing gains most
-over per-sequence sharding, and where it gains most over per-document sharding. For each it draws
-what Section 5.3 does: the spans of both strategies on the gathered keys (1), their segments (2),
-the predicted attention of each CP rank (3), and the choice (4).
+`python -m experiments.paper.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans
+global batches drawn from the fitted distribution. It shows two micro-batches: the one where
+per-document sharding gains most over per-sequence sharding, and the one where the opposite is true.
+
+For each it draws the steps of Section 5.3: the spans under both strategies (1), the segments that
+they become for the attention kernel (2), the predicted attention time of each CP rank (3), and the
+choice (4).
 """
 
 from collections.abc import Sequence
@@ -30,20 +32,21 @@ STATIC = ("per_sequence", "per_document")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Holds a micro-batch under both static strategies, in the order of STATIC.
-
-    chosen: strategy that adaptive sharding takes
-    """
+    """A micro-batch under both static strategies, and which of them `adaptive` chooses."""
 
     step: int
     micro_batch: int
-    plans: tuple[ShardingPlan, ...]
-    latencies: tuple[AttentionLatency, ...]
-    chosen: str
+    plans: tuple[ShardingPlan, ...]  # one per strategy, in the order of STATIC
+    latencies: tuple[AttentionLatency, ...]  # predicted times of ranks, in the order of STATIC
+    chosen: str  # the strategy that `adaptive` chooses
 
     @property
     def times_ns(self) -> tuple[int, ...]:
-        """Returns the slowest rank's forward plus the slowest rank's backward, by strategy."""
+        """Returns the attention time under each strategy, in the order of STATIC.
+
+        Ranks wait for each other in each pass, so it is the slowest rank's forward plus the slowest
+        rank's backward.
+        """
         return tuple(latency.slowest_kernels_ns for latency in self.latencies)
 
     @property
@@ -70,7 +73,7 @@ def choice_of(
 
 
 def choices_of(spec: RunSpec, cost: ProfiledWorkload, *, num_batches: int) -> list[Choice]:
-    """Returns every micro-batch of the planned steps that holds at least half a window."""
+    """Returns the choice for every planned micro-batch of at least half a window."""
     window = spec.data.context_window
     mean = int(lengths_of_family(window=window, num_documents=4096, seed=0).lengths.mean())
     source = lengths_of_family(
@@ -84,19 +87,22 @@ def choices_of(spec: RunSpec, cost: ProfiledWorkload, *, num_batches: int) -> li
         choice_of(m.lengths, cost, cp=spec.parallel.cp, step=plan.step, micro_batch=m.index)
         for plan in planner_of(spec, cost, batches).steps()
         for m in plan.packing.micro_batches
-        # Micro-batches of less than half a window are unusual ones of the flush.
+        # Smaller micro-batches occur only in the flush and are not typical.
         if m.num_tokens >= window // 2
     ]
 
 
 def shown_of(choices: Sequence[Choice]) -> list[Choice]:
-    """Returns, for each strategy that is ever chosen, the micro-batch where it gains most."""
+    """Returns, for each strategy that is ever chosen, the micro-batch where it gains most.
+
+    The gain is over the other strategy.
+    """
     found = ([c for c in choices if c.chosen == name] for name in STATIC)
     return [max(mine, key=lambda c: c.gain) for mine in found if mine]
 
 
 def draw(choice: Choice) -> Any:
-    """Draws the spans of both strategies left, the predicted time of each rank right."""
+    """Draws the spans under both strategies (left) and the predicted time of each rank (right)."""
     figure, (left, right) = new_figure(ncols=2, height=4.9, width_ratios=(2.4, 1))
     for y, plan in enumerate(choice.plans):
         draw_spans(left, y, plan)
@@ -119,7 +125,7 @@ def draw(choice: Choice) -> Any:
 
 
 def _documents(axes: Any, plan: ShardingPlan) -> None:
-    """Draws whole documents above, in two greys, and their borders through the spans."""
+    """Draws the documents above the spans, in two greys, and their borders through the spans."""
     ends = offsets_of(plan.lengths)
     for i, length in enumerate(plan.lengths.tolist()):
         axes.barh(-0.7, length, 0.28, ends[i], color=("#B0B0B0", "#707070")[i % 2], lw=0)
@@ -128,7 +134,10 @@ def _documents(axes: Any, plan: ShardingPlan) -> None:
 
 
 def _bars(axes: Any, choice: Choice) -> None:
-    """Draws forward (full) and backward (light) of each rank; the slowest of each pass add up."""
+    """Draws forward (full) and backward (light) times of each rank, and the total as a line.
+
+    The total is the slowest rank's forward plus the slowest rank's backward.
+    """
     cp = choice.plans[0].cp
     height = 0.62 / cp
     longest = max(choice.times_ns) / 1e6
@@ -257,11 +266,12 @@ def main() -> None:
             f"most over the other one.\n\nKeys and values of the whole micro-batch "
             f"are gathered on each rank (1); a rank's queries are its spans, each a segment of "
             f"(query rows, keys up to its end) for the kernel (2). A segment is priced in tiles at "
-            f"the throughput of its shape, and each rank's segments are summed (3). Since ranks "
-            f"meet in each layer's collectives, forward as backward, a strategy takes the slowest "
-            f"rank's forward plus the slowest rank's backward; the shorter one is taken (4). Cuts "
-            f"through a few long documents unbalance per-sequence sharding; where all documents "
-            f"are short, per-document sharding's many short segments cost more than they balance."
+            f"the throughput of its shape, and each rank's segments are summed (3). Ranks wait for "
+            f"each other in each layer's collectives, forward and backward, so a strategy takes "
+            f"the slowest rank's forward plus the slowest rank's backward; the faster strategy is "
+            f"chosen (4). Cuts through a few long documents unbalance per-sequence sharding; where "
+            f"all documents are short, per-document sharding's many short segments cost more than "
+            f"they balance."
         ),
         against=rows,
         tables=[ranks_table(shown), choices_table(choices)],

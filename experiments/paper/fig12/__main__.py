@@ -1,9 +1,10 @@
 """Simulates Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the configurations of Table 1.
 
-`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick]` simulates
-the three systems on the same documents and puts the averages beside the paper's; ours (`wlb`),
-Plain-4D with windows cut anywhere, both with keys by need, and the bound of perfect balance are
-shown too. All of it is simulated at the prices of FlashAttention-2 and 3.
+`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick]` simulates the three systems
+on the same documents and compares the average speed-ups with the paper's. It adds our system
+(`wlb`), Plain-4D with a loader that cuts documents anywhere, both systems with the `needed`
+exchange of keys, and the bound of perfect balance. Everything is simulated with the prices of
+FlashAttention-2 and of FlashAttention-3.
 """
 
 from collections.abc import Mapping
@@ -47,39 +48,42 @@ LIKE = {
     "ours over WLB-LLM": ("wlb", "paper"),
     "ours, keys by need, over ours": ("by_need", "wlb"),
 }
-"""Columns that compare with others than the paper's Plain-4D: the systems that are divided."""
+"""Columns with another baseline than the paper's Plain-4D: (system, baseline) by label."""
 SPEEDS = [name for name in SYSTEMS if name != "plain_4d"]
 PLAINS = {"plain_anywhere": "Plain-4D, cut anywhere", "plain_by_need": "Plain-4D, keys by need"}
-"""Other Plain-4Ds than the paper's, and their labels."""
+"""Variants of Plain-4D that the paper does not have, and their labels."""
 MEANS = {"mean, 64K": "_64k", "mean, 128K": "_128k", "mean": ""}
-"""Groups of bars that are means: what the names of their configurations end with."""
+"""Groups of bars that are means, and the suffix of the configurations that each averages."""
 STARS = {
     ("mean, 64K", "paper"): "WLB-LLM, 64K",
     ("mean, 128K", "paper"): "WLB-LLM, 128K",
     ("mean", "paper"): "WLB-LLM, all",
     ("mean", "fixed_4d"): "Fixed-4D, all",
 }
-"""Bars beside which the paper prints a number, by its name in PAPER."""
+"""Bars for which the paper prints a number: (group, system) and the number's key in PAPER."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """Holds what the page says of a configuration."""
+    """Results of a configuration."""
 
-    speeds: dict[str, float]  # over Plain-4D by system, and our steps' bound
-    step_s: float  # of Plain-4D
-    of_bound: float  # ours
+    speeds: dict[str, float]  # speed-up over Plain-4D by system; "bound" is our perfect balance
+    step_s: float  # mean time of a step under Plain-4D
+    of_bound: float  # time of our system under perfect balance over its simulated time
 
 
 def speedups(by_system: dict[str, Outcome]) -> dict[str, float]:
-    """Returns speed-ups over Plain-4D of a configuration's systems, and our steps' bound."""
+    """Returns the speed-up of each system over Plain-4D.
+
+    The key "bound" has the speed-up of our system under perfect balance.
+    """
     plain = by_system["plain_4d"]
     row = {name: one.over(plain) for name, one in by_system.items() if name != "plain_4d"}
     return row | ({"bound": plain.time_s / by_system["wlb"].bound_s} if "wlb" in row else {})
 
 
 def simulated(by_system: dict[str, Outcome]) -> Simulated:
-    """Returns a configuration's row."""
+    """Returns the results of a configuration from the outcomes of its systems."""
     ours = by_system["wlb"]
     return Simulated(
         speeds=speedups(by_system), step_s=by_system["plain_4d"].step_s, of_bound=ours.of_bound
@@ -87,12 +91,12 @@ def simulated(by_system: dict[str, Outcome]) -> Simulated:
 
 
 def like_for_like(row: dict[str, float]) -> dict[str, float]:
-    """Returns LIKE's columns of a configuration's speed-ups over Plain-4D."""
+    """Returns the columns of LIKE from speed-ups over Plain-4D."""
     return {label: row[one] / row[other] for label, (one, other) in LIKE.items()}
 
 
 def averages(rows: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Returns our number for each of PAPER's."""
+    """Returns our number for each number in PAPER."""
     short, long = ([r for c, r in rows.items() if c.endswith(w)] for w in ("_64k", "_128k"))
     everything = list(rows.values())
     return {
@@ -106,7 +110,7 @@ def averages(rows: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def draw(rows: dict[str, dict[str, float]]) -> Any:
-    """Draws each configuration's speed-ups and their means, with the paper's beside them."""
+    """Draws the speed-ups of configurations and their means, with the paper's means as stars."""
     figure, (axes,) = new_figure(height=4.2)
     groups = {title(config): row for config, row in rows.items()}
     for label, end in MEANS.items():
@@ -153,11 +157,11 @@ def draw(rows: dict[str, dict[str, float]]) -> Any:
 
 
 Found = Mapping[str, Mapping[str, Simulated]]
-"""Rows by kernel and configuration."""
+"""Results by kernel and configuration."""
 
 
 def table_of(found: Found) -> Table:
-    """Returns every configuration's speed-ups at each kernel's prices, and their means."""
+    """Returns the table of speed-ups for each kernel and configuration, with means."""
     speeds = ["Plain-4D s/step", *NAMES.values()]
     body: list[list[Any]] = []
     for kernel, by_config in found.items():
@@ -179,7 +183,7 @@ def table_of(found: Found) -> Table:
 
 
 def like_table(found: Found) -> Table:
-    """Returns what other Plain-4Ds gain over the paper's, and LIKE's columns."""
+    """Returns the table of the variants of Plain-4D and of the columns in LIKE."""
     body: list[list[Any]] = []
     for kernel, by_config in found.items():
         own: list[list[Any]] = [
@@ -201,16 +205,19 @@ def like_table(found: Found) -> Table:
 
 
 def means_of(rows: Mapping[str, Simulated]) -> dict[str, float]:
-    """Returns means over configurations: of each system's speed-up, and of LIKE's columns."""
+    """Returns means over configurations of each system's speed-up and of the columns in LIKE."""
     every = [one.speeds for one in rows.values()]
     gains = {name: mean(speeds[name] for speeds in every) for name in SPEEDS}
     return gains | {label: mean(like_for_like(s)[label] for s in every) for label in LIKE}
 
 
 def text_of(found: Found, *, steps: int, room: str) -> str:
-    """Returns what the page says of the systems, and where they differ from the paper's.
+    """Returns the page's text about the systems and where they differ from the paper's.
 
-    room: what ours plans with
+    Args:
+        found: Results by kernel and configuration.
+        steps: Global batches of each run.
+        room: Sentence on the memory that our system plans with.
     """
     rows = found[FLASH_2]
     least = min(one.of_bound for one in rows.values())
@@ -221,8 +228,8 @@ def text_of(found: Found, *, steps: int, room: str) -> str:
         f"Each configuration's {steps} global batches through Plain-4D (the loader's windows, per "
         f"sequence), Fixed-4D (greedy over one batch, the better static sharding), WLB-LLM "
         f"(Algorithm 1 with two queues, adaptive sharding), and ours (`bounded`, `balanced`, "
-        f"recomputing MLPs where that lets packing balance better). Everything is trained, what is "
-        f"held back too. {room} With FlashAttention-2 ours reaches "
+        f"recomputing MLPs where that lets packing balance better). All documents are trained, "
+        f"including those that are delayed. {room} With FlashAttention-2 ours reaches "
         f"{mean(one.of_bound for one in rows.values()):.1%} of the bound of perfect balance on "
         f"average, {least:.1%} at least, and is "
         f"{gains['wlb']:.3f} times as fast as Plain-4D.\n\n"
@@ -238,8 +245,8 @@ def text_of(found: Found, *, steps: int, room: str) -> str:
         f"Where this reproduction differs: the paper prints no numbers for single configurations, "
         f"and says that larger models gain slightly less. Here they gain clearly less, because "
         f"attention's share of the work falls with a model's width, and 550M models are nearly "
-        f"all attention. The planner deals Plain-4D's micro-batches to pipelines by work too, "
-        f"which flatters it where DP is above 1 (550M-64K).\n\n"
+        f"all attention. The planner assigns Plain-4D's micro-batches to pipelines by work, too, "
+        f"which makes Plain-4D look better than it is where DP is above 1 (550M-64K).\n\n"
         f"**The kernel.** The paper does not name its attention kernel. With FlashAttention-3, "
         f"whose attention takes less of the step, WLB-LLM is {newer['paper']:.3f} times as fast as "
         f"Plain-4D on average for {gains['paper']:.3f} with FlashAttention-2, and ours "

@@ -1,10 +1,13 @@
-"""Measures Figure 12: makes the documents of its runs, and prints the speed-ups that they had.
+"""Measures Figure 12 on a cluster: makes documents for its runs, and compares finished runs.
 
 `python -m experiments.paper.fig12.measured documents 7b_128k --steps 40 --out PREFIX` makes a token
-store whose documents have lengths like the paper's, enough for that many steps.
-`python -m experiments.paper.fig12.measured row 7b_128k RUN [RUN ...]` reads the runs of several
-systems and prints their tokens/s over Plain-4D's. Each RUN is the folder of a run, which has the
-system's name: plain_4d, fixed_4d, paper, wlb. `slurm/fig12.sh` does both, with the runs between.
+store whose documents have lengths like the paper's, with enough tokens for that many steps.
+
+`python -m experiments.paper.fig12.measured row 7b_128k RUN [RUN ...]` reads finished runs of
+several systems and prints their tokens/s over Plain-4D's. Each RUN is the folder of a run and is
+named by its system: plain_4d, fixed_4d, paper or wlb.
+
+`slurm/fig12.sh` makes the documents, trains the runs and compares them.
 """
 
 import argparse
@@ -24,30 +27,24 @@ from wlb.spec import RunSpec, load
 
 FAMILY = "wlb_paper"
 SPARE = 1.1
-"""Tokens of the store over those of the steps, so that no system reads a document twice."""
+"""Tokens of the store over the tokens of the steps, so that no system reads a document twice."""
 PLAIN = "plain_4d"
 LABELS = {PLAIN: "Plain-4D", **NAMES}
 SIMULATED = {"simulated, FA2": FLASH_2, "simulated, FA3": FLASH_3}
-"""Columns of what the page of Figure 12 predicts for an H100, by attention kernel."""
+"""Columns with the speed-ups that Figure 12's page predicts for an H100, by attention kernel."""
 PREDICTIONS = Path(__file__).parent / "results" / "speedups.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSystem:
-    """A system's run, without the first steps, in which kernels are compiled."""
+    """Measurements of a system's run, without warm-up steps, in which kernels are compiled."""
 
-    num_steps: int
-    """Steps that count."""
-    num_tokens: int
-    """Tokens of documents that these steps trained."""
-    time_s: float
-    """Their wall time on rank 0."""
-    model_flops: float
-    """FLOPs that the documents of these steps need, without padding and recomputation."""
-    work_s: float
-    """Wall time times ranks in which `model_flops` were done."""
-    held_tokens: int
-    """Tokens that still wait after the last step."""
+    num_steps: int  # steps after warm-up
+    num_tokens: int  # document tokens that these steps trained
+    time_s: float  # wall time of these steps on rank 0
+    model_flops: float  # FLOPs of these documents, without padding and recomputation
+    work_s: float  # wall time, summed over ranks, in which `model_flops` were computed
+    held_tokens: int  # tokens that still wait after the last step
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,12 +52,12 @@ class MeasuredSystem:
 
     @property
     def flops_per_s(self) -> float:
-        """Model FLOP/s of a rank; 0 where telemetry is off."""
+        """Returns the model FLOP/s of a rank; 0 if telemetry is off."""
         return self.model_flops / self.work_s if self.work_s else 0.0
 
 
 def make_documents(spec: RunSpec, *, steps: int, out: Path) -> int:
-    """Makes a store of documents for that many steps of `spec`, and returns its tokens."""
+    """Makes a token store for `steps` steps of a run and returns its number of tokens."""
     made = prepare_synthetic(
         out,
         family=FAMILY,
@@ -72,7 +69,11 @@ def make_documents(spec: RunSpec, *, steps: int, out: Path) -> int:
 
 
 def measured(run: RunRecords) -> MeasuredSystem:
-    """Returns what a run did after its warm-up; UserError where no step is left."""
+    """Returns the measurements of a run after its warm-up.
+
+    Raises:
+        UserError: If the run has no timed steps after its warm-up.
+    """
     warm_up = run.spec.telemetry.warmup_steps
     steps = [step.measured for step in run.steps if step.steps_done > warm_up]
     times = [step.step_time_s for step in steps]
@@ -98,8 +99,10 @@ def measured(run: RunRecords) -> MeasuredSystem:
 
 
 def read_systems(folders: Sequence[Path]) -> dict[str, MeasuredSystem]:
-    """Returns each run by the name of its folder, Plain-4D first; UserError where runs differ in
-    more than their system.
+    """Reads runs and returns their measurements by the names of their folders, Plain-4D first.
+
+    Raises:
+        UserError: If Plain-4D is missing, or runs differ in more than their system.
     """
     runs = {folder.name: read_run(folder) for folder in folders}
     if PLAIN not in runs:
@@ -117,7 +120,7 @@ def read_systems(folders: Sequence[Path]) -> dict[str, MeasuredSystem]:
 
 
 def _compared(spec: RunSpec) -> dict[str, Any]:
-    """What has to be alike in runs that are compared."""
+    """Returns the settings that must be equal in runs that are compared."""
     return {
         "model": spec.model,
         "parallel": spec.parallel,
@@ -130,8 +133,9 @@ def _compared(spec: RunSpec) -> dict[str, Any]:
 
 
 def simulated(config: str, kernel: str) -> dict[str, float]:
-    """Returns the speed-ups over Plain-4D that Figure 12's page predicts for a configuration, by
-    label; empty for one that is not in the paper's Table 1.
+    """Returns the speed-ups over Plain-4D that Figure 12's page predicts, by label.
+
+    The result is empty for configurations that are not in the paper's Table 1.
     """
     with PREDICTIONS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -141,7 +145,7 @@ def simulated(config: str, kernel: str) -> dict[str, float]:
 
 
 def row_table(config: str, systems: dict[str, MeasuredSystem]) -> Table:
-    """Returns Figure 12's bars of a configuration, and what they are made of."""
+    """Returns the table of a configuration: measured speed-ups and the values behind them."""
     plain = systems[PLAIN]
     predicted = [simulated(config, kernel) for kernel in SIMULATED.values()]
     body: list[list[Any]] = []

@@ -1,10 +1,11 @@
-"""Simulates Figure 13: contribution of each of WLB-LLM's parts on the 7B model, 128K window.
+"""Simulates Figure 13: what each part of WLB-LLM contributes on the 7B model, 128K window.
 
-`python -m experiments.paper.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by
-one and together: per-document sharding, adaptive sharding, variable-length packing with delayed
-outliers, and adaptive sharding with that packing. Ours, which the paper does not have, follow:
-`bounded` packing, `balanced` sharding, both, and with keys exchanged by need and overlapped. All of
-it is simulated at the prices of FlashAttention-2 and 3.
+`python -m experiments.paper.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D alone
+and together: per-document sharding, adaptive sharding, variable-length packing with delayed
+outliers, and that packing with adaptive sharding. Then come our parts, which the paper does not
+have: `bounded` packing, `balanced` sharding, both together, and both with the `needed` exchange of
+keys, without and with overlap. Everything is simulated with the prices of FlashAttention-2 and of
+FlashAttention-3.
 """
 
 from pathlib import Path
@@ -40,7 +41,7 @@ PARTS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
 
 
 def draw(gain: list[float], papers: list[float | None]) -> Any:
-    """Draws the parts one after the other, each with what it adds to those before it."""
+    """Draws a bar for each part: the speed-up that it adds to the parts before it."""
     return waterfall_figure(
         [
             WaterfallRow("Plain-4D", 1.0, papers[0]),

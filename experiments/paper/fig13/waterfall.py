@@ -1,4 +1,4 @@
-"""Contributions of parts to a total, as bars one after the other; needs matplotlib."""
+"""Draws waterfall charts: bars that show how parts add up to a total. Needs matplotlib."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,13 +9,11 @@ from wlb.report.plots import RUNS, new_figure
 
 
 class WaterfallRow(NamedTuple):
-    """contribution: amount added to the total; in the first row, the start of the total. paper: the
-    paper's total after this row, if it gives one.
-    """
+    """A bar of a waterfall chart."""
 
     label: str
-    contribution: float
-    paper: float | None = None
+    contribution: float  # amount added to the total; in the first row, where the total starts
+    paper: float | None = None  # the paper's total after this row, if it gives one
 
 
 def waterfall_figure(
@@ -25,9 +23,15 @@ def waterfall_figure(
     paper: float | None = None,
     ylabel: str = "speed-up",
 ) -> Any:
-    """Parts of a total as bars: the first row and the last bar are totals, others contributions.
+    """Draws parts of a total as bars.
 
-    total, paper: the last bar's label, and the paper's total if no row has it.
+    The first bar and the last are totals; the bars between them are contributions.
+
+    Args:
+        rows: The bars, apart from the last.
+        total: Label of the last bar.
+        paper: The paper's final total. Defaults to that of the last row.
+        ylabel: Label of the y axis.
     """
     if not rows:
         raise ValueError("no row was given")
@@ -66,7 +70,7 @@ def waterfall_figure(
 
 
 def _paper_marks(axes: Any, papers: Sequence[float | None]) -> None:
-    """Draw diamonds at the paper's totals beside our bars."""
+    """Draws diamonds at the paper's totals, beside our bars."""
     marks = [(x + 0.38, p) for x, p in enumerate(papers) if p is not None]
     if not marks:
         return
@@ -80,7 +84,7 @@ def _paper_marks(axes: Any, papers: Sequence[float | None]) -> None:
 
 
 def _folded(label: str) -> str:
-    """`label` in lines of about 14 letters."""
+    """Breaks a label into lines of about 14 letters."""
     lines = [""]
     for word in label.split():
         if lines[-1] and len(lines[-1]) + len(word) >= 14:

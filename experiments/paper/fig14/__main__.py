@@ -1,8 +1,8 @@
 """Simulates Figure 14: speed-up over Plain-4D on the 7B model as the context window grows.
 
-`python -m experiments.paper.fig14 [--steps 160] [--seed 1] [--quick]` takes windows of 32K to 160K
-tokens, the layout of 7B-128K throughout, and lengths scaled with the window, at the prices of
-FlashAttention-2 and 3.
+`python -m experiments.paper.fig14 [--steps 160] [--seed 1] [--quick]` simulates windows of 32K to
+160K tokens. The layout is that of 7B-128K for all windows, and document lengths scale with the
+window. Everything is simulated with the prices of FlashAttention-2 and of FlashAttention-3.
 """
 
 from itertools import product
@@ -20,7 +20,7 @@ CONFIG = "7b_128k"
 WINDOWS = (32, 64, 96, 128, 160)
 COMPARED = ("plain_4d", *(name for name in NAMES if name in SYSTEMS))
 PAPER = {160: 1.40, 128: 1.33}
-"""The text prints these numbers, 160K here and 128K with Figure 13; other bars have none."""
+"""WLB-LLM's speed-ups by window, as far as the paper's text has them (128K is from Figure 13)."""
 
 
 def draw(rows: dict[int, dict[str, float]]) -> Any:
@@ -43,7 +43,10 @@ def draw(rows: dict[int, dict[str, float]]) -> Any:
 
 
 def simulated(*, steps: int, seed: int) -> dict[str, dict[int, dict[str, float]]]:
-    """Returns speed-ups over Plain-4D by kernel and window, and our steps' bound."""
+    """Returns speed-ups over Plain-4D by kernel, window and system.
+
+    The system "bound" stands for ours under perfect balance.
+    """
     keys = [(k, window, name) for k in KERNELS for window in WINDOWS for name in COMPARED]
     results = outcomes(
         [

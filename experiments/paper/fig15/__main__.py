@@ -1,8 +1,9 @@
-"""Compares a layer's attention under each CP sharding and the gain of choosing one (Figure 15).
+"""Compares the attention of one layer under each CP sharding strategy (Figure 15).
 
-`python -m experiments.paper.fig15 [--device none|cuda|cpu]`; `device_of` describes the
-devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with windows of 64K and
-128K and the micro-batches of Plain-4D's loader on the fitted stream.
+`python -m experiments.paper.fig15 [--device none|cuda|cpu]` times or predicts attention in a layer
+of the 7B model at CP 4, for windows of 64K and 128K. Micro-batches are made by Plain-4D's loader
+from documents of the fitted distribution. `device_of` describes the devices, and `run_window` how
+times are summed.
 """
 
 import argparse
@@ -40,10 +41,12 @@ from wlb.cost import ProfiledWorkload, attention_latency, load_profile
 from wlb.plan import IntArray, ShardingPlan, UserError
 
 Measure = Callable[[Sequence[ShardingPlan]], np.ndarray]
-"""Maps a micro-batch's plans to forward and backward ns of the slowest rank, shape [plans, 2]."""
+"""Maps plans of a micro-batch to the slowest rank's time in ns, shape [plans, 2] (both passes)."""
 
 
 def predicted(cost: ProfiledWorkload) -> Measure:
+    """Returns the measure that predicts times from a kernel profile."""
+
     def measure(plans: Sequence[ShardingPlan]) -> np.ndarray:
         found = [attention_latency(plan, cost) for plan in plans]
         return np.array([(x.forward_ns.max(), x.backward_ns.max()) for x in found], float)
@@ -52,12 +55,17 @@ def predicted(cost: ProfiledWorkload) -> Measure:
 
 
 def measured(case: Case, rounds: int) -> Measure:
+    """Returns the measure that times kernels on a device."""
     layout = case.layout()
     return lambda plans: slowest_ns(times_ns(plans, layout, rounds=rounds))
 
 
 def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, float]:
-    """Predicts the rest of the layer in ms: collectives of keys and values, linear layers."""
+    """Predicts the rest of the layer in ms, summed over micro-batches.
+
+    The rest is the collectives of keys and values in forward ("gather_ms") and in backward
+    ("exchange_ms"), and all linear layers ("linear_ms").
+    """
     cp = cost.parallel.cp
     exchange = np.sum([cost.kv_exchange_ns(int(p.sum()), cp=cp) for p in pieces], axis=0)
     terms = [cost.terms(p) for p in pieces]
@@ -75,12 +83,20 @@ def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, flo
 
 
 def run_window(case: Case | None, window: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the milliseconds of each row of the table; without a case they are predicted.
+    """Measures or predicts all strategies for one window and returns the results as JSON values.
 
-    They are sums over micro-batches of the slowest rank's forward plus the slowest rank's backward,
-    kernels alone. adaptive, hybrid and balanced choose by prediction. "optimal" is the better of
-    the two static strategies for each micro-batch in hindsight, as in the paper; "optimal of all"
-    is the best of all five. With measured times hindsight also profits from noise.
+    The times are of attention kernels alone: sums over micro-batches of the slowest rank's forward
+    and of the slowest rank's backward. `adaptive`, `hybrid` and `balanced` choose by predicted
+    times.
+
+    "optimal" takes the better of the two static strategies for each micro-batch in hindsight, as in
+    the paper, and "optimal of all" the best of all five. With measured times, hindsight also
+    benefits from noise.
+
+    Args:
+        case: The device and the window to measure. None: times are predicted.
+        window: Context window in tokens.
+        options: Command-line options.
     """
     pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
     cost = case.cost() if case else layer_cost(window=window, cp=options.cp)
@@ -116,12 +132,15 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
 
 
 def device_of(requested: str) -> torch.device | None:
-    """Returns the device, None to predict.
+    """Returns the device that an option names, or None to predict.
 
-    - none: nothing is measured; `attention_latency` predicts with profile `h100_runs`, whose
+    - none: nothing is measured. `attention_latency` predicts with profile `h100_runs`, whose
       attention kernels were measured on an H100.
-    - cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
-    - cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
+    - cuda: bf16 kernels of all ranks run one after the other on one GPU. Times are medians over
+      rounds.
+    - cpu: float32 kernels with 4 heads of 16 run in the same way. Lengths are scaled down, and
+      strategies choose by the profile cpu.
+    - auto: cuda if there is a GPU, else none.
     """
     if requested == "auto":
         requested = "cuda" if torch.cuda.is_available() else "none"
@@ -129,7 +148,7 @@ def device_of(requested: str) -> torch.device | None:
 
 
 def heading(case: Case | None, rounds: int) -> tuple[str, str]:
-    """Returns the title of a table and a sentence about how the times came about."""
+    """Returns the title of a table, and a sentence on how its times were obtained."""
     if case is None:
         return (
             f"predicted, profile {PROFILE}, collectives apart",

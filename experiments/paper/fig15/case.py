@@ -1,8 +1,8 @@
-"""Defines the study's layer and micro-batches: one layer of LLaMA2-7B, the fitted stream.
+"""Defines the layer and the micro-batches of Figure 15: a layer of LLaMA2-7B, fitted lengths.
 
-Other sharding experiments take them from here, so that all tables are about the same documents. The
-corpus is the same for every window: the fitted distribution of 128K, whose longer documents are cut
-at a shorter window.
+Other experiments on sharding use them too, so that all tables are about the same documents. The
+corpus is the same for every window: documents are drawn for a window of 128K, and cut if the window
+is shorter.
 """
 
 from collections.abc import Mapping
@@ -17,22 +17,22 @@ from wlb.spec import ModelSpec, ParallelSpec, load
 
 N = 4
 WINDOW_STEP = WINDOW // N
-"""Windows are multiples of it: N of them are whole windows of the stream."""
+"""The window must be a multiple of this, so that N windows are whole windows of the stream."""
 PROFILE = "h100_runs"
-"""Kernel profile of predictions, and of choices on CUDA."""
+"""Kernel profile that predicts times, and by which strategies choose on CUDA."""
 TP = {65536: 4, 131072: 8}
-"""Table 1 gives the 7B model this TP degree by window."""
+"""TP degree of the 7B model by window, from Table 1."""
 PACKERS = ("original", "bounded")
 MODEL: ModelSpec = replace(load("7b_128k").model, num_layers=1)
 STATIC = ("per_sequence", "per_document")
 STRATEGIES = (*STATIC, "adaptive", "hybrid", "balanced")
-"""The tables have this order: the paper's strategies, then ours."""
+"""Strategies in the order of the tables: the paper's, then ours."""
 
 
 def layer_cost(
     *, window: int, cp: int, profile: str = PROFILE, backend: str | None = None
 ) -> ProfiledWorkload:
-    """Returns the cost of one layer of the 7B model on a rank of Table 1's TP degree."""
+    """Returns the workload of one layer of the 7B model, at the TP degree of Table 1."""
     tp = TP.get(window, TP[WINDOW])
     return ProfiledWorkload(
         model=MODEL,
@@ -44,9 +44,9 @@ def layer_cost(
 
 
 def packer_of(policy: str, *, window: int, seed: int) -> Packer:
-    """Returns a packer of the study.
+    """Returns one of the PACKERS.
 
-    "original" is Plain-4D's loader, which keeps long documents whole; "bounded" has T 1.1, S_max
+    "original" is Plain-4D's loader, which keeps long documents whole. "bounded" has T 1.1 and S_max
     1.5.
     """
     options = PackerOptions(num_micro_batches=N, context_window=window, cost=COST, seed=seed)
@@ -64,12 +64,19 @@ def packer_of(policy: str, *, window: int, seed: int) -> Packer:
 def micro_batches(
     policy: str, *, window: int, count: int, seed: int, source: str = "wlb_paper"
 ) -> list[IntArray]:
-    """Returns piece lengths, in packed order, of the first `count` micro-batches of the stream.
+    """Returns the first micro-batches of a stream, each as the lengths of its pieces in order.
 
-    source: as of `streams.batches_of`
+    Args:
+        policy: One of the PACKERS.
+        window: Context window in tokens, a multiple of WINDOW_STEP.
+        count: Number of micro-batches.
+        seed: Seed of the documents and of the packer.
+        source: Source of the documents, as for `streams.batches_of`.
+
+    Raises:
+        ValueError: If the stream has too few micro-batches, or `window` is no such multiple.
     """
-    # A global batch of the study has N windows of `window` tokens, but `batches_of` counts windows
-    # of 128K.
+    # A global batch has N windows of `window` tokens, but `batches_of` counts windows of 128K.
     if window % WINDOW_STEP:
         raise ValueError(f"window = {window} must be a multiple of {WINDOW_STEP}")
     batches = batches_of(
@@ -86,14 +93,14 @@ def micro_batches(
 
 
 def plans_of(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> dict[str, ShardingPlan]:
-    """Returns a micro-batch's plan by each strategy."""
+    """Returns the plan of a micro-batch under each strategy."""
     return {name: shard(lengths, cp=cp, strategy=name, cost=cost) for name in STRATEGIES}
 
 
 def distinct(plans: Mapping[str, ShardingPlan]) -> tuple[list[ShardingPlan], dict[str, int]]:
-    """Returns the plans that differ in a span, and which of them each name stands for.
+    """Returns the different plans, and the index of each strategy's plan among them.
 
-    Equal plans are timed once, so that they tie.
+    Strategies with equal plans share one, so that it is timed once and they get equal times.
     """
     found: dict[bytes, int] = {}
     unique: list[ShardingPlan] = []

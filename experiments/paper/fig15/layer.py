@@ -1,4 +1,4 @@
-"""Describes the work of a device in this study: heads, dtype, kernel, lengths, cost model."""
+"""Describes what a device computes in this study: heads, dtype, kernel, lengths, workload model."""
 
 import argparse
 from dataclasses import dataclass
@@ -16,22 +16,18 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 CPU_SCALE = Fraction(1, 16)
 CPU_MODEL = ModelSpec(hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4)
-"""The cpu profile has curves of this shape, 4 heads of 16."""
+"""Model on a CPU: it has 4 heads of 16, the shape that the cpu profile was measured with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes a window on a device.
+    """A window and a device to measure it on."""
 
-    scale: factor on its documents' lengths and on the window
-    profile: kernel profile by which CUDA's shardings are chosen, a name or a file
-    """
-
-    window: int
+    window: int  # context window in tokens, before scaling
     cp: int
     device: torch.device
-    scale: Fraction
-    profile: str = PROFILE
+    scale: Fraction  # factor on the window and on the lengths of documents
+    profile: str = PROFILE  # name or file of the kernel profile that strategies use on CUDA
 
     def lengths(self, pieces: IntArray) -> IntArray:
         """Returns the scaled lengths, each at least one token."""
@@ -39,7 +35,7 @@ class Case:
         return -(-pieces * top // bottom)
 
     def cost(self) -> ProfiledWorkload:
-        """Returns the cost that adaptive, hybrid and balanced choose by."""
+        """Returns the workload by which `adaptive`, `hybrid` and `balanced` choose."""
         if self.device.type == "cuda":
             return layer_cost(
                 window=self.window, cp=self.cp, profile=self.profile, backend=self.layout().backend
@@ -52,7 +48,7 @@ class Case:
         )
 
     def layout(self) -> Layout:
-        """Returns full size in bf16 on CUDA, CPU_MODEL in float32 on CPU."""
+        """Returns the layout of attention: the 7B model in bf16 on CUDA, CPU_MODEL on a CPU."""
         is_cuda = self.device.type == "cuda"
         dtype = torch.bfloat16 if is_cuda else torch.float32
         model = MODEL if is_cuda else CPU_MODEL
@@ -71,7 +67,7 @@ class Case:
 
 
 def scale_of(text: str) -> Fraction:
-    """Reads an argument such as 1/16 or 0.0625."""
+    """Parses the option --scale, such as 1/16 or 0.0625."""
     try:
         scale = Fraction(text)
     except (ValueError, ZeroDivisionError):

@@ -1,10 +1,11 @@
-"""Times the attention kernels of every rank of a plan, in turn on one device.
+"""Times the attention kernels of all ranks of a sharding plan, one after the other on one device.
 
-A rank's call is that of context parallelism: its queries, a copy of the keys of all its spans, one
-`attend` forward and its gradient. Collectives and the copying of keys are not in it. On CUDA times
-are between events on the stream; on CPU they are the calling thread's own time (torch runs one
-thread), which leaves out being preempted. Work that a backend derives from the offsets once for all
-layers happens before the first timed call.
+A rank runs the attention call of context parallelism: its queries, the keys of all its spans, one
+`attend` in forward and its gradient. Collectives and the copying of keys are not timed.
+
+On CUDA, times are measured between events on the stream. On a CPU, they are the CPU time of the
+calling thread, because torch runs one thread and waiting for a core must not count. What a backend
+computes once for all layers, from the offsets, is done before the first timed call.
 """
 
 import time
@@ -21,18 +22,18 @@ from wlb.plan import RankSpans, ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Describes the tensors and the device that the kernels run on."""
+    """Shape and type of the tensors, and the device and attention backend."""
 
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # query heads of a TP rank
+    num_kv_heads: int  # KV heads of a TP rank
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    backend: str
+    backend: str  # attention kernel
 
 
 class RankCall:
-    """Holds one rank's attention call: random tensors of the right shapes, and its segments."""
+    """The attention call of one rank, with random tensors of the right shapes."""
 
     def __init__(self, spans: RankSpans, layout: Layout) -> None:
         cu_q, cu_k = spans.cu_seqlens_q, spans.cu_seqlens_k
@@ -57,13 +58,13 @@ class RankCall:
         torch.autograd.grad(out, self.inputs, self.gradient)
 
     def time_ns(self) -> tuple[float, float]:
-        """Returns the times of forward and backward."""
+        """Returns the times of forward and backward in nanoseconds."""
         is_cuda = self.gradient.is_cuda
         return passes_ns(self, None if is_cuda else time.thread_time_ns)
 
 
 class Passes(Protocol):
-    """Has a forward pass, and a backward pass of its output."""
+    """Something that has a forward pass and a backward pass, so that `passes_ns` can time it."""
 
     def forward(self) -> torch.Tensor: ...
 
@@ -71,7 +72,12 @@ class Passes(Protocol):
 
 
 def passes_ns(call: Passes, clock: Callable[[], int] | None) -> tuple[float, float]:
-    """Times forward and backward by a clock in ns, or between events on the CUDA stream (None)."""
+    """Times forward and backward and returns both in nanoseconds.
+
+    Args:
+        call: What is timed.
+        clock: Function that returns a time in ns. None: CUDA events measure the times.
+    """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if clock is None else []
     times: list[int] = []
 
@@ -95,11 +101,20 @@ def passes_ns(call: Passes, clock: Callable[[], int] | None) -> tuple[float, flo
 def times_ns(
     plans: Sequence[ShardingPlan], layout: Layout, *, rounds: int, warm_up: int = 1
 ) -> np.ndarray:
-    """Returns forward and backward ns of every rank of every plan, shape [rounds, plans, 2, cp].
+    """Times every rank of every plan, several times.
 
-    A round times every rank of every plan once. Every second round begins with another plan, so
-    that plans are compared at the same moments of the machine; over 2 * plans rounds each of them
-    has every place once in the even and once in the odd rounds.
+    A round times all ranks of all plans once. Every second round starts with another plan, because
+    a machine may slow down in the course of a round. Over 2 * plans rounds, each plan has each
+    place in the order twice.
+
+    Args:
+        plans: The plans to compare, with the same number of ranks.
+        layout: Tensors, device and backend.
+        rounds: Rounds that count.
+        warm_up: Rounds before them.
+
+    Returns:
+        Nanoseconds of forward and backward, shape [rounds, plans, 2, cp].
     """
     num, cp = len(plans), plans[0].cp
     calls = [[RankCall(plan.for_rank(rank), layout) for rank in range(cp)] for plan in plans]
@@ -115,5 +130,5 @@ def times_ns(
 
 
 def slowest_ns(times: np.ndarray) -> np.ndarray:
-    """Returns forward and backward of the slowest rank, medians over rounds, shape [plans, 2]."""
+    """Returns the times of the slowest rank, as medians over rounds, shape [plans, 2]."""
     return np.median(times, axis=0).max(axis=-1)

@@ -1,7 +1,7 @@
-"""Makes the tables, page and chart of Figure 15's study.
+"""Makes the tables, the page and the charts of Figure 15.
 
-Every run leaves a JSON file named by its device. The page shows all files that there are, so that a
-run on another device adds its tables and takes none away.
+Every run writes a JSON file that is named by its device. The page has the tables of all these
+files, so a run on another device only adds tables.
 """
 
 import json
@@ -20,9 +20,12 @@ OPTIMAL, ALL = "optimal", "optimal of all"
 ROWS = (*STRATEGIES, OPTIMAL, ALL)
 KINDS = ("predicted", "cuda", "cpu")
 PAPER = {65536: 1.01, 131072: 1.07}
-"""Figure 15 gives these speed-ups of per-document over per-sequence sharding."""
+"""Speed-ups of per-document over per-sequence sharding in the paper's Figure 15, by window."""
 PAPER_ADAPTIVE = (1.075, 1.034)
-"""The text gives adaptive over per-sequence and over per-document, mean of both windows."""
+"""Speed-ups of `adaptive` in the paper's text: over per-sequence and over per-document sharding.
+
+Both are means of the two windows.
+"""
 COLORS = {
     "per_document": "#56B4E9",
     "adaptive": "#0072B2",
@@ -33,7 +36,7 @@ COLORS = {
 }
 
 Found = Mapping[str, Any]
-"""Holds the results of a run for one window, as its JSON file has them."""
+"""Results of a run for one window, as in its JSON file (`run_window`)."""
 
 
 def totals(found: Found) -> dict[str, float]:
@@ -41,12 +44,12 @@ def totals(found: Found) -> dict[str, float]:
 
 
 def rest_of(found: Found) -> float | None:
-    """Returns predicted ms of the layer besides attention, None where the kernels are measured."""
+    """Returns the predicted ms of the layer besides attention; None if kernels were measured."""
     return None if found["rest"] is None else sum(found["rest"].values())
 
 
 def table_of(kind: str, window: int, found: Found, title: str) -> Table:
-    """Returns the table of a device's times at a window."""
+    """Returns the table of all strategies for one window and device."""
     total = totals(found)
     per_sequence, per_document = (total[name] for name in STATIC)
     rest = rest_of(found)
@@ -75,8 +78,10 @@ def table_of(kind: str, window: int, found: Found, title: str) -> Table:
 
 
 def note_of(found: Found) -> str:
-    """Describes the choices of adaptive and the use of predictions. Predicted runs name the rest of
-    the layer, measured runs their predicted times.
+    """Returns the note below a table: what `adaptive` chose, and predictions.
+
+    Predicted runs state the times of the rest of the layer; measured runs state the predicted
+    speed-ups.
     """
     num = found["micro_batches"]
     text = f"{num} micro-batches; adaptive took per_document for {found['chose_per_document']}."
@@ -96,7 +101,10 @@ def note_of(found: Found) -> str:
 
 
 def mean_line(windows: Mapping[str, Found]) -> str:
-    """Compares adaptive with both static strategies, as the paper's text has it."""
+    """Returns a line with the speed-ups of `adaptive` over both static strategies.
+
+    Like the paper's text, it gives means over windows.
+    """
     gains = []
     for base in STATIC:
         ratios = [totals(f)[base] / totals(f)["adaptive"] for f in windows.values()]
@@ -115,7 +123,7 @@ def mean_line(windows: Mapping[str, Found]) -> str:
 
 
 def conditions_of(windows: Mapping[str, Found]) -> str:
-    """Says how the times came about, once for windows that have it in common."""
+    """Returns how the times were obtained; windows with equal conditions are named together."""
     common: dict[str, list[str]] = {}
     for window, found in windows.items():
         common.setdefault(found["note"], []).append(window)
@@ -125,7 +133,7 @@ def conditions_of(windows: Mapping[str, Found]) -> str:
 
 
 def write(kind: str, run: Mapping[str, Any]) -> None:
-    """Writes the run's JSON, and the page and charts of all runs."""
+    """Writes the JSON file of a run, and the page and charts of all runs."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{kind}.json").write_text(json.dumps(run, indent=1) + "\n")
     files = [RESULTS / f"{k}.json" for k in KINDS]
@@ -172,7 +180,7 @@ adaptive, 1.075 over per_sequence and 1.034 over per_document, both means of the
 
 
 def draw(run: Mapping[str, Any]) -> Any:
-    """Draws speed-up over per_sequence by window, beside the paper's."""
+    """Draws speed-ups over per-sequence sharding by window, beside the paper's."""
     figure, (axes,) = new_figure(height=4.7)
     mean = PAPER_ADAPTIVE[0]
     gains = [1.0, mean]
@@ -190,7 +198,7 @@ def draw(run: Mapping[str, Any]) -> Any:
 
 
 def _bars(axes: Any, i: int, window: int, found: Found) -> list[float]:
-    """Draws the bars of one window, side by side about x = i, and returns their heights."""
+    """Draws the bars of one window around x = i and returns their heights."""
     total, rest = totals(found), rest_of(found)
     base = total["per_sequence"]
     bars = [(name, base / total[name], {"color": color}) for name, color in COLORS.items()]

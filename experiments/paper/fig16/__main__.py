@@ -1,9 +1,9 @@
-"""Trains a small model by every packing policy, to see whether balance costs quality.
+"""Trains a small model with every packing policy, to see whether balance costs quality.
 
-`python -m experiments.run fig16` trains it on the same documents by every policy, several
-seeds each; with both normalisers of the loss where a step's tokens vary; and with long documents
-forced to wait 1 to 128 steps. It takes about 11 hours on two cores; `main` says how runs are shared
-and continued.
+`python -m experiments.run fig16` trains it on the same documents with every policy and several
+seeds. Where steps have different numbers of tokens, both normalisers of the loss are tried. Other
+runs force long documents to wait 1 to 128 steps. The study takes about 11 hours on two cores;
+`main` says how runs can be shared between machines and resumed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SEEDS = 3
 
 
 def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
-    """Trains the runs that are missing, `jobs` at a time, in order."""
+    """Trains the runs that have no result yet, in order and `jobs` at a time."""
     missing = [case for case in cases if study.result(case) is None]
     print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
     pool = ThreadPoolExecutor(jobs)
@@ -39,12 +39,12 @@ def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
             said = f"{made.num_steps} steps, held-out loss {made.final:.4f}"
             print(f"{case.name}: {said}", flush=True)
     finally:
-        # After Ctrl-C, which the runs received too, no further run starts.
+        # Ctrl-C ends the running trainings, which receive it as well. Start no others.
         pool.shutdown(cancel_futures=True)
 
 
 def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> None:
-    """Writes the page of the runs that have ended; with `--quick` it only shows the tables."""
+    """Writes the page from all finished runs; with `--quick`, only prints the tables."""
     ended = [(c, r) for c in cases if (r := study.result(c)) is not None]
     results = {(c.arm.name, c.seed): r for c, r in ended}
     books = {(c.arm.packing, c.seed): study.books(c) for c, _ in ended}
@@ -84,39 +84,44 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
 
 
 def chosen(names: str) -> tuple[Arm, ...]:
-    """Returns arms by name, in the study's order; raises ValueError for one that is not there."""
-    asked = [name for name in names.split(",") if name]
+    """Returns the arms that a comma-separated list names, in the study's order.
+
+    An empty list stands for all arms.
+
+    Raises:
+        ValueError: If there is no arm of a name.
+    """
+    wanted = [name for name in names.split(",") if name]
     known = [arm.name for arm in ARMS]
-    for name in asked:
+    for name in wanted:
         if name not in known:
             raise ValueError(f"--arms {name!r} is not known; known: {', '.join(known)}")
-    return tuple(arm_of(name) for name in known if name in asked or not asked)
+    return tuple(arm_of(name) for name in known if name in wanted or not wanted)
 
 
 def main() -> None:
-    """Trains the runs that are chosen, prints their commands or writes the page.
+    """Trains the chosen runs and writes the page from all finished runs.
 
-    Runs are kept in --folder: the same command continues an interrupted study, and writes `results`
-    at the end, from all runs that are there.
+    Runs are stored in --folder, so the same command resumes an interrupted study.
 
-    - Several machines can share the runs: --arms and --seeds choose what to train, `results/runs`
-      holds a small file of each run, and --take FOLDER takes such files over. A clone with --take
-      experiments/paper/fig16/results/runs continues from the committed runs.
+    Several machines can share the work: --arms and --seeds choose the runs of a machine. Each
+    finished run leaves a small file in `results/runs`, and --take FOLDER imports such files. So
+    --take experiments/paper/fig16/results/runs resumes from the committed runs.
     """
     parser = experiment_parser(__doc__, quick="train a tiny model")
     parser.add_argument(
-        "--folder", type=Path, default=None, help="of the runs; default: runs/convergence-small"
+        "--folder", type=Path, default=None, help="for the runs; default: runs/convergence-small"
     )
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds of each arm")
     parser.add_argument(
-        "--seeds", type=int, default=SEEDS, help="how many seeds to train of each arm"
+        "--arms", default="", help="arms to train, separated by commas; default: all"
     )
-    parser.add_argument("--arms", default="", help="arms to train, with commas; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="parallel runs, one thread each")
     parser.add_argument(
-        "--take", type=Path, help="folder like results/runs, to take finished runs over"
+        "--take", type=Path, help="folder like results/runs, to import finished runs from"
     )
     parser.add_argument(
-        "--page-only", action="store_true", help="write the page of the runs that are there"
+        "--page-only", action="store_true", help="train nothing; write the page of finished runs"
     )
     options = parser.parse_args()
     scale = QUICK if options.quick else SMALL

@@ -1,10 +1,12 @@
-"""Defines the arms (packing policies, loss normalisers, forced delays) and scales of the study.
+"""Defines the arms of the study (packing policies, loss normalisers, forced delays) and its scales.
 
-Every arm trains the same documents once, from the same weights, on a cosine to its own last step.
-Policies decide by one cost: attention of a full window takes 1.67 times its linear layers' time, as
-the 7B model's at 128K does (`experiments/harness/streams.py`), so that the small model's documents
-are packed, held back and cut as the large one's would be. The model itself computes at its own
-ratio.
+Every arm trains the same documents once, from the same initial weights, with a cosine schedule that
+ends at the arm's last step.
+
+All policies decide by the same prices: attention over a full window takes 1.67 times as long as the
+linear layers, as in the 7B model at 128K (`experiments/harness/streams.py`). So documents of the
+small model are packed, delayed and cut as those of the large model would be. Only planning uses
+this ratio; the small model itself computes at another.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,28 +22,25 @@ from wlb.spec import RunSpec, load
 
 BASELINE = "original"
 CONTROL = "best-fit"
-"""This arm cuts as little as the policies that balance work, but balances tokens alone."""
+"""Control arm. It cuts as few documents as policies that balance work, but balances only tokens."""
 DELAYS = (1, 8, 32, 128)
+"""Forced delays in steps."""
 LONG = 0.2
-"""Forced delays are for documents of at least this many windows, those that Algorithm 1 queues."""
+"""Shortest document that is delayed, in windows. It is also Algorithm 1's first threshold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Describes an arm.
-
-    keys: keys of the run's TOML
-    group: group in tables and pictures
-    """
+    """An arm of the study: a way to train, which is repeated with several seeds."""
 
     name: str
     title: str
-    group: str
-    keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    group: str  # "policy", "normaliser" or "delay"
+    keys: Mapping[str, Any] = field(default_factory=dict[str, Any])  # its configuration keys
 
     @property
     def packing(self) -> str:
-        """Returns the arm's packing; arms that share it differ in the normaliser alone."""
+        """Returns the name of the packing. Arms that share it differ only in the normaliser."""
         return self.name.removesuffix("-constant")
 
 
@@ -91,23 +90,15 @@ def arm_of(name: str) -> Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Describes how large the study is.
-
-    preset: preset of `wlb train`
-    keys: settings on top of the preset
-    eval_tokens: tokens between evaluations
-    vocabulary: size of the vocabulary of the corpus that is made
-    heldout_fraction: share of that corpus that is held out
-    sources: returns the source files of that corpus
-    """
+    """How large the study is: its model and its corpus."""
 
     name: str
-    preset: str
-    keys: Mapping[str, Any]
-    eval_tokens: int
-    vocabulary: int
-    sources: Callable[[], list[Path]]
-    heldout_fraction: float = 0.01
+    preset: str  # preset of `wlb train`
+    keys: Mapping[str, Any]  # settings on top of the preset
+    eval_tokens: int  # tokens between evaluations
+    vocabulary: int  # vocabulary of the corpus's tokenizer
+    sources: Callable[[], list[Path]]  # returns the source files of the corpus
+    heldout_fraction: float = 0.01  # share of the corpus that is held out
 
 
 SMALL = Scale(
@@ -127,8 +118,8 @@ SMALL = Scale(
         "training.warmup_steps": 100,
         "checkpoint.interval": 200,
         "checkpoint.keep": 1,
-        # bfloat16 products took a quarter of the time of float32 ones (oneDNN against MKL, on an
-        # AMD CPU).
+        # On an AMD CPU, matrix products in bfloat16 (oneDNN) took a quarter of the time of float32
+        # (MKL).
         "training.dtype": "bfloat16",
         "training.compile": True,
         "training.loss_chunk": 1024,
@@ -163,7 +154,10 @@ QUICK = replace(
 
 
 def deciding_profile(scale: Scale, vocabulary: int) -> KernelProfile:
-    """Returns the preset's kernel profile with attention scaled to RATIO at a full window."""
+    """Returns the kernel profile that policies decide by.
+
+    It is the preset's profile with attention scaled so that W_a / W_l is RATIO at a full window.
+    """
     spec = load(scale.preset, settings(dict(scale.keys) | {"model.vocab_size": vocabulary}))
     base = load_profile("cpu" if spec.cost.profile == "auto" else spec.cost.profile)
     window = [spec.data.context_window]
@@ -189,7 +183,7 @@ def write_profile(scale: Scale, vocabulary: int, path: Path) -> None:
 
 
 def settings(keys: Mapping[str, Any]) -> list[str]:
-    """Returns keys as `--set` takes them."""
+    """Formats keys as arguments of `--set`."""
     return [f"{name}={_text(value)}" for name, value in keys.items()]
 
 

@@ -1,8 +1,9 @@
-"""Counts a packing's effect on the order of training from its plans; nothing is trained here.
+"""Counts how a packing changes the order of training, from its plans; nothing is trained here.
 
-The effective weight of a document's label is its share of a step's loss over the share that it
-would have if all labels of the epoch counted the same. A step's mean gives each of its labels 1 /
-(labels of the step), so that labels of full steps, where the long documents are, count less.
+It also counts the effective weight of labels. The loss of a step is the mean over its labels, so a
+label counts 1 / (labels of the step). Labels of steps with many tokens, where long documents are
+trained, count less. A weight of 1 means that a label counts as much as if all labels of the epoch
+counted the same.
 """
 
 from dataclasses import dataclass, fields
@@ -18,36 +19,32 @@ from wlb.planner import open_planner
 from wlb.spec import RunSpec
 
 CLASSES = (0.125, 0.5, 1.0)
-"""Classes of document length end at these numbers of windows; the last class is open."""
+"""Upper ends of the classes of document length, in windows; the last class has no upper end."""
 CLASS_NAMES = ("below 1/8", "1/8 to 1/2", "1/2 to 1", "1 and more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bookkeeping:
-    """Holds the counts of one packing and seed.
+    """Counts of one packing and seed."""
 
-    summary: balance, delays, tokens per step
-    num_steps: steps, the flush included
-    num_labels: labels of the epoch
-    class_labels: labels by class of document length
-    class_weights: mean weight of their labels under the mean of a step; 1 is as if all labels
-        counted the same
-    """
-
-    summary: PackingSummary
-    num_steps: int
-    num_labels: int
-    class_labels: tuple[int, ...]
-    class_weights: tuple[float, ...]
+    summary: PackingSummary  # balance, delays and tokens per step
+    num_steps: int  # steps, including the flush
+    num_labels: int  # labels of the epoch
+    class_labels: tuple[int, ...]  # labels of each class of document length
+    class_weights: tuple[float, ...]  # mean weight of the labels of each class
 
 
 def class_of(lengths: IntArray, window: int) -> IntArray:
-    """Returns the class of each document, shape [n]."""
+    """Returns the class of length of each document, shape [n]."""
     return np.searchsorted(np.array(CLASSES) * window, lengths, side="right").astype(np.int64)
 
 
 def bookkeeping(spec: RunSpec, store: str) -> Bookkeeping:
-    """Plans the whole run and counts; raises ValueError unless every token is trained once."""
+    """Plans a whole run and returns its counts.
+
+    Raises:
+        ValueError: If a token is not trained exactly once.
+    """
     lengths = TokenStore(store).lengths
     plans = [plan.packing for plan in open_planner(spec, store, "cpu").steps()]
     pieces = Pieces.concat(*(plan.pieces for plan in plans))
@@ -67,7 +64,18 @@ def bookkeeping(spec: RunSpec, store: str) -> Bookkeeping:
 
 
 def check_covered(document: IntArray, start: IntArray, stop: IntArray, lengths: IntArray) -> None:
-    """Raises ValueError unless pieces, shapes [n], hold every document's tokens exactly once."""
+    """Checks that pieces contain every token of every document exactly once.
+
+    Args:
+        document: Document of each piece, shape [n].
+        start: First token of each piece in its document, shape [n].
+        stop: Token behind each piece's last one, shape [n].
+        lengths: Tokens of each document.
+
+    Raises:
+        ValueError: If a token is missing or occurs twice.
+    """
+    # In order of documents and positions, each piece must begin where the previous one ends.
     order = np.lexsort((start, document))
     document, start, stop = document[order], start[order], stop[order]
     is_first = np.diff(document, prepend=-1) > 0
@@ -88,7 +96,7 @@ def _summary(spec: RunSpec, store: str) -> PackingSummary:
 
 
 def books_from_json(data: dict[str, Any]) -> Bookkeeping | None:
-    """Reads kept counts, None if they were written by code that counted other things."""
+    """Reads stored counts; returns None if they were written by code with other fields."""
     if data.keys() != {f.name for f in fields(Bookkeeping)}:
         return None
     if data["summary"].keys() != {f.name for f in fields(PackingSummary)}:

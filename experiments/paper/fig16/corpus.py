@@ -1,10 +1,12 @@
-"""Makes the study's corpus: functions and methods of installed Python packages, each a document.
+"""Makes the study's corpus: each function or method of installed Python packages is a document.
 
-Whole files would be cut at every window of a small model. These documents are complete, and as
-heavy-tailed as pre-training corpora: at a window of 2,048 a tenth of the tokens fill a window and
-three quarters are in documents shorter than half of one (the paper's corpus has 15% and 78% at
-128K, as fitted). The packages are the standard library and those that wlb needs, so every machine
-that can run the study has the text; the checksum on the page tells whether two had the same.
+Whole files would be longer than the window of a small model. Functions are complete documents, and
+their lengths have as heavy a tail as a pre-training corpus: at a window of 2,048 tokens, a tenth of
+the tokens are in documents as long as the window, and three quarters in documents shorter than half
+of it. In the paper's corpus at 128K it is 15% and 78%, as fitted.
+
+The packages are the standard library and packages that wlb needs, so every machine that can run the
+study has the text. The checksum on the page shows whether two machines had the same text.
 """
 
 import ast
@@ -28,26 +30,26 @@ from wlb.prepare import PrepareOptions, prepare_store
 from wlb.prepare.text import stdlib_documents
 
 PACKAGES = ("numpy", "scipy")
-"""The corpus has these packages beside the standard library."""
+"""Packages of the corpus besides the standard library."""
 SMALL_SOURCES = ("argparse", "ast", "configparser", "datetime", "tarfile")
-"""Try-outs train on these modules of the standard library."""
+"""Modules of the standard library that quick runs train on."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """Holds the prefixes of the two token stores, and the checksum of the training store."""
+    """The two token stores of a corpus."""
 
-    train: str
-    heldout: str
-    checksum: str
+    train: str  # prefix of the training store
+    heldout: str  # prefix of the held-out store
+    checksum: str  # checksum of the training store
 
 
 def open_stores(
     folder: Path, sources: list[Path], *, vocabulary: int, heldout_fraction: float
 ) -> Stores:
-    """Makes the stores of these Python files in `folder`, or finds them there."""
+    """Makes token stores from Python files in `folder`, unless they exist."""
     texts = folder / "definitions.jsonl"
     if not texts.exists():
         write_definitions(texts, sources)
@@ -64,9 +66,15 @@ def open_stores(
 
 
 def split_store(heldout: str, prefix: str, *, window: int) -> list[str | None]:
-    """Makes a store of the documents of each class of length and returns the prefixes.
+    """Divides a held-out store into one store for each class of document length.
 
-    The prefix is None for a class without documents.
+    Args:
+        heldout: Prefix of the held-out store.
+        prefix: Beginning of the new stores' prefixes.
+        window: Context window, in whose multiples classes are defined.
+
+    Returns:
+        Prefix of each class's store, or None for a class without documents.
     """
     store = TokenStore(heldout)
     assert store.info is not None
@@ -83,7 +91,7 @@ def split_store(heldout: str, prefix: str, *, window: int) -> list[str | None]:
 
 
 def source_files() -> list[Path]:
-    """Returns the files in an order that does not depend on the file system."""
+    """Returns the Python files of the corpus, in an order that is the same on every machine."""
     library = stdlib_documents()
     site = Path(sysconfig.get_paths()["purelib"])
     found = [library.root / name for name in library.names]
@@ -93,7 +101,7 @@ def source_files() -> list[Path]:
 
 
 def source_versions() -> str:
-    """Names the versions that another machine needs for the same text."""
+    """Returns the versions of Python and the packages, which determine the text of the corpus."""
     packages = [f"{name} {version(name)}" for name in PACKAGES]
     return ", ".join([f"Python {platform.python_version()}", *packages])
 
@@ -104,7 +112,7 @@ def small_sources() -> list[Path]:
 
 
 def write_definitions(path: Path, sources: list[Path]) -> None:
-    """Writes one JSON record per definition; the file is complete or absent."""
+    """Writes a JSONL file with a record for each definition; a crash leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     with open(temporary, "w", encoding="utf-8") as file:
@@ -115,20 +123,20 @@ def write_definitions(path: Path, sources: list[Path]) -> None:
 
 
 def definitions(source: bytes) -> Iterator[str]:
-    """Yields each top-level function, each method of a top-level class and the rest of that class.
+    """Yields the text of each top-level function, of each method, and of classes without methods.
 
-    Decorators are included. A file that is no UTF-8 Python of this version, such as test data of
+    Decorators are included. A file that this version of Python cannot parse, such as test data of
     the standard library, yields nothing.
     """
     with warnings.catch_warnings():
-        # Old escapes in string literals raise warnings.
+        # Invalid escapes in string literals cause warnings.
         warnings.simplefilter("ignore")
         try:
             text = source.decode("utf-8")
             body = ast.parse(text).body
         except (SyntaxError, ValueError):
             return
-    # ast counts lines like this; str.splitlines would also split at a form feed.
+    # Count lines as ast does. str.splitlines would also split at form feeds.
     lines = io.StringIO(text, newline="").readlines()
     for node in body:
         if not isinstance(node, _Function | ast.ClassDef):
@@ -136,7 +144,7 @@ def definitions(source: bytes) -> Iterator[str]:
         first, last = _rows(node)
         rest = lines[first:last]
         methods = node.body if isinstance(node, ast.ClassDef) else []
-        # The last method is removed first, so that the rows before it do not move.
+        # Remove methods from the last to the first, so that line numbers before them stay valid.
         for method in reversed(methods):
             if isinstance(method, _Function):
                 begin, end = _rows(method)

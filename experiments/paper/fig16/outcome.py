@@ -1,4 +1,4 @@
-"""Reads the results of an ended run: curves, gradient norms, held-out losses by document length."""
+"""Reads the results of a finished run: loss curves, gradient norms, losses by document length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,50 +27,54 @@ NUM_BINS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds the results of a run. Losses are in nats per label.
+    """Results of a run. Losses are in nats per label."""
 
-    curve: (document tokens trained, held-out loss)
-    trained: (document tokens trained, training loss) for each of NUM_BINS equal parts of the epoch;
-        the loss is the mean over its labels, taken before a step moved the weights
-    norm_mean, norm_std: mean and standard deviation over steps of the gradient norm before
-        clipping, in the second half of training
-    class_losses: held-out loss after training by class of document length (None: no such document),
-        () where it was not evaluated
-    made_by: digest of settings and corpus
-    commit: commit of the code that trained it
-    """
-
-    curve: tuple[tuple[int, float], ...]
+    curve: tuple[tuple[int, float], ...]  # (tokens trained, held-out loss) of each evaluation
     num_steps: int
     num_tokens: int
     num_labels: int
+    # (tokens trained, mean training loss) of NUM_BINS parts of the epoch with equally many labels.
     trained: tuple[tuple[int, float], ...]
+    # Mean and standard deviation over steps of the gradient norm before clipping, in the second
+    # half of training.
     norm_mean: float
     norm_std: float
+    # Held-out loss after training by class of document length; None for classes without documents.
+    # Empty: it was not evaluated.
     class_losses: tuple[float | None, ...]
-    made_by: int
-    commit: str
+    made_by: int  # digest of settings and corpus (`Study.digest`)
+    commit: str  # commit of the code that trained it
 
     @property
     def train_loss(self) -> float:
-        """Returns the mean loss of all labels, each when its turn came.
+        """Returns the training loss, as a mean over all labels of the epoch.
 
-        Every run has the same labels.
+        Every run trains the same labels, so the values of different runs can be compared.
         """
         return float(np.mean([loss for _, loss in self.trained]))
 
     @property
     def final(self) -> float:
+        """Returns the held-out loss of the last evaluation."""
         return self.curve[-1][1]
 
 
 def result_of(run: RunRecords, *, class_losses: Sequence[float | None], made_by: int) -> Result:
-    """Summarises a whole run; raises ValueError if it has not come to the end of its data."""
+    """Summarises the records of a finished run.
+
+    Args:
+        run: The records.
+        class_losses: Held-out losses by class of document length.
+        made_by: Digest of settings and corpus.
+
+    Raises:
+        ValueError: If the run has not reached the end of its data.
+    """
     done = np.cumsum([0, *(step.measured.num_tokens for step in run.steps)])
     if run.evaluations[-1][0] != run.steps[-1].steps_done:
         raise ValueError(f"{run.folder} was not evaluated after its last step; it did not end")
     norms = [step.measured.grad_norm for step in run.steps[len(run.steps) // 2 :]]
-    late = [norm for norm in norms if norm is not None]  # a step that was skipped has none
+    late = [norm for norm in norms if norm is not None]  # skipped steps have no gradient norm
     return Result(
         curve=tuple((int(done[step]), loss) for step, loss in run.evaluations),
         num_steps=len(run.steps),
@@ -86,9 +90,9 @@ def result_of(run: RunRecords, *, class_losses: Sequence[float | None], made_by:
 
 
 def train_curve(run: RunRecords) -> tuple[tuple[int, float], ...]:
-    """Returns (tokens trained, mean loss of the labels) of NUM_BINS parts of equally many labels.
+    """Returns (tokens trained, mean training loss) for NUM_BINS parts of the run.
 
-    A step on the border of two parts belongs to both in proportion.
+    Parts have equally many labels. A step at the border of two parts is divided between them.
     """
     labels = np.array([step.measured.num_targets for step in run.steps], np.float64)
     tokens = np.array([step.measured.num_tokens for step in run.steps], np.float64)
@@ -109,7 +113,15 @@ def result_from_json(data: dict[str, Any]) -> Result:
 
 
 def check_steps(folder: Path, lengths: IntArray) -> None:
-    """Raises ValueError unless the executed steps trained every token of the store once."""
+    """Checks, from a run's ledger, that its steps trained every token exactly once.
+
+    Args:
+        folder: Folder of the run.
+        lengths: Tokens of each document.
+
+    Raises:
+        ValueError: If a token was not trained exactly once, or a step did not update the weights.
+    """
     steps, _, _ = lineage(folder)
     document, start, stop = (
         np.concatenate([np.array(line[name], np.int64) for line in steps.values()])
@@ -123,7 +135,16 @@ def check_steps(folder: Path, lengths: IntArray) -> None:
 def class_losses(
     run: RunRecords, stores: Sequence[str | None], checkpoints: Path
 ) -> tuple[float | None, ...]:
-    """Returns the newest checkpoint's held-out loss on each store, by one rank on one thread."""
+    """Evaluates the newest checkpoint on several stores.
+
+    Args:
+        run: The run's records.
+        stores: Prefixes of stores. None: no evaluation.
+        checkpoints: Folder of the run's checkpoints.
+
+    Returns:
+        Held-out loss on each store, or None.
+    """
     newest = checkpoint.list_complete(checkpoints)[-1]
     return run_local(_evaluate, 1, run.spec, str(newest), tuple(stores), start_group=True)[0]
 

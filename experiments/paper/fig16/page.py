@@ -23,9 +23,11 @@ from experiments.paper.fig16.summary import (
 
 
 def quality_table(groups: Sequence[Group], tokens: int) -> Table:
-    """Returns the table of losses.
+    """Returns the table of losses at the end and earlier.
 
-    tokens: tokens at the last evaluation that all runs have before the end
+    Args:
+        groups: Arms with their runs.
+        tokens: Tokens at the last evaluation before the end that all runs have.
     """
     at = loss_at(tokens)
     rows: list[list[Any]] = []
@@ -66,7 +68,7 @@ def quality_table(groups: Sequence[Group], tokens: int) -> Table:
 
 
 def order_table(groups: Sequence[Group]) -> Table:
-    """Returns one row per packing, because normalisers do not change the order."""
+    """Returns the table of what packing does to the order of training, a row for each packing."""
     rows: list[list[Any]] = []
     for g in _packings(groups):
         rows.append(
@@ -129,7 +131,7 @@ def classes_table(groups: Sequence[Group]) -> Table:
 
 
 def runs_table(groups: Sequence[Group]) -> Table:
-    """Returns all runs, for readers who want other statistics."""
+    """Returns the table of all runs, for readers who want to compute other statistics."""
     rows = [
         [g.arm.name, i, r.num_steps, r.num_tokens, r.num_labels, r.final, r.train_loss, r.commit]
         for g in groups
@@ -162,14 +164,14 @@ def curves_table(groups: Sequence[Group]) -> Table:
 
 
 def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
-    """Draws Figure 16: losses, and their differences from the baseline's, which they hide."""
+    """Draws Figure 16: losses (left), and their small differences from the baseline (right)."""
     figure, (left, right) = new_figure(ncols=2, height=4.2)
     shown = [g for g in groups if g.arm.group == "policy"]
     at = np.array(grid) / 1e6
     for i, g in enumerate(shown):
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": LINES[i % len(LINES)]}
         losses = np.array([g.values(loss_at(n)) for n in grid])
-        # The first loss, of the untrained model, would flatten all others.
+        # Leave out the loss of the untrained model, which would flatten the rest of the curve.
         later = losses[1:]
         left.plot(at[1:], later.mean(axis=1), label=g.arm.title, linewidth=1.4, **style)
         if len(g.results) > 1:
@@ -182,7 +184,7 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
         means = np.array([g.differences(loss_at(n)).mean() for n in grid])
         right.plot(at, means, linewidth=1.4, **style)
     if shown:
-        # Arms with equally many seeds have intervals of one width: a band around 0 shows them all.
+        # Arms with equally many seeds have intervals of equal width, so one band around 0 suffices.
         fewest = min(shown, key=lambda g: len(g.results))
         width = np.array([band(groups, fewest, loss_at(n)) for n in grid])
         if np.isfinite(width).all():
@@ -196,7 +198,7 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
 
 
 def draw_delays(groups: Sequence[Group], tokens: int) -> Any:
-    """Draws loss against a forced delay."""
+    """Draws the difference of loss by the forced delay of long documents."""
     figure, (axis,) = new_figure(height=3.6)
     found = {g.arm.name: g for g in groups}
     named = [(d, found[f"hold-{d}"]) for d in DELAYS if f"hold-{d}" in found]
@@ -222,7 +224,7 @@ def draw_delays(groups: Sequence[Group], tokens: int) -> Any:
 
 
 def draw_classes(groups: Sequence[Group]) -> Any:
-    """Draws by document length the weight of a label in the loss, and the difference of loss."""
+    """Draws the weight of a label (left) and the difference of loss (right) by document length."""
     figure, (left, right) = new_figure(ncols=2, height=4.2)
     at = np.arange(len(CLASS_NAMES))
     shown = [g for g in groups if g.arm.group != "delay" and not g.is_baseline]

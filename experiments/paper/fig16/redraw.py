@@ -1,7 +1,7 @@
-"""Draws the loss curves of the convergence study again from its committed runs.
+"""Redraws the loss curves of the convergence study from its committed runs.
 
-`python -m experiments.paper.fig16.redraw` needs neither the corpus nor the counts of its packing,
-of which the rest of the page is made, and trains nothing.
+`python -m experiments.paper.fig16.redraw` trains nothing. Unlike the rest of the page, the curves
+need neither the corpus nor the counts of its packing.
 """
 
 import json
@@ -24,7 +24,7 @@ def redraw(results: Path) -> Path:
     }
     groups = groups_of(kept, None)
     if not groups:
-        raise ValueError(f"{results} holds no run beside the one that it is compared with")
+        raise ValueError(f"{results} has no run together with the baseline of the same seed")
     every = SMALL.eval_tokens
     grid = range(0, groups[0].results[0].num_tokens + 1, every)
     made = results / "curves.png"

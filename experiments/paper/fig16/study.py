@@ -1,10 +1,9 @@
-"""Keeps the folder of all runs: trains them, resumes after an interruption, and keeps their
-results.
+"""Manages the folder of all runs: trains and resumes them, and stores their results.
 
-A run is one `wlb train` on one thread, with checkpoints. One that finished has left `result.json`
-and is not repeated; one that was interrupted goes on from its newest checkpoint (to the same
-losses, to the bit). Results are small and carry a digest of settings and corpus, so that results of
-other settings or corpora are refused.
+A run is a process `wlb train` with one thread and with checkpoints. A finished run has a file
+`result.json` and is not repeated. An interrupted run resumes from its newest checkpoint, with
+bit-equal losses. A result contains a digest of its settings and corpus, so results of other
+settings or corpora are refused.
 """
 
 import itertools
@@ -39,7 +38,7 @@ from wlb.spec.keys import RENAMED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes one run."""
+    """A run: an arm with a seed."""
 
     arm: Arm
     seed: int
@@ -50,9 +49,9 @@ class Case:
 
 
 def cases_of(seeds: Iterable[int], arms: Sequence[Arm] = ARMS) -> list[Case]:
-    """Returns runs group by group, and seed by seed in a group.
+    """Returns the runs of all arms and seeds, ordered by group and then by seed.
 
-    An interrupted study thus has whole seeds.
+    So an interrupted study has complete seeds, which can be compared.
     """
     groups = list(dict.fromkeys(arm.group for arm in arms))
     order = sorted(
@@ -63,15 +62,15 @@ def cases_of(seeds: Iterable[int], arms: Sequence[Arm] = ARMS) -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Holds a scale, its folder and its stores."""
+    """A study: its scale, its corpus, and the folder of its runs."""
 
     scale: Scale
-    folder: Path
-    stores: Stores
+    folder: Path  # folder of all runs and of the corpus
+    stores: Stores  # token stores of the corpus
 
     @classmethod
     def open(cls, scale: Scale, folder: Path) -> "Study":
-        """Makes the scale's corpus in `folder` unless it is there."""
+        """Opens the study in a folder, and makes the corpus and the profile if they are missing."""
         stores = open_stores(
             folder / "stores",
             scale.sources(),
@@ -84,7 +83,7 @@ class Study:
 
     @property
     def profile(self) -> Path:
-        """Returns the path of the kernel profile that packing decides with."""
+        """Returns the path of the kernel profile by which policies decide."""
         return self.folder / "profile.json"
 
     @property
@@ -93,14 +92,14 @@ class Study:
         return info.vocab_size if info else self.scale.vocabulary
 
     def keys_of(self, case: Case) -> dict[str, Any]:
-        """Returns all settings of a run but its number of steps."""
+        """Returns all settings of a run except its number of steps."""
         return {
             **self.scale.keys,
             "model.vocab_size": self.vocabulary,
             "data.store": self.stores.train,
             "data.heldout_store": self.stores.heldout,
             "data.epochs": 1,
-            # This number covers the whole held-out store.
+            # More steps than the held-out store has, so that all of it is evaluated.
             "eval.steps": 1_000_000,
             "eval.interval_tokens": self.scale.eval_tokens,
             "cost.profile": self.profile,
@@ -120,26 +119,31 @@ class Study:
         return spec_of(self.scale, self.keys_of(case))
 
     def books(self, case: Case, *, anew: bool = False) -> Bookkeeping:
-        """Returns the counts of the case's packing and seed, which are kept in the folder.
+        """Returns the counts of a run's packing and seed.
 
-        They are planned again where kept counts lack a field of today's.
+        Counts are stored in the study's folder. They are computed if they are missing or lack a
+        field.
 
-        anew: plans again in any case, as this code plans
+        Args:
+            case: The run.
+            anew: Whether to compute them even if they are stored, because the code may have
+                changed.
         """
         packing = Case(arm=arm_of(case.arm.packing), seed=case.seed)
         path = self.folder / "books" / f"{packing.name}-{self.digest(packing):x}.json"
-        kept = None
+        book = None
         if path.exists() and not anew:
-            kept = books_from_json(json.loads(path.read_text("utf-8")))
-        if kept is None:
-            kept = bookkeeping(self.spec_of(case), self.stores.train)
-            write_json(path, asdict(kept))
-        return kept
+            book = books_from_json(json.loads(path.read_text("utf-8")))
+        if book is None:
+            book = bookkeeping(self.spec_of(case), self.stores.train)
+            write_json(path, asdict(book))
+        return book
 
     def result(self, case: Case) -> Result | None:
-        """Returns the result of a run, None if it has not finished.
+        """Returns the result of a run, or None if it has not finished.
 
-        Raises ValueError if it was made with other settings or another corpus.
+        Raises:
+            ValueError: If the result was made with other settings or another corpus.
         """
         path = self.folder / case.name / "result.json"
         return self._fitting(case, path) if path.exists() else None
@@ -154,9 +158,14 @@ class Study:
         return found
 
     def take(self, folder: Path, cases: Iterable[Case]) -> list[Case]:
-        """Takes over runs trained elsewhere, as `keep` left them, and returns which ones.
+        """Imports results of runs that were trained elsewhere, and returns those runs.
 
-        Raises ValueError for a run of other settings or another corpus.
+        Args:
+            folder: Folder of result files that `keep` wrote.
+            cases: Runs to look for. Runs that already have a result are skipped.
+
+        Raises:
+            ValueError: If a result was made with other settings or another corpus.
         """
         if not folder.is_dir():
             raise ValueError(f"--take {folder}: there is no such folder")
@@ -170,23 +179,23 @@ class Study:
         return taken
 
     def keep(self, folder: Path, cases: Iterable[Case]) -> None:
-        """Writes a file of a few kilobytes for each run that ended."""
+        """Writes the result of each finished run to `folder`, in files of a few kilobytes."""
         for case in cases:
             if (found := self.result(case)) is not None:
                 write_json(folder / f"{case.name}.json", asdict(found))
 
     def command(self, case: Case) -> list[str]:
-        """Returns the run as a command.
+        """Returns the command that trains a run.
 
-        The run is planned anew, since books may be older than the code that will train: a run of
-        their number of steps could end before its data does.
+        This plans the whole run to learn its number of steps. Stored counts may come from older
+        code, and a wrong number of steps could end the run before its data does.
         """
         keys = self.keys_of(case) | {"training.steps": self.books(case, anew=True).num_steps}
         train = [sys.executable, "-m", "wlb", "train", self.scale.preset, "--resume", "auto"]
         return [*train, "--set", *settings(keys)]
 
     def run(self, case: Case) -> Result:
-        """Trains a run unless it was trained; goes on where it was interrupted."""
+        """Trains or resumes a run and returns its result; a finished run is not repeated."""
         if (found := self.result(case)) is not None:
             return found
         command = self.command(case)
@@ -202,8 +211,10 @@ class Study:
         return self.collect(case)
 
     def collect(self, case: Case) -> Result:
-        """Reads the results of an ended run and keeps them; raises ValueError for one that has not
-        ended. Its checkpoints are removed.
+        """Computes and stores the result of a finished run, then removes its checkpoints.
+
+        Raises:
+            ValueError: If the run has not finished.
         """
         run = self.folder / case.name
         found = read_run(run)
@@ -218,10 +229,11 @@ class Study:
         return made
 
     def digest(self, case: Case) -> int:
-        """Returns a digest of all settings and of the corpus, which marks this case's results."""
+        """Returns a digest of a run's settings and corpus, which its result must have."""
+        # Where files are does not matter.
         places = ("data.store", "data.heldout_store", "cost.profile", "run.output_dir")
         keys = {k: v for k, v in self.keys_of(case).items() if k not in places}
-        # Runs that were kept earlier are marked with old names.
+        # Stored results were made when some keys had other names, so use the old names.
         before = {new: old for old, new in RENAMED.items()}
         named = {before.get(name, name): value for name, value in keys.items()}
         return digest(self.stores.checksum, *settings(dict(sorted(named.items()))))

@@ -1,10 +1,12 @@
-"""Turns seeds into numbers: each arm against its baseline, seed by seed, and the noise.
+"""Compares each arm with its baseline, and estimates the noise.
 
-A difference is taken between runs of the same seed, which begin with the same weights and get
-documents in the same order. Noise is estimated from all runs at once (`leftover`). Intervals are
-Student's t for CONFIDENCE; `joint_factor` is how much wider they have to be to hold for all
-comparisons at once. Losses at equal token counts are interpolated between two evaluations, because
-steps of different policies end at different tokens.
+Differences are taken between runs of the same seed, which start with the same weights and read
+documents in the same order. The noise is estimated from all runs at once (`leftover`). Confidence
+intervals are Student's t. `joint_factor` says how much wider they must be to hold for all
+comparisons at once.
+
+Steps of different policies end at different numbers of tokens. So a loss at a given number of
+tokens is interpolated between two evaluations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from wlb.plan import FloatArray
 CONFIDENCE = 0.95
 NO_DELAY = "hold-0"
 Measure = Callable[[Result], float]
+"""A number of a run, such as its held-out loss at the end."""
 
 
 def final(result: Result) -> float:
@@ -34,13 +37,13 @@ def train_loss(result: Result) -> float:
 
 
 def long_loss(result: Result) -> float:
-    """Returns the held-out loss on documents of a window and more, NaN without any."""
+    """Returns the held-out loss on documents of at least a window; NaN if there are none."""
     last = result.class_losses[-1] if result.class_losses else None
     return float("nan") if last is None else last
 
 
 def loss_at(tokens: float) -> Measure:
-    """Returns the measure of held-out loss when `tokens` tokens were trained."""
+    """Returns the measure of the held-out loss after `tokens` trained tokens."""
 
     def measure(result: Result) -> float:
         at, loss = zip(*result.curve, strict=True)
@@ -56,39 +59,43 @@ def cut_share(book: Bookkeeping) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """Holds an arm's runs and bookkeeping by seed, and its baseline's runs of the same seeds.
-
-    beside: name of the baseline
-    """
+    """Runs of an arm, and runs of its baseline with the same seeds."""
 
     arm: Arm
-    beside: str
+    beside: str  # name of the baseline
     seeds: tuple[int, ...]
-    results: tuple[Result, ...]
-    books: tuple[Bookkeeping, ...]
-    baseline: tuple[Result, ...]
+    results: tuple[Result, ...]  # the arm's runs, by seed
+    books: tuple[Bookkeeping, ...]  # counts of the arm's packing, by seed
+    baseline: tuple[Result, ...]  # the baseline's runs, by seed
 
     @property
     def is_baseline(self) -> bool:
         return self.arm.name == self.beside
 
     def values(self, measure: Measure) -> FloatArray:
+        """Returns the measure of each run, shape [seeds]."""
         return np.array([measure(result) for result in self.results], np.float64)
 
     def differences(self, measure: Measure) -> FloatArray:
+        """Returns the measure of each run minus that of its baseline, shape [seeds]."""
         theirs = np.array([measure(result) for result in self.baseline], np.float64)
         return self.values(measure) - theirs
 
     def book(self, of: Callable[[Bookkeeping], float]) -> float:
+        """Returns the mean over seeds of a number in the counts."""
         return float(np.mean([of(book) for book in self.books]))
 
     @cached_property
     def class_weights(self) -> FloatArray:
-        """Returns the weights of labels by class of length, mean of seeds."""
+        """Returns the weight of labels by class of document length, as a mean over seeds."""
         return np.mean([book.class_weights for book in self.books], axis=0)
 
     def class_differences(self) -> FloatArray:
-        """Returns held-out loss minus the baseline's, shape [seeds, classes], NaN without any."""
+        """Returns held-out losses by class of document length, minus the baseline's.
+
+        Returns:
+            Differences, shape [seeds, classes]. NaN for classes without documents.
+        """
 
         def losses(results: Sequence[Result]) -> FloatArray:
             return np.array([[np.nan if x is None else x for x in r.class_losses] for r in results])
@@ -97,7 +104,7 @@ class Group:
 
 
 def baseline_of(arm: Arm) -> str:
-    """Returns the arm to compare with: no delay for forced delays, Plain-4D for all else."""
+    """Returns the baseline of an arm: no delay for forced delays, Plain-4D for all others."""
     return NO_DELAY if arm.group == "delay" else BASELINE
 
 
@@ -106,9 +113,12 @@ def groups_of(
 ) -> list[Group]:
     """Groups runs by arm, in the study's order.
 
-    Only seeds that the arm and its baseline both have count; arms without any are left out.
+    Only seeds of which the arm and its baseline both have a run are used. Arms without such seeds
+    are left out.
 
-    books: None: only losses are looked at
+    Args:
+        results: Results by name of the arm and seed.
+        books: Counts by name of the packing and seed. None: groups have no counts.
     """
     out: list[Group] = []
     for arm in ARMS:
@@ -129,9 +139,9 @@ def groups_of(
 
 
 def against(groups: Sequence[Group], name: str) -> list[Group]:
-    """Compares arms other than forced delays with arm `name` in place of their baseline.
+    """Returns groups that compare arms with arm `name` instead of their baseline.
 
-    Only seeds that both have count; there are no groups where `name` has not run.
+    Forced delays are left out, and so are seeds that `name` has not run.
     """
     theirs = {
         s: r for g in groups if g.arm.name == name for s, r in zip(g.seeds, g.results, strict=True)
@@ -155,12 +165,14 @@ def against(groups: Sequence[Group], name: str) -> list[Group]:
 
 
 def leftover(groups: Sequence[Group], measure: Measure) -> tuple[float, int]:
-    """Returns the standard deviation that neither arm nor seed explains, and degrees of freedom.
+    """Estimates the noise: the standard deviation that neither arm nor seed explains.
 
-    A run's loss is modelled as an effect of its arm plus one of its seed (a randomised block
-    design), and the residuals have one variance, so that even three seeds of an arm, or one, tell
-    something. It comes from least squares over all runs. It is (NaN, 0) where no two arms have two
-    seeds in common.
+    The loss of a run is modelled as an effect of its arm plus an effect of its seed plus noise (a
+    randomised block design), fitted by least squares over all runs. All arms share the variance of
+    the noise, so even arms with one seed have an interval.
+
+    Returns:
+        Standard deviation and degrees of freedom, or (NaN, 0) if no two arms share two seeds.
     """
     cells: dict[tuple[str, int], float] = {}
     for g in groups:
@@ -177,9 +189,9 @@ def leftover(groups: Sequence[Group], measure: Measure) -> tuple[float, int]:
 
 
 def band(groups: Sequence[Group], group: Group, measure: Measure) -> float:
-    """Returns half the width of the interval of `group`'s mean difference, in the measure's unit.
+    """Returns the half width of the confidence interval of a group's mean difference.
 
-    Smaller differences are noise. It is NaN where the noise cannot be estimated.
+    Differences smaller than this are noise. The result is NaN if the noise cannot be estimated.
     """
     deviation, freedom = leftover(groups, measure)
     if not freedom:
@@ -189,9 +201,9 @@ def band(groups: Sequence[Group], group: Group, measure: Measure) -> float:
 
 
 def joint_factor(groups: Sequence[Group], measure: Measure) -> float:
-    """Returns how much wider intervals must be to hold for all groups at once with CONFIDENCE.
+    """Returns the factor by which intervals must be wider to hold for all groups at once.
 
-    The correction is Bonferroni's. It is NaN where there are no intervals.
+    It is the Bonferroni correction, or NaN if there are no intervals.
     """
     freedom = leftover(groups, measure)[1]
     count = sum(not g.is_baseline for g in groups)
@@ -202,7 +214,10 @@ def joint_factor(groups: Sequence[Group], measure: Measure) -> float:
 
 
 def verdict(groups: Sequence[Group], group: Group, measure: Measure) -> str:
-    """Says "noise", "worse" or "better" than the baseline, "one seed" where nothing can be said."""
+    """Returns whether a group is "worse" or "better" than its baseline, or differs by "noise".
+
+    Returns "one seed" if the noise cannot be estimated.
+    """
     width, mean = band(groups, group, measure), float(group.differences(measure).mean())
     if not np.isfinite(width):
         return "one seed"

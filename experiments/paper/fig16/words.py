@@ -1,4 +1,4 @@
-"""Writes the text of the page, with the figures' numbers and their limits."""
+"""Writes the text of the page, with its numbers and their limits."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ from experiments.paper.fig16.summary import (
 from wlb.data import TokenStore
 
 ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})
-"""In runs of these commits FSDP's cast of inputs had rounded the RoPE tables to bfloat16."""
+"""Commits at which FSDP's cast of inputs rounded the RoPE tables to bfloat16."""
 
 
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
@@ -37,7 +37,7 @@ def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
 
 
 def against_rows(groups: Sequence[Group]) -> list[Against]:
-    """Compares with the paper's sentences about Figures 6 and 16."""
+    """Compares our numbers with the paper's sentences about Figures 6 and 16."""
     found = _by_name(groups)
     rows = (
         ("fixed-8", "training loss, window of 8 global batches", "+1.6% on average"),
@@ -67,7 +67,7 @@ def _pm(width: float, spec: str = ".4f") -> str:
 
 
 def _said(groups: Sequence[Group], g: Group, measure: Measure = final) -> str:
-    """Returns text such as "bounded +0.0012 ± 0.0020 (noise)"."""
+    """Formats an arm's difference from its baseline, as in "bounded +0.0012 ± 0.0020 (noise)"."""
     return f"{g.arm.title} {_difference(groups, g, measure)}"
 
 
@@ -128,7 +128,7 @@ def _normalisers(groups: Sequence[Group]) -> str:
 
 
 def _long_documents(groups: Sequence[Group]) -> str:
-    """Describes the long documents, where weights differ most."""
+    """Describes the losses of long documents, whose weights differ most between arms."""
     others = [g for g in groups if g.arm.group != "delay" and not g.is_baseline]
     if not others or not all(np.isfinite(g.differences(long_loss)).all() for g in others):
         return ""
@@ -169,12 +169,15 @@ def _delays(groups: Sequence[Group], tokens: int) -> str:
 
 
 def _chance(groups: Sequence[Group]) -> str:
-    told = _together(groups, final)
-    return f"**Chance.** {told}" if told else ""
+    text = _together(groups, final)
+    return f"**Chance.** {text}" if text else ""
 
 
 def _together(groups: Sequence[Group], measure: Measure) -> str:
-    """Says which differences remain over many comparisons; empty where noise has no estimate."""
+    """Returns which differences remain significant over all comparisons.
+
+    The text is empty if the noise cannot be estimated.
+    """
     factor = joint_factor(groups, measure)
     if not np.isfinite(factor):
         return ""
@@ -185,28 +188,28 @@ def _together(groups: Sequence[Group], measure: Measure) -> str:
         if abs(float(g.differences(measure).mean())) > factor * band(groups, g, measure)
     ]
     return (
-        f"Of comparisons in which nothing differs one in 20 is outside its ± all the same, and "
-        f"these are {len(others)}: with ± {factor:.2f} times as wide, which holds for all of them "
-        f"at once (Bonferroni), outside is {', '.join(outside) or 'none'}."
+        f"If nothing differed, one comparison in 20 would still be outside its ±, and these are "
+        f"{len(others)}. With ± {factor:.2f} times as wide, which holds for all of them at once "
+        f"(Bonferroni), outside is {', '.join(outside) or 'none'}."
     )
 
 
 def _cuts(groups: Sequence[Group]) -> str:
-    """Describes cuts, in which policies differ as well, and which are no matter of order."""
+    """Describes how many documents policies cut, which changes the loss besides their order."""
     shares: dict[str, list[str]] = {}
     for g in groups:
         if g.arm.name == g.arm.packing:
             shares.setdefault(f"{g.book(cut_share):.1%}", []).append(g.arm.title)
     said = "; ".join(f"{share} with {', '.join(titles)}" for share, titles in shares.items())
     return (
-        f"**Cuts.** What stands behind a cut is trained without what stood before it. Documents "
-        f"trained in more than one piece: {said}. A difference from original holds this as well "
-        f"as the order and the size of steps.{_beside_control(groups)}"
+        f"**Cuts.** The part of a document after a cut is trained without the part before it. "
+        f"Documents trained in more than one piece: {said}. A difference from original includes "
+        f"this effect besides the order and the size of steps.{_beside_control(groups)}"
     )
 
 
 def _beside_control(groups: Sequence[Group]) -> str:
-    """Describes the differences of policies that remain where cuts are the same."""
+    """Describes how policies differ from best-fit packing, which cuts as few documents."""
     others = [
         g
         for g in against(groups, CONTROL)
@@ -240,14 +243,13 @@ def _limits(groups: Sequence[Group]) -> str:
     return (
         f"**What is not shown.** This is a small model on little text: a delay of a step is a "
         f"larger part of this training than of one of 52,000 steps, and effects that need scale to "
-        f"be seen are not here. Policies "
-        f"whose differences are within ± are not shown to be equal, only not told apart: what "
-        f"would be seen is a difference above ±.{_rounded(groups)}"
+        f"be seen are not here. Policies whose differences are within ± are not shown to be "
+        f"equal: only a difference above ± would have been detected.{_rounded(groups)}"
     )
 
 
 def _rounded(groups: Sequence[Group]) -> str:
-    """Says that runs had rounded RoPE tables; empty where none had."""
+    """Returns a note if runs had rounded RoPE tables, else an empty text."""
     results = [r for g in groups for r in g.results]
     rounded = sum(r.commit.removesuffix("-dirty") in ROUNDED_TABLES for r in results)
     if not rounded:

@@ -1,10 +1,12 @@
 """Counts rows, steps, utilisation and padding of the methods that pack with position ids.
 
-`python -m experiments.paper.packing_methods` counts an epoch of each method of the packing paper's
-Tables 2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and layout
-(Tables 2 and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6, `steps`).
-Methods that the paper does not have are added: Multipack in groups of 8, exact first and best fit
-decreasing. `experiments.paper.packing_training` trains models; this counts.
+`python -m experiments.paper.packing_methods` counts an epoch of each method in Tables 2 to 6 of the
+packing paper ("Enhancing Training Efficiency Using Packing with Flash Attention"). Examples have
+lengths like those of its three data sets (`lengths`). Tables 2 and 3 have rows by model and layout
+(`rows`), and Tables 4 to 6 optimiser steps by method and (bs, msl, gas) (`steps`).
+
+Three methods are added that the paper does not have: Multipack in groups of 8 rows, and exact first
+fit and best fit decreasing. Nothing is trained here; `experiments.paper.packing_training` trains.
 """
 
 from pathlib import Path
@@ -25,7 +27,10 @@ SMALL_GAS = {
     for name, gases in (("FLAN", (4, 2)), ("OrcaMath", (4, 2)), ("Stack", (12, 6)))
     for msl, gas in zip((8192, 16384), gases, strict=True)
 }
-"""This is the smaller gas of each table, with which a step is less than 1% of an epoch."""
+"""The smaller number of gas (gradient accumulation steps) in each table, by data set and msl.
+
+With it, one step is less than 1% of an epoch.
+"""
 LAYOUTS = ("basic packing", "flat")
 
 
@@ -94,7 +99,10 @@ def steps_table(found: list[StepCounts], *, number: int) -> Table:
 
 
 def padding_table(found: list[StepCounts]) -> Table:
-    """Compares padding in the one way that the paper permits: how much longer padded runs took."""
+    """Returns the table of padding beside how much longer the paper's padded runs took.
+
+    The paper prints times, but not the share of padding.
+    """
     by = {(s.dataset, s.bs, s.method): s for s in found if s.paper and s.msl == MSL}
     records: list[dict[str, object]] = []
     for dataset in DATASETS:
@@ -156,7 +164,7 @@ def rows_table(found: list[RowCounts]) -> Table:
 
 
 def against_rows(steps: list[StepCounts], rows: list[RowCounts]) -> list[Against]:
-    """Returns steps at the smaller gas, then row counts of Mistral's tokenizer."""
+    """Compares steps at the smaller gas, and row counts with Mistral's tokenizer."""
     out: list[Against] = []
     for s in steps:
         is_shown = s.paper and s.bs == 1 and SMALL_GAS.get((s.dataset, s.msl)) == s.gas
@@ -206,7 +214,7 @@ def words(steps: list[StepCounts], rows: list[RowCounts]) -> str:
     }
     savings = ", ".join(f"{name} {s.steps[1]}" for name, s in best.items())
     return (
-        f"**Steps**: {exact} of the {len(compared)} steps of Tables 4 to 6 are met exactly, all "
+        f"**Steps**: {exact} of the {len(compared)} steps of Tables 4 to 6 come out exactly, all "
         f"within {abs(worst.difference or 0):.1%} (worst: {worst.dataset}, {worst.method}). Of the "
         "lengths, the totals and the spread were fitted to these tables, so this shows that the "
         "counts and the tables are consistent with each other, on one GPU: shared by the "
@@ -223,8 +231,7 @@ def words(steps: list[StepCounts], rows: list[RowCounts]) -> str:
         "used, that is next fit in random order, the same as RandomPacking; in groups of 8 rows it "
         "fills 98 to 99.7%, and leaves out the examples of its last, incomplete group. Exact best "
         f"fit decreasing needs, at rows of 8,192: {savings} steps, as few as cutting examples does "
-        "(FixedLengthPacking), and cuts none. It is here to be compared; the paper has not got "
-        "it.\n\n"
+        "(FixedLengthPacking), and cuts none. The paper does not have this method.\n\n"
         "**GroupByLength** sorts megabatches of 50 x bs x gas examples, as transformers' Trainer "
         "asks for. **Padding** is the one number that can be checked beyond counts: with bs 4, "
         "padded runs of random order compute 1.7 to 2.1 positions a token here, and took 1.3 to "
@@ -254,7 +261,7 @@ def main() -> None:
         Path(__file__).parent,
         title="Packing with position ids: rows and steps",
         how=How.COMPUTED,
-        profile="examples are drawn from lognormals that meet the paper's totals, and counted; no "
+        profile="examples are drawn from lognormals with the paper's totals, and counted; no "
         "time is in it.",
         seed=0,
         text=words(steps, rows),

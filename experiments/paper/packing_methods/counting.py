@@ -1,9 +1,13 @@
-"""Counts an epoch of each packing method: micro-batches, rows, tokens, positions.
+"""Counts an epoch of each packing method: micro-batches, rows, tokens and computed positions.
 
-No tensors are needed. A method is given the lengths of examples, each at most msl tokens long, in
-the order of the data set, and orders and groups them itself. (bs, msl, gas) are as in the paper:
-rows of a micro-batch on a GPU, tokens of a row, micro-batches per optimiser step. Only a method
-that by its nature drops or truncates does so; `Count.left_out` says how much.
+A method gets the lengths of examples in the order of the data set, and orders and groups them
+itself. No example is longer than a row. The names are the paper's:
+
+- bs: rows of a micro-batch on a GPU,
+- msl (maximum sequence length): tokens of a row,
+- gas (gradient accumulation steps): micro-batches of an optimiser step.
+
+Methods that drop tokens say how many (`Count.left_out`).
 """
 
 from collections.abc import Callable
@@ -16,13 +20,13 @@ from wlb.packing import BinMethod, pack_bins
 from wlb.plan import IntArray
 
 MEGABATCHES = 50
-"""transformers' sampler sorts this many batches together."""
+"""Number of batches that the sampler of transformers sorts together."""
 LIBRARY_GPUS = 8
-"""The paper's node has this many GPUs."""
+"""Number of GPUs of the paper's node."""
 
 
 class Method(StrEnum):
-    """Names the methods: the paper's names for its methods, ours for the others."""
+    """The packing methods. Methods of the paper have the paper's names."""
 
     RANDOM_PADDING = "RandomSampling+Padding"
     GROUPED_PADDING = "GroupByLength+Padding"
@@ -38,51 +42,52 @@ class Method(StrEnum):
 
 
 OURS = (Method.MULTIPACK_GROUPS, Method.FIRST_FIT_DECREASING, Method.BEST_FIT_DECREASING)
-"""The paper does not have these methods."""
+"""Methods that the paper does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Counts an epoch.
+    """Counts of an epoch."""
 
-    rows: rows; with padding or a mini-batch a row is an example
-    tokens: tokens of examples that are in micro-batches
-    positions: positions that a model computes, padding included
-    room: rows x msl, the positions that there is memory for
-    num_broken: examples in more than one row
-    left_out: tokens in no micro-batch
-    """
-
-    rows: int
+    rows: int  # rows of all micro-batches; in padded and mini-batch methods a row is an example
     micro_batches: int
-    tokens: int
-    positions: int
-    room: int
-    num_broken: int = 0
-    left_out: int = 0
+    tokens: int  # tokens that are trained
+    positions: int  # positions that the model computes, including padding
+    room: int  # rows x msl: the positions that all rows could have
+    num_broken: int = 0  # examples that are cut into more than one row
+    left_out: int = 0  # tokens that are not trained
 
     @property
     def utilisation(self) -> float:
-        """Returns tokens over room."""
+        """Returns tokens over the positions that all rows could have."""
         return self.tokens / self.room
 
     @property
     def padding(self) -> float:
-        """Returns the share of positions that hold no token."""
+        """Returns the share of computed positions that are padding."""
         return 1 - self.tokens / self.positions
 
     def steps(self, gas: int) -> int:
-        """Returns whole optimiser steps, as the paper counts.
+        """Returns the number of complete optimiser steps, as the paper counts them.
 
-        `micro_batches % gas` micro-batches come after the last step.
+        The last `micro_batches % gas` micro-batches belong to no complete step.
         """
         return max(1, self.micro_batches // gas)
 
 
 def count(method: Method, lengths: IntArray, *, bs: int, msl: int, gas: int, seed: int) -> Count:
-    """Counts an epoch of `method` on examples of `lengths` tokens, shape [n], each at most msl.
+    """Counts an epoch of a method.
 
-    seed: seed of the shuffle, on which sorted and decreasing methods do not depend
+    Args:
+        method: The packing method.
+        lengths: Tokens of each example, at most msl, shape [n].
+        bs: Rows of a micro-batch.
+        msl: Tokens of a row.
+        gas: Micro-batches of an optimiser step.
+        seed: Seed of the shuffle. Sorted and decreasing methods do not shuffle.
+
+    Raises:
+        ValueError: If there are no examples, or one is longer than a row.
     """
     if not lengths.size:
         raise ValueError("no examples to pack")
@@ -107,7 +112,7 @@ def count(method: Method, lengths: IntArray, *, bs: int, msl: int, gas: int, see
 
 
 def padded(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Takes bs examples at a time in the order given and pads each to the longest of them."""
+    """Counts padded micro-batches: bs examples in order, padded to the longest of them."""
     starts = np.arange(0, lengths.size, bs)
     widths = np.maximum.reduceat(lengths, starts)
     sizes = np.diff(starts, append=lengths.size)
@@ -121,7 +126,7 @@ def padded(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def mini_batch(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Takes bs examples at a time, one after the other in a single row as long as they are."""
+    """Counts mini-batch packing: bs examples are joined into one row without padding."""
     tokens = int(lengths.sum())
     return Count(
         rows=lengths.size,
@@ -133,7 +138,10 @@ def mini_batch(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def fixed_length(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Joins the examples and cuts them every msl tokens; the last row is filled with padding."""
+    """Counts fixed-length packing: all examples are joined and cut every msl tokens.
+
+    Padding fills the last row.
+    """
     ends = np.cumsum(lengths)
     tokens = int(ends[-1])
     rows = -(-tokens // msl)
@@ -149,13 +157,16 @@ def fixed_length(lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def first_come(lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Takes whole examples in the order given; one that does not fit ends a row (next fit)."""
+    """Counts next fit: whole examples in order, where one that does not fit starts a new row."""
     bins = pack_bins(lengths, msl, method=BinMethod.NEXT_FIT)
     return in_rows(bins.num_bins, lengths, bs=bs, msl=msl)
 
 
 def in_rows(rows: int, lengths: IntArray, *, bs: int, msl: int) -> Count:
-    """Counts whole examples in rows as long as their examples: position ids need no padding."""
+    """Counts whole examples that fill a known number of rows.
+
+    With position ids rows need no padding, so only the tokens are computed.
+    """
     tokens = int(lengths.sum())
     return Count(
         rows=rows, micro_batches=-(-rows // bs), tokens=tokens, positions=tokens, room=rows * msl
@@ -163,13 +174,14 @@ def in_rows(rows: int, lengths: IntArray, *, bs: int, msl: int) -> Count:
 
 
 def multipack(lengths: IntArray, *, bs: int, msl: int, num_gpus: int = 1) -> Count:
-    """Counts the Multipack sampler as first published, which takes one row per GPU at a time.
+    """Counts the Multipack sampler as first published, which packs one row per GPU at a time.
 
-    A group of rows takes as many of the next examples as first fit decreasing gets into num_gpus
-    rows. A binary search finds how many; like the library's, it presumes that fewer examples fit
-    where more do. Also as in the library, the last group is left out unless it fills a row for
-    every GPU. For one GPU a row simply takes examples until one does not fit, which is
-    `first_come`.
+    A group has num_gpus rows. It takes as many of the next examples as first fit decreasing packs
+    into these rows. A binary search finds that number. Like the library's search, it assumes that
+    if some number of examples fits, every smaller number fits too.
+
+    The last group is dropped, as in the library, unless it has a row for every GPU. With one GPU
+    the method is next fit (`first_come`).
     """
     ends = np.cumsum(lengths)
     begin, rows = 0, 0
@@ -198,19 +210,26 @@ def multipack(lengths: IntArray, *, bs: int, msl: int, num_gpus: int = 1) -> Cou
 
 
 def num_rows(lengths: IntArray, msl: int) -> int:
-    """Returns how many rows first fit decreasing needs."""
+    """Returns the number of rows that first fit decreasing needs."""
     if int(lengths.sum()) <= msl:
         return 1
     return pack_bins(lengths, msl, method=BinMethod.FIRST_FIT_DECREASING).num_bins
 
 
 def length_grouped(lengths: IntArray, *, batch: int, rng: np.random.Generator) -> IntArray:
-    """Returns the order of transformers' LengthGroupedSampler, indices into `lengths`, shape [n].
+    """Returns the order in which transformers' LengthGroupedSampler takes examples.
 
-    Examples are shuffled, then sorted from long to short within megabatches of 50 batches (fewer
-    where there would be less than four megabatches). The longest example of all changes places with
-    the first, so that memory runs out at once or not at all. transformers' Trainer passes bs * gas
-    as `batch`.
+    Examples are shuffled, then sorted from long to short within megabatches of 50 batches, or of
+    fewer if there would be less than four megabatches. Finally the longest example and the first
+    one are swapped, so that a run that lacks memory fails at once.
+
+    Args:
+        lengths: Tokens of each example, shape [n].
+        batch: Examples of a batch. transformers' Trainer passes bs * gas.
+        rng: Generator of the shuffle.
+
+    Returns:
+        Indices into `lengths`, shape [n].
     """
     megabatch = batch * max(1, min(lengths.size // (4 * batch), MEGABATCHES))
     order = rng.permutation(lengths.size)

@@ -25,7 +25,7 @@ PAPER = {"marker": "D", "color": "none", "markeredgecolor": "black", "markersize
 
 
 def draw_lengths() -> Any:
-    """Draws the paper's Figure 1 for the lengths that are counted here."""
+    """Draws the paper's Figure 1, the distribution of lengths, for our lengths."""
     figure, axes = new_figure(ncols=3, height=3.3)
     for axis, dataset, colour in zip(axes, DATASETS.values(), COLOURS, strict=False):
         lengths = dataset.lengths()
@@ -58,9 +58,11 @@ def draw_lengths() -> Any:
 
 
 def draw_steps(found: list[StepCounts], *, gas: dict[tuple[str, int], int]) -> Any:
-    """Draws steps at the smaller gas of each table.
+    """Draws the steps of an epoch by method.
 
-    gas: the smaller gas by data set and msl
+    Args:
+        found: Counted steps.
+        gas: Gradient accumulation steps to show, by data set and msl.
     """
     figure, axes = new_figure(ncols=3, height=4.3, sharey=True)
     for axis, name in zip(axes, DATASETS, strict=True):
@@ -93,7 +95,7 @@ def draw_steps(found: list[StepCounts], *, gas: dict[tuple[str, int], int]) -> A
 
 
 def draw_rows(found: list[RowCounts]) -> Any:
-    """Draws basic packing and flat rows by model: ours over the paper's, counted in two ways."""
+    """Draws our number of rows over the paper's by model and layout, counted in two ways."""
     figure, axes = new_figure(ncols=4, height=4.0, sharey=True, sharex=True)
     panels = [(d, layout) for layout in ("basic packing", "flat") for d in ("FLAN", "OrcaMath")]
     for axis, (dataset, layout) in zip(axes, panels, strict=True):

@@ -1,10 +1,12 @@
 """Derives example lengths like those of FLAN 20K, OrcaMath 20K and Stack 20K.
 
-The paper ("Enhancing Training Efficiency Using Packing with Flash Attention") prints no length of
-an example, but its tables hold enough to derive them (`Dataset`). A length is a quantile of a
-lognormal, not a random draw: the i-th of n is the (i + 1/2) / n quantile, and the median is solved
-for so that the total is right. A data set thus has one list of lengths, and a seed only shuffles
-it. The paper's histograms of FLAN and OrcaMath have their modes near 100 and 400 tokens, as here.
+The paper ("Enhancing Training Efficiency Using Packing with Flash Attention") prints no lengths of
+examples, but its tables have enough numbers to derive them (`Dataset`).
+
+Lengths are not random draws but quantiles of a lognormal: the i-th of n is the (i + 1/2) / n
+quantile. The median is solved for, so that the total is right. So a data set has one list of
+lengths, and a seed only shuffles it. As in the paper's histograms, the modes of FLAN and OrcaMath
+are near 100 and 400 tokens.
 """
 
 import math
@@ -18,39 +20,33 @@ from scipy.special import ndtr, ndtri
 from wlb.plan import IntArray
 
 MSL = 4096
-"""The paper's examples have at most this many tokens."""
+"""Maximum sequence length: tokens of the longest example in the paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Describes a data set by the number, tokens and spread of its examples, from the tables.
+    """A data set whose lengths follow a lognormal, with parameters derived from the paper's tables.
 
-    - **Number of examples**: the Rows of padding are 19,961 for FLAN with Mistral's tokenizer and
-      20,000 for OrcaMath. FLAN's differ by tokenizer (19,947 to 19,974 of 20,000), so examples over
-      the maximum sequence length (msl) of 4,096 tokens were left out. Stack has 312 steps of 64, so
-      all 20,000.
-    - **Number of tokens**: Time x Tok/s is the same for every method of a table of one GPU: 9.22
-      million (FLAN), 7.90 million (OrcaMath), 27.0 million (Stack).
-    - **Spread**: a packer that cuts nothing fills rows the worse, the longer the examples are at
-      which it ends rows. The steps of random and of sorted packing at rows of 8,192 and 16,384
-      therefore tell the spread. Lognormals of sigma 1.0, 0.6 and 1.4 meet them within 1%.
-    - **Long examples**: a lognormal of sigma 1.4 that is left out above 4,096 fits Stack 3% worse
-      than one that is cut there; since 20,000 of 20,000 examples are left, they must have been cut.
-
-    num_examples, tokens: examples that are trained, and their tokens
-    sigma: standard deviation of the lengths' logarithm
-    longest: tokens of the longest example, None if there is no limit
-    is_cut: whether longer examples are cut at `longest`; else they are left out
-    num_left_out: examples that are left out and not in num_examples
+    - **Number of examples**: with padding, a row is an example. The tables have 19,961 rows for
+      FLAN with Mistral's tokenizer and 20,000 for OrcaMath. FLAN's number depends on the tokenizer
+      (19,947 to 19,974 of 20,000), so examples longer than 4,096 tokens were left out. Stack has
+      312 steps of 64 examples, which are all 20,000.
+    - **Number of tokens**: Time x Tok/s is the same for all methods of a table: 9.22 million
+      (FLAN), 7.90 million (OrcaMath) and 27.0 million (Stack).
+    - **Spread**: a packer that cuts nothing leaves more of a row empty if examples are longer. So
+      the steps of random and sorted packing, in rows of 8,192 and 16,384 tokens, determine the
+      spread. Lognormals of sigma 1.0, 0.6 and 1.4 reproduce them within 1%.
+    - **Long examples**: Stack still has all 20,000 examples, so long ones must have been cut and
+      not left out. This also fits its steps 3% better.
     """
 
     title: str
-    num_examples: int
-    tokens: int
-    sigma: float
-    longest: int | None = MSL
-    is_cut: bool = False
-    num_left_out: int = 0
+    num_examples: int  # examples that are trained
+    tokens: int  # tokens of these examples
+    sigma: float  # standard deviation of the logarithm of lengths
+    longest: int | None = MSL  # tokens of the longest example; None if there is no limit
+    is_cut: bool = False  # whether longer examples are cut at `longest`, instead of left out
+    num_left_out: int = 0  # examples that were left out; `num_examples` does not count them
 
     def __post_init__(self) -> None:
         if self.num_examples < 1 or self.tokens < self.num_examples:
@@ -70,7 +66,10 @@ class Dataset:
 
     @property
     def median(self) -> float:
-        """Returns the median of the lognormal before cutting or leaving out, given `tokens`."""
+        """Returns the median of the lognormal for which the trained examples have `tokens` tokens.
+
+        It is the median before examples are cut or left out.
+        """
 
         def excess(log_median: float) -> float:
             return float(self._quantiles(math.exp(log_median)).sum()) - self.tokens
@@ -78,9 +77,9 @@ class Dataset:
         return math.exp(_root(excess))
 
     def lengths(self) -> IntArray:
-        """Returns the tokens of each example, rising, shape [num_examples].
+        """Returns the tokens of each example in rising order, shape [num_examples].
 
-        Their sum is `tokens`, but for rounding.
+        Apart from rounding, their sum is `tokens`.
         """
         return _whole(self._quantiles(self.median))
 
@@ -91,7 +90,7 @@ class Dataset:
         return _whole(self._between(self.median, self.longest, None, self.num_left_out))
 
     def uncut(self) -> IntArray:
-        """Returns `lengths()` before they were cut, as far as the lognormal knows."""
+        """Returns the lengths that the examples had before they were cut, by the lognormal."""
         return _whole(self._between(self.median, None, None if self.is_cut else self.longest))
 
     def shuffled(self, seed: int) -> IntArray:
@@ -106,8 +105,13 @@ class Dataset:
     def _between(
         self, median: float, low: int | None, high: int | None, num: int | None = None
     ) -> np.ndarray:
-        """Returns the middles of `num` equally likely parts of the lognormal from `low` to
-        `high`.
+        """Returns quantiles of the lognormal between two lengths.
+
+        Args:
+            median: Median of the lognormal.
+            low: Lower end of the range. None: 0.
+            high: Upper end of the range. None: no upper end.
+            num: Number of quantiles, the middles of equally likely parts. Defaults to num_examples.
         """
         num = num or self.num_examples
         start = 0.0 if low is None else float(ndtr(math.log(low / median) / self.sigma))
@@ -117,7 +121,7 @@ class Dataset:
 
 
 def _root(excess: Callable[[float], float]) -> float:
-    """Returns a logarithm of tokens where `excess`, which rises, is 0."""
+    """Returns the logarithm of tokens at which the increasing function `excess` is 0."""
     return float(brentq(excess, math.log(1e-3), math.log(1e9)))  # pyright: ignore[reportArgumentType]
 
 

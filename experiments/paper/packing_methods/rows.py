@@ -1,10 +1,12 @@
-"""Counts rows of an epoch by model and layout, beside the paper's Tables 2 and 3.
+"""Counts the rows of an epoch by model and layout, beside the paper's Tables 2 and 3.
 
-Models differ only by their tokenizer here. Their examples and tokens come from the tables: Rows of
-the mini-batches, and their Time x Tok/s x 8 GPUs. Rows of padding and of mini-batches are examples,
-and so need no counting. Rows of basic packing (of 4,096 tokens, cut anywhere) and flat rows (whole
-examples, first come first served, in rows of bs x msl) are counted with nothing lost (every trained
-example is packed and the last row is kept) and as printed (`by_thousands`).
+Models differ here only by their tokenizer. The tables give their examples (Rows of mini-batches) and
+their tokens (Time x Tok/s x 8 GPUs).
+
+With padding and in mini-batches, a row is an example, so there is nothing to count. Two layouts are
+counted: basic packing, in rows of 4,096 tokens that cut examples anywhere; and flat rows of bs x msl
+tokens, which take whole examples in order. Each is counted in two ways: so that nothing is lost, and
+as the tables seem to be counted (`by_thousands`).
 """
 
 from collections.abc import Callable
@@ -20,31 +22,26 @@ from wlb.plan import IntArray
 
 NUM_EXAMPLES = 20_000
 MAPPED = 1000
+"""Examples that `datasets.map` passes to the packing function at a time."""
 BATCH = 4
+"""Examples of a GPU's mini-batch, by the paper's text."""
 SMALLER_BATCHES = {"gemma": 2, "QwenMOE": 2}
-"""These models have this many examples in a GPU's mini-batch.
+"""Models whose mini-batches must have been smaller, and their examples.
 
-The text says 4 of all models; these two have twice the flat rows that 4 can give.
+They have twice as many flat rows as mini-batches of 4 examples can give.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Holds a row of the paper beside our counts, which are means over shuffles.
-
-    row_tokens: tokens of a row, None where a row is an example
-    nothing_lost: rows if no token is lost
-    utilisation: share of tokens in these rows
-    as_printed: rows as the tables seem to be counted
-    lost: tokens that are then dropped or cut
-    """
+    """A row of the paper's tables beside our counts, which are means over shuffles."""
 
     paper: RowsRow
-    row_tokens: int | None
-    nothing_lost: float
-    utilisation: float | None
-    as_printed: float | None = None
-    lost: float | None = None
+    row_tokens: int | None  # tokens of a row; None if a row is an example
+    nothing_lost: float  # rows if no token is lost
+    utilisation: float | None  # share of these rows that tokens fill
+    as_printed: float | None = None  # rows as the tables seem to be counted
+    lost: float | None = None  # tokens that are dropped or cut off if counted as printed
 
     def difference(self, *, as_printed: bool) -> float:
         """Returns our rows over the paper's, minus 1."""
@@ -53,7 +50,7 @@ class RowCounts:
 
 
 def row_counts(seeds: range) -> list[RowCounts]:
-    """Returns means over shuffles, in the paper's order."""
+    """Counts all rows of Tables 2 and 3, in the paper's order, as means over shuffles."""
     groups = groupby(rows_rows(), key=lambda row: (row.table, row.model))
     return [found for _, rows in groups for found in _of_model(list(rows), seeds)]
 
@@ -112,11 +109,16 @@ def _counted(
 
 
 def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count]) -> tuple[int, int]:
-    """Returns rows and dropped tokens where each 1,000 examples drop the row they do not fill.
+    """Returns (rows, dropped tokens) if examples are packed 1,000 at a time.
 
-    The tables turn out to be counted in this way (as printed): the 20,000 examples, those over msl
-    as well, are packed 1,000 at a time, as `datasets` maps. Basic packing cuts long examples at row
-    ends; flat rows have them cut at msl.
+    `datasets.map` works in this way, and the paper's tables turn out to be counted so. From each
+    thousand, the last row is dropped unless it is full. Examples longer than msl are included: basic
+    packing cuts them at the ends of rows, and for flat rows they are cut at msl before.
+
+    Args:
+        examples: Tokens of all 20,000 examples, shuffled.
+        row_tokens: Tokens of a row.
+        how: Function that counts the layout.
     """
     rows = dropped = 0
     for begin in range(0, examples.size, MAPPED):
@@ -130,7 +132,7 @@ def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count])
 
 
 def _last_row(examples: IntArray, row_tokens: int, how: Callable[..., Count]) -> int:
-    """Returns the tokens of the row that is being filled when the examples end."""
+    """Returns the tokens of the last row, which may be incomplete."""
     if how is fixed_length:
         return (int(examples.sum()) - 1) % row_tokens + 1
     filled = 0

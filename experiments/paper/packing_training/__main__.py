@@ -1,10 +1,12 @@
 """Fine-tunes a small model with every packing method of the packing paper and compares them.
 
-`python -m experiments.paper.packing_training` trains a model of 5 million parameters on Python
-sources of other packages. From there it fine-tunes one epoch on conversations about the standard
-library's docstrings, with each of the paper's methods at layouts like those of its Tables 4 to 6,
-several seeds each. Everything is kept in --folder: the same command goes on where it was
-interrupted, and writes `results` when all runs are there. It takes about 75 minutes on two cores.
+`python -m experiments.paper.packing_training` first trains a model of 5 million parameters on the
+sources of Python packages. Then it fine-tunes the model for one epoch on conversations about the
+docstrings of the standard library: with each of the paper's methods, at layouts like those of its
+Tables 4 to 6, with several seeds each.
+
+Everything is stored in --folder, so the same command resumes after an interruption. When all runs
+are finished, it writes `results`. It takes about 75 minutes on two cores.
 """
 
 import argparse
@@ -30,7 +32,7 @@ QUICK_STEPS = 4
 
 
 def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]:
-    """Trains the runs that are missing, `jobs` at a time, and returns all results in order."""
+    """Trains the runs that have no result yet, `jobs` at a time, and returns all results."""
     missing = [case for case in cases if study.result(case) is None]
     print(f"{len(cases) - len(missing)} of {len(cases)} runs are there", flush=True)
     pool = ThreadPoolExecutor(jobs)
@@ -42,13 +44,16 @@ def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]
                 flush=True,
             )
     finally:
-        # After Ctrl-C, which the runs received too, no further run starts.
+        # Ctrl-C ends the running trainings, which receive it as well. Start no others.
         pool.shutdown(cancel_futures=True)
     return {case: study.run(case) for case in cases}
 
 
 def best_rate(rates: dict[Case, Result]) -> float:
-    """Returns the best rate of the mini-batch runs: many steps, the paper's own method."""
+    """Returns the learning rate with the lowest held-out loss of mini-batch packing.
+
+    Mini-batch packing is the paper's method, and takes many small steps.
+    """
     found = [
         (r.heldout_after, c.learning_rate)
         for c, r in rates.items()
@@ -83,7 +88,7 @@ def study_of(options: argparse.Namespace) -> None:
 
 
 def quick() -> None:
-    """Trains a few steps of three methods from random weights, only to see that it works."""
+    """Trains a few steps of three methods from random weights, only to check that they run."""
     with tempfile.TemporaryDirectory() as folder:
         study = Study.open(Path(folder))
         for method in ("random_padding", "mini_batch_posid", "multipack_bfd_posid"):

@@ -1,8 +1,8 @@
-"""Defines the data, the base model, and every run by name.
+"""Defines the data, the base model and the runs, and trains them.
 
-Each run is one `wlb train` in a process of its own on one thread, so that processor time and peak
-memory are its own and two runs can go on at once. A run that finished has left `result.json` and is
-not repeated; one that was interrupted begins again.
+Each run is its own process `wlb train` with one thread. So its CPU time and peak memory can be
+measured, and two runs can be made at the same time. A finished run has a file `result.json` and is
+not repeated. An interrupted run starts from the beginning.
 """
 
 import json
@@ -22,16 +22,17 @@ from wlb.planner import open_planner
 from wlb.prepare import PrepareOptions, prepare_docstrings, prepare_store
 from wlb.spec import RunSpec, load
 
-MSL = 1024
-BS = 4
+MSL = 1024  # maximum sequence length in tokens
+BS = 4  # examples of an online micro-batch
 VOCABULARY = 4096
 HELDOUT_FRACTION = 0.1
 BASE_PACKAGES = ("numpy", "scipy")
-"""The base model is trained on the Python sources of these packages.
+"""Packages whose Python sources the base model is trained on.
 
 The standard library is not among them, because the model is fine-tuned on its docstrings.
 """
 BASE_STEPS, BASE_BATCHES = 200, 16
+"""Steps of the base model's training, and windows of each step."""
 MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4}
 MODEL |= {"ffn_hidden_size": 704, "vocab_size": VOCABULARY}
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -47,22 +48,26 @@ NAMES = {
     "sorted_posid": Method.SORTED,
     "random_posid": Method.RANDOM,
 }
-"""Each `packing.method` has this name in the paper. Its Multipack packs by first fit decreasing."""
-ONLINE = ("random_padding", "group_by_length_padding", "mini_batch_posid")
-GASES = (8, 2)
-"""These are the gas, micro-batches per optimiser step, that runs are made with.
+"""Values of `packing.method`, and the paper's name of each method.
 
-With the second, offline packing takes about as many steps as the online methods do with the first,
-as in the paper's (2, 4096, 32) and (1, 8192, 4).
+The paper's Multipack packs by first fit decreasing.
+"""
+ONLINE = ("random_padding", "group_by_length_padding", "mini_batch_posid")
+"""Methods that form micro-batches while training; all others pack the data set before."""
+GASES = (8, 2)
+"""Values of gas, the micro-batches of an optimiser step.
+
+Offline packing takes few steps with the first value. With the second it takes about as many steps
+as online methods with the first, like the paper's layouts (2, 4096, 32) and (1, 8192, 4).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes one run, an epoch of a method; gas is micro-batches per step, as in the paper."""
+    """A run: one epoch with a method."""
 
-    method: str
-    gas: int
+    method: str  # value of `packing.method`
+    gas: int  # micro-batches of an optimiser step
     seed: int
     learning_rate: float
 
@@ -80,9 +85,9 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """Returns (bs, msl, gas) as the paper does.
+        """Returns "bs, msl, gas" as in the paper's tables.
 
-        Offline methods other than fixed length are flat: one row of bs * msl tokens.
+        Offline methods other than fixed length have one row of bs * msl tokens.
         """
         if self.method in ONLINE or self.is_fixed:
             return f"{BS}, {MSL}, {self.gas}"
@@ -90,16 +95,16 @@ class Case:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Returns the settings of the run's TOML.
+        """Returns the run's configuration keys.
 
-        With fixed length each row is a micro-batch, so that a micro-batch of the paper becomes BS
-        of them.
+        With fixed length, wlb makes a micro-batch of each row. So BS of them correspond to a
+        micro-batch of the paper.
         """
         return {
             "packing.method": self.method,
             "packing.examples": BS,
             "packing.bin_windows": BS,
-            # With a window this large, offline methods pack the whole epoch at once.
+            # More global batches than an epoch has, so that offline methods pack all of it at once.
             "packing.window_batches": 100_000,
             "data.num_windows": self.gas * (BS if self.is_fixed else 1),
             "training.learning_rate": self.learning_rate,
@@ -109,7 +114,7 @@ class Case:
 
 
 def all_cases(seeds: range, learning_rate: float) -> list[Case]:
-    """Returns all runs seed by seed, so that an interrupted study has whole seeds."""
+    """Returns all runs, ordered by seed, so that an interrupted study has complete seeds."""
     pairs = [(method, GASES[0]) for method in ONLINE]
     pairs += [(method, gas) for gas in GASES for method in NAMES if method not in ONLINE]
     return [
@@ -120,7 +125,7 @@ def all_cases(seeds: range, learning_rate: float) -> list[Case]:
 
 
 def rate_cases() -> list[Case]:
-    """Returns runs of many small steps and of few large ones, at each learning rate."""
+    """Returns runs at each learning rate, with many small steps and with few large ones."""
     return [
         Case(method=method, gas=GASES[0], seed=0, learning_rate=rate)
         for method in ("mini_batch_posid", "multipack_bfd_posid")
@@ -130,28 +135,18 @@ def rate_cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds the results of a run. Losses are in nats per trained token.
+    """Results of a run. Losses are in nats per target."""
 
-    steps: optimiser steps
-    tokens: tokens of the examples
-    targets: tokens that are trained
-    positions: positions computed, padding included
-    train_loss: mean over the epoch
-    heldout_before, heldout_after: held-out loss, None without evaluation
-    compute_s: processor time of the model's passes, in seconds
-    peak_mib: largest resident memory of the process, everything included, in MiB
-    """
-
-    steps: int
-    tokens: int
-    targets: int
-    positions: int
-    train_loss: float
-    heldout_before: float | None
-    heldout_after: float | None
-    compute_s: float
-    peak_mib: float
-    commit: str
+    steps: int  # optimiser steps
+    tokens: int  # tokens of the examples
+    targets: int  # tokens whose prediction counts in the loss
+    positions: int  # positions that the model computed, including padding
+    train_loss: float  # training loss, mean over the epoch
+    heldout_before: float | None  # held-out loss before training; None without evaluation
+    heldout_after: float | None  # held-out loss after training; None without evaluation
+    compute_s: float  # CPU time of the model's passes
+    peak_mib: float  # largest resident memory of the process
+    commit: str  # commit of the code that trained
 
     @property
     def tokens_per_s(self) -> float:
@@ -164,16 +159,16 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Holds the folder of all runs and the stores that they read."""
+    """The folder of all runs, and the data that they read."""
 
     folder: Path
-    train: str
-    heldout: str
-    tokenizer: str
+    train: str  # prefix of the training store
+    heldout: str  # prefix of the held-out store
+    tokenizer: str  # path of the tokenizer
 
     @classmethod
     def open(cls, folder: Path) -> "Study":
-        """Opens the study and prepares the conversations where they are missing."""
+        """Opens the study in a folder, and prepares the conversations if they are missing."""
         made = prepare_docstrings(
             folder / "stores",
             vocab_size=VOCABULARY,
@@ -191,7 +186,7 @@ class Study:
         return self.folder / "base"
 
     def train_base(self) -> None:
-        """Trains the model that every run begins with, unless it is there."""
+        """Trains the base model, with which every run starts, unless it exists."""
         if (self.base / "result.json").exists():
             return
         site = Path(sysconfig.get_paths()["purelib"])
@@ -218,9 +213,10 @@ class Study:
         return load("sft_demo", _set(self._shared() | case.keys | more))
 
     def run(self, case: Case) -> Result:
-        """Trains a run unless it was trained, and returns its result."""
+        """Trains a run and returns its result; a finished run is not repeated."""
         if (found := self.result(case)) is not None:
             return found
+        # Plan the epoch first, because the learning rate schedule needs its number of steps.
         spec = self.spec_of(case, **{"training.steps": 1_000_000})
         steps = sum(1 for _ in open_planner(spec, self.train, "cpu").steps())
         keys = case.keys | {
@@ -238,7 +234,7 @@ class Study:
         return self._train(case.name, case.keys | keys, threads=1)
 
     def result(self, case: Case) -> Result | None:
-        """Returns the result of a run, None if it has not finished."""
+        """Returns the result of a run, or None if it has not finished."""
         path = self.folder / case.name / "result.json"
         return Result(**json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -251,19 +247,19 @@ class Study:
             "data.heldout_store": self.heldout,
             "data.context_window": MSL,
             "data.epochs": 1,
-            # This number covers the whole held-out store.
+            # More steps than the held-out store has, so that all of it is evaluated.
             "eval.steps": 1_000,
         }
 
     def _train(self, name: str, keys: dict[str, Any], *, threads: int) -> Result:
-        """Trains in one process, which leaves result.json."""
+        """Trains in one process, writes result.json and returns the result."""
         given = _set(self._shared() | keys | {"run.name": name})
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "wlb", "train", "sft_demo", "--set", *given]
         log = self.folder / f"{name}.log"
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
-            # os.wait4 tells the peak memory of this process alone, Popen.wait does not.
+            # Unlike Popen.wait, os.wait4 returns the peak memory of this process.
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if status:

@@ -89,7 +89,7 @@ def against_rows(groups: list[Group]) -> list[Against]:
 
 
 def draw_methods(groups: list[Group]) -> Any:
-    """Draws held-out loss and speed beside the paper's, one line per method."""
+    """Draws held-out loss (left) and speed (right) of each method, beside the paper's."""
     figure, axes = new_figure(ncols=2, height=5.6, sharey=True)
     band = noise_band(groups)
     shown = [g for g in groups if g.case.method != "random_padding"]

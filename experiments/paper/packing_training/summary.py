@@ -1,4 +1,4 @@
-"""Summarises seeds: means, spreads, differences from padding, and the paper's beside them."""
+"""Summarises the runs of a method over seeds, and compares them with padding and with the paper."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,19 +16,19 @@ PAPER_GAS = {
     "OrcaMath": dict(zip(GASES, (32, 4), strict=True)),
     "Stack": dict(zip(GASES, (32, 12), strict=True)),
 }
-"""At bs 2 the paper's gas stands for each of ours.
+"""The paper's gas (at bs 2) that corresponds to each of GASES, by data set.
 
-The first takes few steps, the second about as many as padding.
+With the first, offline packing takes few steps; with the second, about as many as padding.
 """
 
 
 @dataclass(frozen=True)
 class Group:
-    """Holds the runs of a method at one gas, all seeds in order, and those of the baseline."""
+    """Runs of a method at one gas, and runs of the baseline with the same seeds."""
 
-    cases: tuple[Case, ...]
-    results: tuple[Result, ...]
-    baseline: tuple[Result, ...]
+    cases: tuple[Case, ...]  # one run per seed
+    results: tuple[Result, ...]  # their results
+    baseline: tuple[Result, ...]  # results of RandomSampling+Padding with the same seeds
 
     @property
     def case(self) -> Case:
@@ -54,9 +54,9 @@ class Group:
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """Returns held-out loss minus the baseline's, seed by seed.
+        """Returns the held-out loss minus the baseline's, shape [seeds].
 
-        Runs of one seed get the examples in the same order.
+        Runs with the same seed read the examples in the same order.
         """
         theirs = [result.heldout_after for result in self.baseline]
         return self.values("heldout_after") - np.array(theirs, float)
@@ -67,15 +67,16 @@ class Group:
 
     @property
     def faster(self) -> float:
-        """Returns tokens per second over the baseline's, the mean of seeds."""
+        """Returns the tokens per second over the baseline's, as a mean over seeds."""
         theirs = np.array([result.tokens_per_s for result in self.baseline])
         return float((self.values("tokens_per_s") / theirs).mean())
 
 
 def groups_of(found: dict[Case, Result]) -> list[Group]:
-    """Groups runs by method and gas, in the order found.
+    """Groups runs by method and gas, in the order of `found`.
 
-    Raises ValueError unless every group has as many seeds as padding.
+    Raises:
+        ValueError: If a group has not as many seeds as padding.
     """
     baseline = [r for c, r in found.items() if c.method == "random_padding"]
     made: dict[tuple[str, int], list[tuple[Case, Result]]] = {}
@@ -91,10 +92,10 @@ def groups_of(found: dict[Case, Result]) -> list[Group]:
 
 
 def noise_band(groups: list[Group]) -> float:
-    """Returns half the width, in nats, of the interval of a difference that is noise.
+    """Returns the half width of the confidence interval of a difference, in nats.
 
-    It is Student's t for CONFIDENCE times the standard error of a mean over seeds of paired
-    differences, whose variance is pooled over all methods.
+    Differences smaller than this are noise. It is Student's t times the standard error of the mean
+    over seeds. The variance of the differences, which are paired by seed, is pooled over methods.
     """
     compared = [g for g in groups if g.case.method != "random_padding"]
     num_seeds = len(compared[0].results)
@@ -107,7 +108,7 @@ def noise_band(groups: list[Group]) -> float:
 
 @dataclass(frozen=True)
 class PaperPair:
-    """Pairs a row of the paper with RandomSampling+Padding, bs = 2, of the same table."""
+    """A row of the paper, and RandomSampling+Padding at bs 2 in the same table."""
 
     row: StepsRow
     padding: StepsRow
@@ -122,7 +123,7 @@ class PaperPair:
 
 
 def paper_pair(dataset: str, case: Case) -> PaperPair | None:
-    """Returns the paper's row for one of our cases, None for a method that it does not have."""
+    """Returns the paper's row that corresponds to a run; None if it does not have the method."""
     title = NAMES[case.method]
     if title == Method.BEST_FIT_DECREASING:
         return None

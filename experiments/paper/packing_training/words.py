@@ -1,4 +1,4 @@
-"""Writes the text of the results page, with the numbers of its tables and pictures."""
+"""Writes the text of the results page from the groups of runs."""
 
 from experiments.paper.packing_training.cases import (
     BASE_PACKAGES,

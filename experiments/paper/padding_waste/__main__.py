@@ -1,9 +1,10 @@
-"""Recomputes an article's tables on padding waste, and compares its claims with its assumptions.
+"""Recomputes an article's tables on padding waste, and checks its claims by its assumptions.
 
-`python -m experiments.paper.padding_waste [--lengths FILE ...]` pads and packs documents like the
-web, code and books (by the article's means), the Python standard library and files of lengths. It
-covers rows of 512 to 16,384 tokens; eleven strategies at 4,096; what they cost a 7B model in tokens
-per second and dollars; and the bytes of masks. Everything is counted; nothing is trained or timed.
+`python -m experiments.paper.padding_waste [--lengths FILE ...]` pads and packs documents with the
+article's mean lengths of web, code and books, the Python standard library, and files of lengths. It
+computes padding in rows of 512 to 16,384 tokens, eleven strategies in rows of 4,096, what they cost
+a 7B model in tokens per second and dollars, and the bytes of attention masks. Everything is
+counted; nothing is trained or timed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ By = Mapping[Strategy, Filled]
 
 
 def waste_table(found: Sequence[Corpus]) -> Table:
-    """Returns the article's first table, whose cells are empty there."""
+    """Returns the article's first table, which has no numbers there."""
     rows: list[list[Any]] = []
     for corpus in found:
         split = [fill(Strategy.ROW_EACH, corpus.lengths, row=row) for row in ROWS]
@@ -205,9 +206,9 @@ def words(found: Sequence[Corpus], by: By) -> str:
     means = "; ".join(f"{corpus.title}: {corpus.mean:,.0f}" for corpus in found)
     naive, stream = by[Strategy.ROW_EACH], by[Strategy.STREAM]
     return (
-        "An article on packing prints tables of padding, packing, throughput and cost; two of them "
-        "have no numbers in them, and most of the others cannot be had from what it assumes. Here "
-        "they are recomputed. It gives corpora by their mean alone; the spread (lognormal, sigma "
+        "An article on packing prints tables of padding, packing, throughput and cost. Two of them "
+        "have no numbers, and most of the others do not follow from what it assumes. Here they "
+        "are recomputed. It gives only the mean length of corpora; the spread (lognormal, sigma "
         "1.2, 1.4 and 0.8) is ours, and so is the batch of 32 of batch padding.\n\n"
         "**Its central figure is impossible**: a row of 4,096 for each document of mean 800 is at "
         f"most 19.5% full, and {naive.utilisation:.1%} here, not 38%. So padding is worse than "

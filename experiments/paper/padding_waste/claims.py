@@ -1,4 +1,4 @@
-"""Compares the article's numbers with those that its own assumptions give, one row per number."""
+"""Compares each number of the article with the number that its own assumptions give."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ROW = 4096
 WINDOW = 131072
 GIB = 2**30
 FIVE_DOCUMENTS = (800, 900, 700, 1200, 396)
-"""The article's example says that these documents fill a row of 4,096."""
+"""Tokens of five documents that, in the article's example, fill a row of 4,096."""
 
 UTILISATION = {
     Strategy.ROW_EACH: 0.382,
@@ -23,10 +23,10 @@ UTILISATION = {
     Strategy.VARIABLE: 0.992,
     Strategy.FIRST_FIT_DECREASING: 0.994,
 }
-"""The article claims these at 100K documents of mean 800 in rows of 4,096.
+"""Utilisation that the article claims for 100K documents of mean 800 in rows of 4,096.
 
-Naive padding is 38% in one of its tables, 38.2% in another. Its "random packing" is taken for a
-loop that cuts no document, its "sequence packing" for one that cuts them at row ends.
+One of its tables has 38% for naive padding, another 38.2%. Its "random packing" is taken to mean
+next fit, which cuts no document, and its "sequence packing" to cut documents at the ends of rows.
 """
 IMPROVEMENT = {
     Strategy.NEXT_FIT: 1.53,
@@ -44,22 +44,20 @@ DELTA = {Strategy.ROW_EACH: 1.60, Strategy.SORTED_BATCH_PADDING: 0.71, Strategy.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Holds a number of the article beside ours.
+    """A number of the article beside ours."""
 
-    claimed, ours: as printed, with units
-    verdict: one sentence
-    """
-
-    what: str
-    claimed: str
-    ours: str
-    verdict: str
+    what: str  # what the number is of
+    claimed: str  # the article's number with its unit
+    ours: str  # our number with its unit
+    verdict: str  # why they differ, or that they agree
 
 
 def claims(filled: Mapping[Strategy, Filled], job: Job) -> list[Claim]:
     """Returns all claims.
 
-    filled: the web-like corpus in rows of 4,096
+    Args:
+        filled: Counts of the web-like corpus in rows of 4,096, by strategy.
+        job: Prices of positions.
     """
     return [
         *_utilisations(filled),
@@ -71,7 +69,7 @@ def claims(filled: Mapping[Strategy, Filled], job: Job) -> list[Claim]:
 
 
 def most_of_a_row_each() -> float:
-    """Returns how much of a row a document of its own can fill on average, at most: mean / row."""
+    """Returns the largest possible utilisation with one document per row: mean length / row."""
     return WEB.tokens / WEB.num_examples / ROW
 
 
@@ -113,14 +111,14 @@ def _utilisations(filled: Mapping[Strategy, Filled]) -> list[Claim]:
             what="FLOPs wasted on padding, mean 800 in rows of 4,096",
             claimed="62%",
             ours=f"{filled[Strategy.ROW_EACH].waste:.1%}",
-            verdict=f"At least {1 - most:.1%}: its 62% is the impossible 38% again.",
+            verdict=f"At least {1 - most:.1%}: its 62% follows from the impossible 38%.",
         )
     )
     return out
 
 
 def filled_to(filled: Mapping[Strategy, Filled]) -> str:
-    """Words for the utilisation of rows of variable length that end at a multiple of 128."""
+    """Returns the end of a sentence: the utilisation if rows end at a multiple of 128."""
     return f"128 it is {filled[Strategy.VARIABLE_QUANTUM].utilisation:.1%}"
 
 
@@ -137,7 +135,7 @@ def _improvements(filled: Mapping[Strategy, Filled]) -> list[Claim]:
     ]
     removed = 1 - filled[Strategy.NEXT_FIT].waste / filled[Strategy.ROW_EACH].waste
     own = 1 - (1 - UTILISATION[Strategy.NEXT_FIT]) / (1 - UTILISATION[Strategy.ROW_EACH])
-    # A document has BOS and EOS besides its 800 tokens, and half of the last row is empty.
+    # A document has BOS and EOS besides its 800 tokens, and on average the last row is half empty.
     special = 2 / (WEB.tokens / WEB.num_examples + 2)
     last = 0.5 / filled[Strategy.STREAM].rows
     return [

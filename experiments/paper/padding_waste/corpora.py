@@ -1,9 +1,9 @@
-"""Provides documents to pad: like the web, code and books by their mean, standard library, files.
+"""Provides the documents to pad: three drawn corpora, the standard library and files of lengths.
 
-The article gives means and nothing else: "web ~800, code ~300, books ~50K tokens". A mean leaves
-the spread open, and padding depends on it, so the spread is ours: sigma 1.2 for the web, 1.4 for
-code (the Stack's in `experiments.paper.packing_methods.lengths`), 0.8 for books. Lengths are
-quantiles, so that the means are exact; a seed gives their order.
+The article gives only mean lengths: "web ~800, code ~300, books ~50K tokens". Padding also depends
+on the spread, so we chose one: lognormals of sigma 1.2 for the web, 1.4 for code (as for Stack in
+`experiments.paper.packing_methods.lengths`) and 0.8 for books. Lengths are quantiles, so that the
+means are exact, and a seed shuffles them.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,10 @@ BOOKS = Dataset(title="books-like", num_examples=2_000, tokens=100_000_000, sigm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Holds documents.
-
-    lengths: tokens of each document, in the order of the stream
-    """
+    """The document lengths of a corpus."""
 
     title: str
-    lengths: IntArray
+    lengths: IntArray  # tokens of each document, in the order in which they are read
 
     @property
     def mean(self) -> float:
@@ -41,7 +38,10 @@ def drawn(dataset: Dataset, *, seed: int) -> Corpus:
 
 
 def real(name: str, *, seed: int) -> Corpus:
-    """Returns "stdlib" (made the first time, which takes a minute) or a file of lengths."""
+    """Returns the corpus "stdlib" or a file of lengths.
+
+    "stdlib" is tokenized the first time, which takes a minute.
+    """
     lengths = source_of(name, num_tokens=0, seed=seed).lengths
     return Corpus(title=title_of(name), lengths=np.random.default_rng(seed).permutation(lengths))
 

@@ -1,9 +1,10 @@
-"""Computes the costs of positions: FLOPs, tokens per second, dollars.
+"""Computes what positions cost: FLOPs, tokens per second and dollars.
 
-The article's model is LLaMA2-7B, its GPU an H100 at 2 USD an hour; it says nothing of throughput.
-Assumed here is a device's dense BF16 peak of 989 TFLOP/s (`cluster.peak_tflops`) at 40% model FLOPs
-utilisation, for every strategy and any number of GPUs. Model FLOPs of a position are three times
-those of the forward pass: matrices, head, and attention for the pairs computed (`Filled`).
+The article's model is LLaMA2-7B, and its GPU an H100 at 2 USD an hour. It does not say how fast the
+GPU trains. Here a dense BF16 peak of 989 TFLOP/s (`cluster.peak_tflops`) and 40% model FLOPs
+utilisation (MFU) are assumed, for every strategy and any number of GPUs. The model FLOPs of a
+position are three times its forward FLOPs: matrix products, the output head, and attention over the
+pairs that are computed (`Filled`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ TRILLION = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Prices LLaMA2-7B on H100s per useful token; padding costs, and is no useful token."""
+    """Training of LLaMA2-7B on H100s, priced per useful token. Padding costs, but is not useful."""
 
     spec: RunSpec
 
@@ -34,7 +35,7 @@ class Job:
         return cluster_peak_tflops(self.spec) * 1e12 * MFU
 
     def flops_per_token(self, filled: Filled) -> float:
-        """Returns the model FLOPs of all positions and pairs, both passes, per useful token."""
+        """Returns the model FLOPs of both passes, including padding, per useful token."""
         model = self.spec.model
         linear = linear_flops_per_token(model) * filled.positions
         attention = 3 * FORWARD_FLOPS_PER_PAIR * model.q_dim * model.num_layers * filled.pairs
@@ -62,15 +63,15 @@ def job() -> Job:
 
 
 def usd_a_day(num_gpus: int = WASTE_GPUS) -> float:
-    """Returns the cost of the GPUs per day, whatever they compute."""
+    """Returns the price of the GPUs for a day."""
     return num_gpus * 24 * USD_PER_GPU_HOUR
 
 
 def mask_bytes(tokens: int, *, bytes_per_entry: int = 1) -> int:
-    """Returns the bytes of a dense mask of tokens x tokens."""
+    """Returns the bytes of a dense attention mask of tokens x tokens."""
     return tokens * tokens * bytes_per_entry
 
 
 def cu_seqlens_bytes(num_documents: int) -> int:
-    """Returns the bytes of the documents' int32 boundaries, one more than there are documents."""
+    """Returns the bytes of cu_seqlens: an int32 per document and one more."""
     return 4 * (num_documents + 1)

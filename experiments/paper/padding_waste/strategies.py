@@ -1,7 +1,7 @@
-"""Counts the positions that a strategy computes for a corpus in rows of a given length.
+"""Counts the positions that a model computes if a corpus is padded or packed into rows.
 
-A document longer than a row is split into pieces of at most a row, so that no token is lost; only
-`Strategy.TRUNCATED`, like the article's own function, drops the rest of a document.
+A document longer than a row is split into pieces, so that no token is lost. Only
+`Strategy.TRUNCATED` drops the rest of a long document, as the article's function does.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,17 @@ from wlb.packing import BinMethod, pack_bins
 from wlb.plan import Documents, IntArray, split_long
 
 BATCH = 32
-"""This many documents are padded to the longest; the article gives no number (its loader has 4)."""
+"""Documents that batch padding pads to the longest of them.
+
+The article gives no number; its loader takes 4.
+"""
 QUANTUM = 128
-"""Rows of variable length may end at a multiple of this, as FP8 and GEMM tiles prefer."""
+"""Rows of variable length are filled to a multiple of this, which suits FP8 and GEMM tiles."""
 
 
 class Strategy(StrEnum):
+    """Ways to put documents into rows."""
+
     TRUNCATED = "a row each, cut at the row"
     ROW_EACH = "a row each"
     BATCH_PADDING = f"padded to the longest of {BATCH}"
@@ -36,24 +41,17 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """Counts a corpus in rows.
-
-    tokens: tokens of documents that are in rows
-    positions: positions that a model computes
-    pairs: query-key pairs that causal attention computes, all of a padded row, but only those
-        within pieces of a packed row, where filler is a piece of its own
-    num_split: documents longer than a row
-    num_cut: other documents with tokens in more than one row
-    lost: tokens in no row
-    """
+    """Counts of a corpus in rows."""
 
     rows: int
-    tokens: int
-    positions: int
+    tokens: int  # document tokens in all rows
+    positions: int  # positions that the model computes, including padding
+    # Query-key pairs that causal attention computes. In a padded row they are all pairs of the row;
+    # in a packed row only pairs within a piece, where padding at the end counts as a piece.
     pairs: int
-    num_split: int
-    num_cut: int = 0
-    lost: int = 0
+    num_split: int  # documents longer than a row
+    num_cut: int = 0  # other documents that are in more than one row
+    lost: int = 0  # tokens that are in no row
 
     @property
     def utilisation(self) -> float:
@@ -65,13 +63,19 @@ class Filled:
 
 
 def fill(strategy: Strategy, lengths: IntArray, *, row: int) -> Filled:
-    """Puts documents of `lengths` tokens, shape [n], in stream order, in rows of `row` tokens."""
+    """Counts a corpus in rows under a strategy.
+
+    Args:
+        strategy: How documents are put into rows.
+        lengths: Tokens of each document, in the order in which they are read, shape [n].
+        row: Tokens of a row.
+    """
     num_split = int((lengths > row).sum())
     match strategy:
         case Strategy.TRUNCATED:
-            kept = np.minimum(lengths, row)
-            made = _row_each(kept, row, num_split)
-            return replace(made, lost=int((lengths - kept).sum()))
+            truncated = np.minimum(lengths, row)
+            made = _row_each(truncated, row, num_split)
+            return replace(made, lost=int((lengths - truncated).sum()))
         case Strategy.STREAM:
             return _stream(lengths, row, num_split)
         case _:
@@ -79,7 +83,7 @@ def fill(strategy: Strategy, lengths: IntArray, *, row: int) -> Filled:
 
 
 def pieces_of(lengths: IntArray, row: int) -> IntArray:
-    """Splits longer documents every `row` tokens, in stream order."""
+    """Splits documents longer than a row every `row` tokens and returns all lengths in order."""
     documents = Documents.from_lengths(lengths)
     return split_long(documents, window=row, long_documents="split").length
 
@@ -135,9 +139,14 @@ def _batches(pieces: IntArray, row: int, num_split: int) -> Filled:
 def _packed(
     pieces: IntArray, row: int, num_split: int, *, method: BinMethod, quantum: int | None = None
 ) -> Filled:
-    """Packs whole pieces in rows.
+    """Counts whole pieces that are packed into rows.
 
-    quantum: rows end at the next multiple of it, None for rows that end at `row`
+    Args:
+        pieces: Tokens of each piece, at most a row.
+        row: Tokens of a row.
+        num_split: Documents longer than a row.
+        method: Bin packing method.
+        quantum: Multiple to which each row is filled. None: rows are filled to `row` tokens.
     """
     tokens = pack_bins(pieces, row, method=method).tokens
     width = np.full_like(tokens, row) if quantum is None else -(-tokens // quantum) * quantum
@@ -152,7 +161,7 @@ def _packed(
 
 
 def _stream(lengths: IntArray, row: int, num_split: int) -> Filled:
-    """Joins all documents and cuts them every `row` tokens; the last row is filled up."""
+    """Counts documents that are joined and cut every `row` tokens; the last row is padded."""
     ends = np.cumsum(lengths)
     tokens = int(ends[-1])
     rows = -(-tokens // row)

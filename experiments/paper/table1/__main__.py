@@ -1,10 +1,13 @@
 """Makes Table 1: the paper's configurations with our dimensions, and the memory of a GPU.
 
-`python -m experiments.paper.table1` counts parameters and takes `wlb.memory.memory_estimate` of the
-pipeline rank that needs most, for windows (Plain-4D) and for var_len packing with S_max 1.1. A
-configuration that does not fit is tried with selective and then full recomputation of activations.
-"Fits" means 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for memory outside the
-estimate: CUDA context, NCCL's buffers, fragmentation. Nothing runs, and nothing is priced.
+`python -m experiments.paper.table1` counts parameters and estimates the memory of the pipeline rank
+that needs most (`wlb.memory.memory_estimate`), for windows of equal tokens (Plain-4D) and for
+var_len packing with S_max 1.1. A configuration that does not fit is tried with selective and then
+with full recomputation of activations.
+
+A configuration fits if it needs at most 80 GB = 80e9 bytes. A card with that name has 85e9 bytes;
+the rest is for memory that is not estimated: the CUDA context, NCCL's buffers and fragmentation.
+Nothing runs, and nothing is priced.
 """
 
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ PACKINGS = {
     f"var_len, S_max {S_MAX}": ("packing.policy=var_len", f"packing.s_max={S_MAX}"),
 }
 LEVELS = ("none", "selective", "full")
-"""Recomputation has these levels, from least work to least memory."""
+"""Values of `training.recompute`, from least work to least memory."""
 TERMS = {
     "activations": ("activations_bytes",),
     "weights, gradients, optimiser": (
@@ -43,16 +46,13 @@ TERMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Holds a configuration under one packing.
+    """Memory of a configuration with one packing."""
 
-    recompute: least level with which it fits, or else the highest
-    """
-
-    name: str
-    packing: str
+    name: str  # preset of Table 1
+    packing: str  # a key of PACKINGS
     spec: RunSpec
     memory: MemoryEstimate
-    recompute: str
+    recompute: str  # least recomputation with which it fits; "full" if none does
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class Fit:
 
 
 def fit(name: str, packing: str) -> Fit:
-    """Returns the first level of recomputation that fits, or the last."""
+    """Estimates a configuration with the least recomputation that fits, or else with the most."""
     for level in LEVELS:
         spec = configuration(name, *PACKINGS[packing], f"training.recompute={level}")
         found = Fit(
@@ -148,7 +148,7 @@ def draw(fits: list[Fit]) -> Any:
             )
             left += f.gb_of(names)
         more = "" if f.recompute == "none" else f", recompute {f.recompute}"
-        # A white box keeps the text legible where the line of 80 GB crosses it.
+        # A white box keeps the text legible where the line at 80 GB crosses it.
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.text(left + 0.8, at, f"{f.packing}{more}", va="center", fontsize=8, bbox=box)
     gpu = GPU_BYTES / 1e9
@@ -167,7 +167,7 @@ def draw(fits: list[Fit]) -> Any:
 
 
 def words(fits: list[Fit]) -> str:
-    """Says which cases fit, which need recomputation, and which do neither."""
+    """Returns which cases fit, which need recomputation, and which do not fit at all."""
     needed = [
         f"{title(f.name)} ({f.packing}): {f.recompute}" for f in fits if f.recompute != "none"
     ]

@@ -1,11 +1,14 @@
 """Makes Table 2 of the paper, row by row: imbalance and packing overhead of every method.
 
 `python -m experiments.paper.table2 [--lengths FILE ...] [--take] [--untimed] [--quick]` packs the
-same 640 global batches of 4 windows of 128K tokens with each method, on the fitted lengths, the
-Python standard library and files of lengths, and puts the paper's numbers beside ours. Solver rows
-are of the fitted lengths alone, and run on the first 320 batches (on all with W = 1), each beside
-greedy on the same windows. `--take` measures only rows that the results do not have, `--untimed`
-leaves out times. The model is 7B; lengths and prices are those of `constants.py`.
+same 640 global batches of 4 windows of 128K tokens with each method, and puts the paper's numbers
+beside ours. Documents have the fitted lengths, those of the Python standard library, or those in
+files. The model is 7B; lengths and prices are those of `constants.py`.
+
+The solver is slow, so it packs only the fitted lengths, and only the first 320 batches unless W
+is 1. Greedy packing of the same windows stands beside it.
+
+`--take` measures only rows that are not in the results yet, and `--untimed` leaves out times.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +40,7 @@ from wlb.packing import (
 )
 from wlb.plan import GlobalBatch
 
-N = 4
+N = 4  # micro-batches of a step
 SPEC = configuration("7b_128k", *constants.settings())
 COST: ProfiledWorkload = workload_of(SPEC, constants.profile())
 OPTIONS = PackerOptions(num_micro_batches=N, context_window=WINDOW, cost=COST)
@@ -47,25 +50,22 @@ CAPPED = {
     "the paper's": ("WLB-LLM, 2 queues", f"bounded, S_max {constants.S_MAX}, D 10"),
     "wide": ("WLB-LLM, 2 queues, T 1.5, S_max 2.0", "bounded, T 1.5, S_max 2.0, D 10"),
 }
-"""Rows of Algorithm 1 and of `bounded` with the same caps, S_max of Table 2 and wide."""
+"""Pairs of rows with the same caps: Algorithm 1 and `bounded`, with the paper's and wide caps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Describes a method.
-
-    paper: its (imbalance, overhead in ms) in Table 2
-    """
+    """A method of the table."""
 
     label: str
-    make: Callable[[], Packer]
-    paper: tuple[float, int] | None = None
+    make: Callable[[], Packer]  # returns its packer
+    paper: tuple[float, int] | None = None  # (imbalance, overhead in ms) in the paper's Table 2
 
 
 Record = dict[str, Any]
-"""A row of the CSV: method, the paper's numbers, fields of `PackingSummary`, and a note.
+"""A row of the CSV: method, the paper's numbers, all fields of `PackingSummary`, and a note.
 
-Fields that an earlier result lacks are None.
+A field is None if it was not measured, or is missing in an earlier result.
 """
 
 
@@ -82,24 +82,31 @@ def record_of(row: Row, figures: Mapping[str, Any], note: str = "") -> Record:
 
 
 def measured(row: Row, batches: list[GlobalBatch], *, is_timed: bool = True) -> Record:
-    """Packs the batches. is_timed: whether its time can be compared with other rows'."""
+    """Packs the batches with a method and returns its row.
+
+    Args:
+        row: The method.
+        batches: Global batches.
+        is_timed: Whether the row has its packing time.
+    """
     figures = measure(row.make(), batches, cost=COST).summary.to_json()
     return record_of(row, figures | ({} if is_timed else {"packing_ms": None}))
 
 
 def rows(options: PackerOptions = OPTIONS) -> list[Row]:
-    """Returns every method but the solver, in the paper's order, ours last.
+    """Returns all methods except the solver, in the paper's order, with ours last.
 
-    options: number and size of micro-batches, and prices
+    The paper leaves some choices open. Ours are:
 
-    The paper does not give these choices:
-
-    - S_max is 1.1 windows; one queue begins at 0.2 windows, two at 0.2 and 0.63, three at 0.2, 0.4
-      and 0.63.
-    - Micro-batches of a packing window are grouped into steps by load.
-    - The loader keeps long documents whole; one that cuts anywhere is shown too.
-    - The solver minimises the sum of the steps' maxima.
+    - S_max is 1.1 windows. One queue has the threshold 0.2 windows, two have 0.2 and 0.63, and
+      three have 0.2, 0.4 and 0.63.
+    - The micro-batches of a packing window are grouped into steps by their work.
+    - The paper's loader keeps long documents whole. A loader that cuts anywhere is shown too.
+    - The solver minimises the sum over steps of the slowest micro-batch.
     - Imbalance is the mean over steps of Section 7.4's degree.
+
+    Args:
+        options: Number and size of micro-batches, and prices.
     """
     whole = OriginalPacker(options=options, cut=WindowCut.SHORT)
     out = [
@@ -118,7 +125,8 @@ def rows(options: PackerOptions = OPTIONS) -> list[Row]:
         out.append(
             Row(label=f"WLB-LLM, {n} queue{'s' * (n > 1)}", make=lambda p=var_len: p, paper=paper)
         )
-    # Each policy has the other's caps too, so that what wide caps give is not taken for a policy's.
+    # Show both policies with both caps, so that the effect of wide caps is not taken for that of a
+    # policy.
     wide = VarLenPacker(
         options=options,
         s_max=2 * WINDOW,
@@ -150,7 +158,16 @@ def solver_label(window_batches: int) -> str:
 def solver_rows(
     batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float, is_timed: bool
 ) -> list[Record]:
-    """Solves Eq. 1 with HiGHS, and runs greedy on the same windows beside it."""
+    """Packs with the solver (Eq. 1, by HiGHS) and returns its rows.
+
+    The note of each row compares it with greedy packing of the same windows.
+
+    Args:
+        batches: Global batches.
+        num_solved: Batches that are packed if W is above 1.
+        time_limit_s: Time limit of a window.
+        is_timed: Whether rows have packing times.
+    """
     out: list[Record] = []
     for w in PAPER_SOLVER:
         reports: list[IlpReport] = []
@@ -164,7 +181,7 @@ def solver_rows(
         )
         found = measure(solver, some, cost=COST).summary
         row = Row(label=solver_label(w), make=lambda p=solver: p, paper=PAPER_SOLVER[w])
-        # Windows of the flush are not compared.
+        # Leave out the windows of the flush.
         del reports[len(some) // w :]
         times = [r.time_s * 1e3 for r in reports]
         better = sum(r.objective_ns < r.greedy_objective_ns for r in reports)
@@ -173,7 +190,7 @@ def solver_rows(
             f"{len(reports)} windows; gap {np.mean([r.gap for r in reports]):.2%}, at most "
             f"{max(r.gap for r in reports):.2%}"
         )
-        # Only solves are timed: a push that waits for its window to fill costs nothing.
+        # Only solving takes time; most pushes just add to the window.
         packing_ms = float(np.mean(times)) / w if is_timed else None
         figures = found.to_json() | {"packing_ms": packing_ms}
         out.append(record_of(row, figures, note))
@@ -181,7 +198,7 @@ def solver_rows(
 
 
 def ratio() -> float:
-    """Returns W_a / W_l of a document as long as the window, forward."""
+    """Returns W_a / W_l in forward for a document as long as the window."""
     linear = sum(ns for name, ns in COST.ns_per_token.items() if name.endswith("_forward"))
     return int(COST.forward_latency_ns([WINDOW])[0]) / (linear * WINDOW) - 1
 
@@ -196,7 +213,7 @@ FORMATS |= {"paper_imbalance": ".2f", "mean_delay": ".2f", "packing_ms": ".2f"}
 
 
 def table_of(name: str, records: Sequence[Record]) -> Table:
-    """Returns the table of a source, whose solver rows are explained below it."""
+    """Returns the table of a source of lengths, with the notes of its rows below."""
     notes = "; ".join(f"{r['row']}: {r['note']}" for r in records if r["note"])
     return Table.of(
         file_of(name), title_of(name), records, formats=FORMATS, page_columns=PAGE,
@@ -205,12 +222,12 @@ def table_of(name: str, records: Sequence[Record]) -> Table:
 
 
 def file_of(name: str) -> str:
-    """Returns what the CSV of a source is called."""
+    """Returns the name of the CSV file of a source."""
     return Path(title_of(name)).stem.split(" ")[0].lower()
 
 
 def earlier(folder: Path, name: str) -> dict[str, Record]:
-    """Returns the rows of a source that the results have, by method."""
+    """Reads the rows of a source from the results, by method."""
     table = read_table(folder, file_of(name), title="", formats={})
     found = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     return {record["row"]: record for record in found}
@@ -224,11 +241,15 @@ def all_rows(
     known: dict[str, Record],
     is_timed: bool = True,
 ) -> list[Record]:
-    """Returns every method's row in the paper's order; rows of `known` are taken from there.
+    """Returns the rows of all methods in the paper's order, and measures those that are missing.
 
-    Rows beside known ones have no packing time, since those were timed on another day.
-
-    num_solved: batches that the solver packs; 0 for none of its rows but those of `known`
+    Args:
+        batches: Global batches.
+        num_solved: Batches that the solver packs. 0: its rows are not measured.
+        time_limit_s: Time limit of the solver for a window.
+        known: Rows of earlier results, by method. New rows beside them have no packing times, which
+            could not be compared with times of another day.
+        is_timed: Whether new rows have packing times.
     """
     solvers = [known[label] for w in PAPER_SOLVER if (label := solver_label(w)) in known]
     if num_solved and len(solvers) < len(PAPER_SOLVER):
@@ -241,7 +262,7 @@ def all_rows(
 
 
 def taken_text(folder: Path, known: dict[str, Record]) -> str:
-    """Says of which commit rows are that a run takes; empty if it takes none."""
+    """Returns which rows come from earlier results of which commit, or "" if none do."""
     if not known:
         return ""
     new = [row.label for row in rows() if row.label not in known]
@@ -253,7 +274,7 @@ def taken_text(folder: Path, known: dict[str, Record]) -> str:
 
 
 def draws_of(*, steps: int, seeds: Sequence[int]) -> Table:
-    """Measures every method but the solver on other draws of the fitted distribution."""
+    """Measures all methods except the solver on other draws of the fitted distribution."""
     found: dict[str, list[float]] = {row.label: [] for row in rows()}
     for seed in seeds:
         batches = batches_of("evaluation", num_micro_batches=N, num_batches=steps, seed=seed)
@@ -273,7 +294,7 @@ def draws_of(*, steps: int, seeds: Sequence[int]) -> Table:
 
 
 def flash_3_table(batches: list[GlobalBatch]) -> Table:
-    """Measures every method but the solver at FlashAttention-3's prices."""
+    """Measures all methods except the solver with the prices of FlashAttention-3."""
     spec = configuration("7b_128k", *constants.settings(FLASH_3))
     cost = workload_of(spec, constants.profile())
     found: list[list[Any]] = []
@@ -292,7 +313,7 @@ def flash_3_table(batches: list[GlobalBatch]) -> Table:
 
 
 def caps_text(records: Sequence[Record]) -> str:
-    """Compares Algorithm 1 and `bounded` at the same caps."""
+    """Returns the page's comparison of Algorithm 1 and `bounded` under the same caps."""
     by_label = {record["row"]: record for record in records}
     said: list[str] = []
     for name, labels in CAPPED.items():
@@ -309,7 +330,7 @@ UNTIMED = "**Nothing was timed** in this run, because the machine had other work
 
 
 def timed_text(time_limit_s: float) -> str:
-    """Says of what the times are, and why the solver's are not those of the paper's solver."""
+    """Returns what the times mean, and why the solver's cannot be compared with the paper's."""
     return (
         "Overheads are of one CPU core of a shared machine; the paper's solver is commercial.\n\n"
         "**The solver's time is of another problem than the paper's.** The paper's solver takes "
@@ -360,9 +381,9 @@ def main() -> None:
         f"forward at the window, S_max {constants.S_MAX}, queues "
         f"{list(constants.QUEUES.values())}; solver HiGHS, one thread, {options.time_limit:g} s a "
         f"window. The paper's numbers are for its own corpus: only the fitted distribution is "
-        f"meant to meet them. Its lengths, S_max and queues were chosen by this table and by "
+        f"meant to reproduce them. Its lengths, S_max and queues were chosen by this table and by "
         f"Figure 12 (`experiments/harness/constants.py`). Prices were not: they are those of "
-        f"FlashAttention-2 but in the table that says FlashAttention-3."
+        f"FlashAttention-2, except in the table of FlashAttention-3."
         f"{taken_text(folder, known[names[0]])}\n\n{caps_text(found['evaluation'])}\n\n"
         f"{UNTIMED if options.untimed else timed_text(options.time_limit)}",
         tables=[

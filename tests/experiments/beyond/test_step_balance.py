@@ -57,7 +57,7 @@ def test_files_of_real_lengths(tmp_path: Path) -> None:
         ("a", [3, 4, 5]), ("b", [6, 7]), ("c", [8]),
     ]  # fmt: skip
     (tmp_path / "d.txt").write_text("words")
-    with pytest.raises(UserError, match=r"d\.txt holds no list of lengths"):
+    with pytest.raises(UserError, match=r"d\.txt is not a list of lengths"):
         list(files(tmp_path))
 
 

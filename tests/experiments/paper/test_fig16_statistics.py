@@ -133,7 +133,7 @@ def test_losses_are_compared_at_equal_tokens() -> None:
 def test_the_curves_are_drawn_from_the_runs_alone_with_one_band_of_noise(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ValueError, match="holds no run beside"):
+    with pytest.raises(ValueError, match="has no run together with the baseline"):
         redraw(tmp_path)
     for (name, seed), made in found().items():
         text = json.dumps(asdict(made))

@@ -1,10 +1,12 @@
-"""Reads the packing paper's tables: 2 and 3 by model and layout, 4 to 6 by method.
+"""Reads the tables of the packing paper: Tables 2 and 3 by model and layout, 4 to 6 by method.
 
-The CSV files hold its numbers as printed, including times, throughput, memory and losses. Counts
-are compared with `experiments.paper.packing_methods`, the rest with the runs of
-`experiments.paper.packing_training`. Two things are ours: the names FLAN, OrcaMath and
-Stack for the 20K subsets, and the name `MiniBatchPacking+PosID`, by which the paper's text calls
-it, for the method that Tables 4 to 6 print as RandomSampling+PosID.
+The CSV files have the numbers as printed, including times, throughput, memory and losses.
+`experiments.paper.packing_methods` compares the counts, and `experiments.paper.packing_training` the
+rest.
+
+Two names differ from the tables. The 20K subsets are called FLAN, OrcaMath and Stack. The method
+that Tables 4 to 6 print as RandomSampling+PosID is called `MiniBatchPacking+PosID`, as in the
+paper's text.
 """
 
 import csv
@@ -13,66 +15,59 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 NUM_GPUS = 8
-"""Tok/s of Tables 2 and 3 are of one of eight GPUs; the numbers of Tables 4 to 6 fit one GPU."""
+"""GPUs of the runs in Tables 2 and 3, whose Tok/s are of one GPU.
+
+The numbers of Tables 4 to 6 show that those runs had only one GPU.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsRow:
-    """Holds a row of Tables 4 to 6.
+    """A row of Tables 4 to 6."""
 
-    bs: rows of a micro-batch
-    msl: tokens of a row
-    gas: micro-batches per optimiser step
-    tokens_per_s: tokens per second of one GPU
-    """
-
-    table: int
+    table: int  # number of the table
     dataset: str
     method: str
-    bs: int
-    msl: int
-    gas: int
-    steps: int
+    bs: int  # rows of a micro-batch
+    msl: int  # tokens of a row
+    gas: int  # micro-batches of an optimiser step
+    steps: int  # optimiser steps of the epoch
     time_s: int
-    tokens_per_s: int
+    tokens_per_s: int  # tokens per second of one GPU
     train_loss: float
     validation_loss: float
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of the epoch, which Time x Tok/s gives."""
+        """Returns the tokens of the epoch, computed as Time x Tok/s."""
         return self.time_s * self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRow:
-    """Holds a row of Tables 2 and 3.
+    """A row of Tables 2 and 3."""
 
-    layout: padding, basic packing, flat or mini
-    tokens_per_s: tokens per second of one GPU
-    """
-
-    table: int
+    table: int  # number of the table
     dataset: str
     model: str
-    layout: str
-    rows: int
+    layout: str  # padding, basic packing, flat or mini
+    rows: int  # rows of the epoch
     time_s: int
-    tokens_per_s: int
+    tokens_per_s: int  # tokens per second of one GPU
     memory_mib: int
     validation_loss: float
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of the epoch on all GPUs, which Time x Tok/s gives.
+        """Returns the tokens of the epoch, computed as Time x Tok/s x GPUs.
 
-        Time is printed in whole seconds.
+        They are not exact, because Time is printed in whole seconds.
         """
         return self.time_s * self.tokens_per_s * NUM_GPUS
 
 
 def steps_rows() -> list[StepsRow]:
-    """Returns Tables 4, 5 and 6 in the paper's order."""
+    """Returns all rows of Tables 4, 5 and 6 in the paper's order."""
     rows = _read("tables_4_5_6.csv")
     for row in rows:
         row["method"] = row["method"].replace("RandomSampling+PosID", "MiniBatchPacking+PosID")
@@ -80,7 +75,7 @@ def steps_rows() -> list[StepsRow]:
 
 
 def rows_rows() -> list[RowsRow]:
-    """Returns Tables 2 and 3 in the paper's order."""
+    """Returns all rows of Tables 2 and 3 in the paper's order."""
     return [RowsRow(**_typed(RowsRow, row)) for row in _read("tables_2_3.csv")]
 
 
@@ -90,5 +85,5 @@ def _read(name: str) -> list[dict[str, str]]:
 
 
 def _typed(of: type, row: dict[str, str]) -> dict[str, Any]:
-    """Returns the fields of a record with the types that it declares."""
+    """Converts the cells of a row to the types of a record's fields."""
     return {name: kind(row[name]) for name, kind in get_type_hints(of).items()}
