@@ -123,10 +123,10 @@ def write_definitions(path: Path, sources: list[Path]) -> None:
 
 
 def definitions(source: bytes) -> Iterator[str]:
-    """Yields the text of each top-level function, of each method, and of classes without methods.
+    """Yields the text of each function, of each method, and of each class without its methods.
 
-    Decorators are included. A file that this version of Python cannot parse, such as test data of
-    the standard library, yields nothing.
+    Only top-level functions and classes count. Decorators are included. A file that this version of
+    Python cannot parse, such as test data of the standard library, yields nothing.
     """
     with warnings.catch_warnings():
         # Invalid escapes in string literals cause warnings.

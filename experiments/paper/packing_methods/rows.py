@@ -1,12 +1,12 @@
 """Counts the rows of an epoch by model and layout, beside the paper's Tables 2 and 3.
 
-Models differ here only by their tokenizer. The tables give their examples (Rows of mini-batches) and
-their tokens (Time x Tok/s x 8 GPUs).
+Models differ here only by their tokenizer. The tables give their examples (Rows of mini-batches)
+and their tokens (Time x Tok/s x 8 GPUs).
 
 With padding and in mini-batches, a row is an example, so there is nothing to count. Two layouts are
-counted: basic packing, in rows of 4,096 tokens that cut examples anywhere; and flat rows of bs x msl
-tokens, which take whole examples in order. Each is counted in two ways: so that nothing is lost, and
-as the tables seem to be counted (`by_thousands`).
+counted: basic packing, in rows of 4,096 tokens that cut examples anywhere; and flat rows of
+bs x msl tokens, which take whole examples in order. Each is counted in two ways: so that nothing is
+lost, and as the tables seem to be counted (`by_thousands`).
 """
 
 from collections.abc import Callable
@@ -112,8 +112,8 @@ def by_thousands(examples: IntArray, row_tokens: int, how: Callable[..., Count])
     """Returns (rows, dropped tokens) if examples are packed 1,000 at a time.
 
     `datasets.map` works in this way, and the paper's tables turn out to be counted so. From each
-    thousand, the last row is dropped unless it is full. Examples longer than msl are included: basic
-    packing cuts them at the ends of rows, and for flat rows they are cut at msl before.
+    thousand, the last row is dropped unless it is full. Examples longer than msl are included:
+    basic packing cuts them at the ends of rows, and for flat rows they are cut at msl before.
 
     Args:
         examples: Tokens of all 20,000 examples, shuffled.

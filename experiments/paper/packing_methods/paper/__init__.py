@@ -1,8 +1,8 @@
 """Reads the tables of the packing paper: Tables 2 and 3 by model and layout, 4 to 6 by method.
 
-The CSV files have the numbers as printed, including times, throughput, memory and losses.
-`experiments.paper.packing_methods` compares the counts, and `experiments.paper.packing_training` the
-rest.
+The CSV files have the numbers as printed, including times, throughput, memory and losses. The
+counts are compared in `experiments.paper.packing_methods`, and all else in
+`experiments.paper.packing_training`.
 
 Two names differ from the tables. The 20K subsets are called FLAN, OrcaMath and Stack. The method
 that Tables 4 to 6 print as RandomSampling+PosID is called `MiniBatchPacking+PosID`, as in the
