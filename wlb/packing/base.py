@@ -34,13 +34,15 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 
 MOST_WORK = 2.0**62
-"""Largest cost in ns, and largest sum of costs, that packers accept: sums must fit int64."""
+"""Largest cost in ns, and largest sum of costs, that packers accept, so that sums fit int64."""
 STEP_ORDER = 1 << 19
-"""The `index` by which `permuted` orders steps. Lower ones order the pieces of micro-batches."""
+"""The `index` that policies give to `permuted` to shuffle the order of steps. Smaller values are
+indices of micro-batches, whose pieces are shuffled."""
 _LEAST = {"num_micro_batches": 1, "context_window": 1, "num_windows": 0, "seed": None}
 """The least permitted value of each integer option; None permits any integer."""
 LEFTOVER = 0
-"""Carry slot of pieces that an earlier packing could not place, in policies with several slots."""
+"""Slot of the carry for pieces that did not fit into earlier steps. Policies with several slots use
+it."""
 
 Pushed = tuple[tuple[PackingPlan, ...], Carry]
 """What `push` returns: the plans of the steps that can be made (possibly none), and the carry."""
@@ -96,10 +98,11 @@ class PackerOptions:
 
         Args:
             batch: The batch that arrives; None gives no pieces.
-            step: The step from which the pieces' delay counts. The batch's index would not do,
-                because a batch may make several steps or none.
-            split: False keeps documents longer than the window whole, for a policy that cuts
-                windows itself. Documents that must be refused are refused all the same.
+            step: The step from which the pieces' delay counts. It may differ from the batch's
+                index, because a policy may make several steps of a batch, or none.
+            split: Whether to cut documents longer than the window. False is for a policy that cuts
+                the stream itself. If `long_documents` is "refuse", such documents are an error in
+                any case.
         """
         if batch is None:
             return Pieces.empty()
@@ -142,12 +145,16 @@ class PackerOptions:
         return work
 
     def attention(self, pieces: Pieces) -> IntArray:
-        """Return W_a of each piece in ns, shape [num_pieces]; a negative cost is a UserError."""
+        """Return the attention work W_a of each piece in ns, shape [num_pieces].
+
+        Raises:
+            UserError: If a cost is negative or not finite.
+        """
         return _priced(pieces, self.cost.attention_ns(pieces.length))
 
 
 def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
-    """Return `cost_ns` (shape [num_pieces]) as integers; invalid costs are a UserError."""
+    """Return the costs of pieces, shape [num_pieces], as integers; raise UserError if invalid."""
     raw = np.asarray(cost_ns)
     if raw.shape != (len(pieces),):
         raise UserError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
@@ -181,7 +188,13 @@ class PolicyPacker:
         return Carry.empty(self.policy)
 
     def _carry(self, pieces: Pieces, next_step: int, slot: IntArray | None = None) -> Carry:
-        """Return the carry of these waiting pieces, with their slots (None puts all in slot 0)."""
+        """Return the carry with these waiting pieces.
+
+        Args:
+            pieces: The pieces that wait.
+            next_step: Index of the next step.
+            slot: Slot of each piece, shape [num_pieces]. None puts all pieces in slot 0.
+        """
         slot = np.zeros(len(pieces), np.int64) if slot is None else slot
         return Carry(policy=self.policy, pieces=pieces, slot=slot, next_step=next_step)
 
@@ -196,19 +209,20 @@ class PolicyPacker:
         max_delay: int | None = None,
         shuffle: bool = True,
     ) -> PackingPlan:
-        """Return the plan that puts `rows[i]` of `pieces` into micro-batch i.
+        """Return the plan of a step whose micro-batch i has the pieces with indices `rows[i]`.
 
         Args:
             step: Index of the step.
-            pieces: The pieces from which the rows choose.
-            rows: Rows of `pieces` in each micro-batch.
+            pieces: Pieces of which the step trains some.
+            rows: Indices of the pieces in each micro-batch.
             work_ns: Work of every piece, shape [num_pieces].
             num_held_tokens: Tokens that still wait after this step.
             max_delay: Pieces that waited for more steps than this are counted as overdue. None
                 counts none.
-            shuffle: Whether to order the pieces of micro-batch i at random, from (options.seed,
-                step, i). Policies place documents in descending length, and in that order
-                per-sequence sharding would give the long documents to the same ranks in every step.
+            shuffle: Whether to put the pieces of micro-batch i in a random order, whose seed is
+                (options.seed, step, i). Policies place documents in descending length. In that
+                order, per-sequence sharding would give the long documents to the same ranks in
+                every step.
         """
         options = self.options
         order = [np.array(members, np.int64) for members in rows]
@@ -240,14 +254,14 @@ class PolicyPacker:
         num_waiting_tokens: int,
         shuffle: bool = True,
     ) -> tuple[PackingPlan, ...]:
-        """Return the plans of consecutive steps that train rows of the same pieces.
+        """Return the plans of consecutive steps, each of which trains some of the pieces.
 
         Args:
             first_step: Index of the first step.
-            pieces: The pieces from which the rows choose.
-            steps: `steps[s][i]` has the rows of `pieces` in micro-batch i of the s-th step.
+            pieces: The pieces of all these steps.
+            steps: `steps[s][i]` has the indices of the pieces in micro-batch i of the s-th step.
             num_waiting_tokens: Tokens that still wait after the last step.
-            shuffle: Whether to order the pieces of a micro-batch at random.
+            shuffle: Whether to put the pieces of a micro-batch in a random order.
         """
         work, length = self.options.workloads(pieces), pieces.length
         # Tokens that wait after a step: those of later steps, and those that no step takes.
@@ -273,8 +287,8 @@ def check_s_max(s_max: int, options: PackerOptions) -> None:
 def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
     """Raise UserError if a waiting piece has more than `limit` tokens.
 
-    Such a piece comes from a run with a larger context window. No step could take it, so the flush
-    would never end.
+    Such a piece comes from the checkpoint of a run with a larger context window. No step could
+    train it, so the flush at the end of the data would never end.
 
     Args:
         pieces: The waiting pieces.
@@ -291,7 +305,14 @@ def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
 
 
 def permuted(values: IntLike, options: PackerOptions, *, step: int, index: int) -> IntArray:
-    """Shuffle `values` (shape [n]) by a seed of (options.seed, step, index), alike on all hosts."""
+    """Return `values` in a random order that is the same on all hosts.
+
+    Args:
+        values: Integers, shape [n].
+        options: Options with the seed of the run.
+        step: Index of the step. The order depends on the seed, the step and `index`.
+        index: Index of the micro-batch whose pieces are shuffled, or STEP_ORDER to shuffle steps.
+    """
     key = np.array([options.seed % 2**64, (step << 20) + index], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(np.asarray(values, np.int64))
 
@@ -326,8 +347,8 @@ def _num_joined(placed: Pieces, offsets: IntArray) -> int:
 
 
 _UNITS = 2.0**40
-"""The sum to which `comparable` scales work. It resolves one token among millions of documents, and
-leaves 23 bits of an int64 unused."""
+"""`comparable` scales work to this sum. It is large enough that one token among millions of
+documents still counts, and small enough for int64: sums may be 2^23 times larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,13 +356,14 @@ class PriceRange:
     """A range of factors by which attention may be cheaper or dearer than its predicted price.
 
     A packing that is balanced at both ends of the range is balanced at every price between them.
-    The reason: let a micro-batch have l of a step's L linear work and a of its A attention work. If
-    attention costs k times its price, the micro-batch's share of the step is (l + k a) / (L + k A),
-    which is monotone in k.
+    The reason: let a step have linear work L and attention work A, and one of its micro-batches
+    linear work l and attention work a. If attention costs k times its price, the micro-batch's
+    share of the step's work is (l + k a) / (L + k A). This is monotone in k, so it is largest at
+    one end of the range.
 
-    The range also covers the forward pass alone, whose attention is cheaper relative to its linear
-    work: with the `h100` profile and a window of 128K it corresponds to k = 0.71 (7B model, TP 8,
-    CP 2). low = high = 1 trusts the price.
+    A range also balances the forward pass alone, in which attention is cheaper relative to linear
+    work: with the `h100` profile and a window of 128K, the forward pass corresponds to k = 0.71 (7B
+    model, TP 8, CP 2). With low = high = 1 the predicted price is used as it is.
     """
 
     low: float = 1.0  # above 0 and at most 1
@@ -361,14 +383,16 @@ class PriceRange:
         return self.low == self.high
 
     def ends(self, options: PackerOptions, pieces: Pieces, work_ns: IntArray) -> IntArray:
-        """Return the work of each piece at both ends of the range in ns, shape [2, num_pieces].
-
-        If the range is a single price, the result is `work_ns` in shape [1, num_pieces].
+        """Return the work of each piece in ns, at both ends of the range.
 
         Args:
             options: Options with the workload model.
             pieces: The pieces.
-            work_ns: Their work at the predicted price, W_a + W_l, shape [num_pieces].
+            work_ns: Work of each piece in ns at the predicted price, shape [num_pieces].
+
+        Returns:
+            Work in ns, shape [2, num_pieces]. If low = high = 1, it is `work_ns` with shape
+            [1, num_pieces].
         """
         if self.is_one_price:
             return work_ns[None]
@@ -379,13 +403,16 @@ ONE_PRICE = PriceRange()
 
 
 def comparable(ends: IntArray) -> list[list[int]]:
-    """Scale the work at each end of a price range so that the ends have equal sums.
+    """Scale work at both ends of a price range so that the sums over all pieces are equal.
 
-    After this, the larger of a micro-batch's two loads says how slow it is at its worst price,
-    relative to the step. A single price needs no scaling.
+    After this, a micro-batch's loads at both ends are shares of the step's work and can be
+    compared: the larger one says how slow the micro-batch can be. A single price needs no scaling.
 
     Args:
-        ends: Work at each end in ns, shape [num_ends, n].
+        ends: Work of each piece in ns at each end, shape [num_ends, n].
+
+    Returns:
+        The scaled work, a list of n integers for each end.
     """
     if len(ends) == 1:
         return [ends[0].tolist()]

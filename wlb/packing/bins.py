@@ -1,12 +1,13 @@
 """Bin packing: assigns whole documents to bins of at most `capacity` tokens, by five methods.
 
-Every document is in exactly one bin. A document longer than a bin is an error. Ties go to the
-lowest row and the lowest bin.
+Every document is in exactly one bin. A document longer than a bin is an error. Of equally long
+documents the first one is placed first, and of equally good bins the first one is taken.
 
 The decreasing methods (first fit, best fit and next fit after sorting by length) see many documents
-of equal length, and many bins with equal contents. They place a whole run of equal documents into a
-group of equal bins at once. The result is the same as placing them one by one, because best fit
-keeps using the same bin while the next document fits, and first fit fills one bin before the next.
+of equal length, and many bins with equal contents. They place all documents of one length (a run)
+into a group of equal bins at once. The result is the same as placing them one by one, because best
+fit keeps using the same bin while the next document fits, and first fit fills one bin before the
+next.
 
     run of five documents of length 3, group of four empty bins of capacity 8:
     two go into bin 0, two into bin 1, one into bin 2; bin 3 stays empty
@@ -37,18 +38,19 @@ from wlb.plan.arrays import first_true
 from wlb.spec import BinMethod
 
 Group = tuple[int, int, int]
-"""(start, stop, filled): bins [start, stop), which all hold `filled` documents of equal lengths."""
+"""A group of bins with equal contents: (start, stop, filled) for the bins [start, stop), each of
+which has `filled` documents so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bins:
     """The documents of each bin.
 
-    Bin b holds the rows `order[offsets[b]:offsets[b + 1]]`, in the order in which they were placed.
-    Bins are numbered in the order in which they were opened.
+    Bin b has the documents with indices `order[offsets[b]:offsets[b + 1]]`, in the order in which
+    they were placed. Bins are numbered in the order in which they were opened.
     """
 
-    order: IntArray  # rows of the documents, grouped by bin, shape [n]
+    order: IntArray  # indices of the documents, grouped by bin, shape [n]
     offsets: IntArray  # where each bin begins in `order`, shape [num_bins + 1]
     tokens: IntArray  # tokens in each bin, at most `capacity`, shape [num_bins]
     capacity: int  # most tokens of a bin
@@ -78,7 +80,7 @@ class Bins:
         return float(self.tokens.sum() / (self.num_bins * self.capacity))
 
     def rows(self, index: int) -> IntArray:
-        """Return the rows of the documents in bin `index`, in the order they were placed."""
+        """Return the indices of the documents in bin `index`, in the order they were placed."""
         return self.order[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
 
@@ -97,9 +99,9 @@ def pack_bins(
         capacity: Most tokens of a bin.
         method: How bins are chosen.
         window: Number of bins that best_fit keeps open. The other methods ignore it.
-        num_first: Rows [0, num_first) are left over from an earlier packing. The decreasing methods
-            place them before all others, both parts in descending length. The streaming methods
-            keep the order of rows, in which leftovers come first anyway.
+        num_first: The first `num_first` documents are left over from an earlier packing. The
+            decreasing methods place them, in descending length, before all other documents. The
+            streaming methods keep the order of documents, in which leftovers come first anyway.
 
     Raises:
         UserError: If a document is longer than a bin.
@@ -154,7 +156,10 @@ def _next_fit_decreasing(lengths: IntArray, capacity: int, *, num_first: int) ->
 
 
 def _best_fit(lengths: IntArray, capacity: int, *, window: int) -> Bins:
-    """Put each document into the fullest open bin that has room; a search takes O(log window)."""
+    """Put each document into the fullest open bin that has room for it.
+
+    At most `window` bins are open. A search takes O(log window).
+    """
     # An open bin is encoded as the number room * 2^shift + bin. A sorted list of these numbers
     # finds the least room that is enough and, among bins of equal room, the lowest bin.
     shift = lengths.size.bit_length()
@@ -185,9 +190,9 @@ def _in_order(lengths: IntArray, order: IntArray, offsets: IntArray, capacity: i
 
 
 def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_first: int) -> Bins:
-    # 1. Sort the rows by descending length and find the runs of equal lengths. Capping a bin's room
-    # at the sum of all lengths keeps the tables below short: they have an entry for each possible
-    # room.
+    # 1. Sort the documents by descending length and find the runs of equal lengths. The tables
+    # below have an entry for each number of free tokens that a bin can have. To keep them short, a
+    # bin has at most as many as all documents together.
     room = min(capacity, int(lengths.sum()))
     parts = (lengths[:num_first], lengths[num_first:])
     first, rest = (_stable_order(room - part, room) for part in parts)
@@ -195,12 +200,13 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     in_turn = lengths[rows]
     begins = np.flatnonzero(np.diff(in_turn, prepend=0))
     runs = zip(in_turn[begins].tolist(), np.diff(begins, append=rows.size).tolist(), strict=True)
-    # 2. Place each run of equal lengths into groups of bins. A fill is one such placement.
+    # 2. Place each run into groups of equal bins. A "fill" says which documents of a run go to
+    # which group.
     is_first_fit = method == BinMethod.FIRST_FIT_DECREASING
     fills = _place(runs, room, _FirstFitGroups() if is_first_fit else _BestFitGroups(room))
     start, num_documents, each, filled = fills.T
-    # 3. Divide the fills into visits of single bins. A visit puts `each` consecutive rows at
-    # consecutive places of its bin.
+    # 3. Divide the fills into visits of single bins. A visit puts the next `each` documents into
+    # its bin.
     num_visits = num_documents // each
     each = np.repeat(each, num_visits)
     nth = np.arange(each.size) - np.repeat(offsets_of(num_visits)[:-1], num_visits)
@@ -217,10 +223,10 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
 
 
 def _stable_order(keys: IntArray, largest: int) -> IntArray:
-    """Return the rows in ascending order of their keys (0 to `largest`), equal keys by row.
+    """Return the indices that sort `keys` (integers from 0 to `largest`), as a stable argsort does.
 
-    NumPy's stable sort is a radix sort for 16-bit integers, but a merge sort for wider ones, which
-    is several times slower. This is a radix sort with digits of 16 bits.
+    NumPy's stable sort is a radix sort for 16-bit integers, but for wider ones it is a merge sort,
+    which is several times slower. This is a radix sort with digits of 16 bits.
     """
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     for shift in range(16, largest.bit_length(), 16):
@@ -230,15 +236,17 @@ def _stable_order(keys: IntArray, largest: int) -> IntArray:
 
 
 class _BestFitGroups:
-    """Groups of bins for best fit: `take` finds the group with the least room that is enough.
+    """Groups of equal bins for best fit: `take` finds the group with the least room that is enough.
 
-    Among groups with equal room it takes the one with the lowest bins.
+    The room of a group is the number of free tokens in each of its bins. Among groups with equal
+    room, `take` returns the one whose bins were opened first.
     """
 
     def __init__(self, capacity: int) -> None:
         # For each room in tokens, a heap of the groups with that room.
         self.of_room: dict[int, list[Group]] = {}
-        # has_room[r] is 1 if a group has r tokens of room. `bytearray.find` is as fast as memchr.
+        # has_room[r] is 1 if some group has r tokens of room. It is a bytearray, because
+        # `bytearray.find` searches as fast as C's memchr.
         self.has_room = bytearray(capacity + 1)
         self.max_room = 0  # no group has more room than this
 
@@ -261,19 +269,21 @@ class _BestFitGroups:
 
 
 class _FirstFitGroups:
-    """Groups of bins for first fit: `take` finds the lowest bins that have room."""
+    """Groups of equal bins for first fit: `take` finds the first bins that have room."""
 
     def __init__(self) -> None:
-        # Heap of (start, stop, filled, room): groups with room for the current length.
+        # Heap of the groups that have room for a document of the current length, as (first bin, end
+        # bin, documents of each bin, free tokens of each bin).
         self.ready: list[tuple[int, int, int, int]] = []
-        # Heap of (-room, group): groups without, until lengths are short enough for them.
+        # Heap of the groups that have too little room, as (-free tokens of each bin, group). They
+        # become ready when the current length is short enough.
         self.waiting: list[tuple[int, Group]] = []
-        self.length = 0  # the current length
+        self.length = 0  # the current length: tokens of the documents that are placed now
 
     def take(self, length: int) -> tuple[int, Group] | None:
         """Remove and return the group (room, group) that a document of `length` goes to."""
-        # Lengths rise once, when new documents follow the leftovers. Groups that were ready may
-        # then have too little room.
+        # Lengths descend, except where new documents follow the leftovers. If the length is larger
+        # than before, groups that were ready may now have too little room.
         if length > self.length:
             ready, self.ready = self.ready, []
             for start, stop, filled, room in ready:
@@ -298,7 +308,7 @@ class _FirstFitGroups:
 def _place(
     runs: Iterable[tuple[int, int]], capacity: int, groups: _BestFitGroups | _FirstFitGroups
 ) -> IntArray:
-    """Place runs of equal documents, one run after the other, into groups of equal bins.
+    """Place runs of equally long documents, one run after the other, into groups of equal bins.
 
     Args:
         runs: (length, number of documents) of each run.
@@ -306,8 +316,9 @@ def _place(
         groups: The groups of bins, empty at first.
 
     Returns:
-        Fills, shape [num_fills, 4]: first bin, number of documents, documents for each bin, and
-        documents that each bin had before. Fills take the documents in the order of the runs.
+        An array of shape [num_fills, 4]. Each line puts the next documents of the runs into
+        consecutive bins: (first bin, number of documents, how many of them go into each bin, how
+        many documents each bin had before).
     """
     fills = array("q")
     num_bins = 0

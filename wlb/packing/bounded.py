@@ -8,18 +8,21 @@ N of them. This policy instead chooses the documents whose step costs least, by 
    it only chooses how many tokens to train. Outliers of nearly equal work form a size class, in
    which the oldest comes first.
 2. Documents that have waited `max_delay` steps must leave, oldest first, as far as the caps allow.
-3. List the candidates. A candidate releases an interval of the sorted outliers, and all outliers
-   from a second position on:
+3. List the candidates. A candidate is a choice of the outliers that this step trains (releases); it
+   holds back all others. It releases an interval of the sorted outliers, and all outliers from a
+   second position to the end:
 
        tallest                                     smallest
        | held | first ... end | held | tail ... last |
                 released                released
 
-4. Bound from below what each candidate costs: the time lost on its slowest micro-batch, and a price
-   for the delay of what it holds back.
-5. Pack the `NUM_PACKED` candidates with the lowest bounds: place their outliers, add ordinary
-   documents as a divisible fluid (water-filling), and take the candidate that then costs least.
-6. Place the chosen documents by Algorithm 1, then exchange single documents (`refine`).
+4. Compute a lower bound on the cost of each candidate. The cost is the time that is lost because
+   other micro-batches wait for the slowest one, plus a price for the delay of what is held back.
+5. Pack the `NUM_PACKED` candidates with the lowest bounds: place their outliers, then spread the
+   ordinary documents as if they were a fluid that divides freely (`water_filled`). Take the
+   candidate that then costs least.
+6. Place the chosen documents by Algorithm 1, then move and swap single documents between
+   micro-batches (`refine`).
 
 Guarantees: at most S_max tokens a micro-batch, at most `step_tokens` a step (in the flush too), and
 at most `most_held_tokens` tokens that wait after a global batch. Documents leave within `max_delay`
@@ -60,13 +63,15 @@ from wlb.plan import (
     offsets_of,
 )
 
-# Each constant's docstring says what it trades (LOG is experiments/LOG.md). The table shows how
-# results change if one constant is halved, doubled or set to another value. Each cell has the
-# imbalance and the mean delay in steps, over 400 steps of each stream of documents, with N = 4,
-# T 1.5, S_max 2, D 10 and a single price.
+# Each constant's docstring says what a larger or smaller value changes; "LOG" in them is the file
+# experiments/LOG.md. The table below shows the results with the present values, and with one
+# constant halved, doubled or set to another value. Columns are three streams of documents: lengths
+# fitted to the paper, the corpus ProLong, and Python's standard library. Each entry has the
+# imbalance and the mean delay in steps, over 400 steps with N = 4, T = 1.5 global batches,
+# S_max = 2 windows, D = 10 steps and no price range.
 #
 #                    fitted          ProLong         library
-# as they stand      1.0064  0.272   1.0059  0.116   1.0038  0.143
+# present values     1.0064  0.272   1.0059  0.116   1.0038  0.143
 # DELAY_PRICE / 2    1.0039  0.341   1.0053  0.136   1.0022  0.166
 #             * 2    1.0117  0.220   1.0068  0.092   1.0056  0.126
 # CURVATURE / 2      1.0055  0.325   1.0054  0.134   1.0030  0.163
@@ -82,42 +87,49 @@ from wlb.plan import (
 # NUM_PACKED 4, 16   1.0064  0.272   1.0059  0.116   1.0038  0.143
 
 DELAY_PRICE, DELAY_PRICE_IN_RANGE = 0.15, 0.1
-"""The price of holding a global batch back for one step is this constant over sqrt(N), in times of
-a typical micro-batch. A higher price gives less delay and more imbalance. It falls with N because
-large N always offer steps with some imbalance, which a constant price would accept (LOG, "bounded:
-what lost": imbalance 1.013 instead of 1.008 at N = 16). The second value is used with a price
-range, where good combinations of documents are rarer (LOG, "balance over a range of prices")."""
+"""Cost of delaying a whole global batch by one step, multiplied by sqrt(N). The unit is the time of
+a typical micro-batch. A larger value gives less delay and more imbalance. The cost is divided by
+sqrt(N), because with a constant cost the policy would be content with unbalanced steps at large N
+(LOG, "bounded: what lost": imbalance 1.013 instead of 1.008 at N = 16). The second value is used if
+there is a price range, since good combinations of documents are then rarer (LOG, "balance over a
+range of prices")."""
 CURVATURE = 0.1
-"""The cost of lost time x, in times of a typical micro-batch, is x + x^2 / CURVATURE. A smaller
-value avoids the worst steps at the price of delay. The square makes one step of imbalance 1.10
-dearer than ten of 1.01 (LOG, "bounded: what lost": it lowers the library's 95th percentile from
-1.10 to 1.02)."""
+"""A step that loses time x on its slowest micro-batch costs x + x^2 / CURVATURE. The unit of x is
+the time of a typical micro-batch. A smaller value avoids the worst steps, but delays more. Because
+of the square, one step of imbalance 1.10 costs more than ten steps of 1.01 (LOG, "bounded: what
+lost": on the library, the square lowers the 95th percentile of imbalance from 1.10 to 1.02)."""
 URGENCY = 2.0
-"""Weight of the work that is still missing to balance a long document that is held back. A higher
-value makes other long documents wait for it (LOG, "bounded: what lost": imbalance 1.008 on the
-library, 1.021 without this term)."""
+"""Weight of the shortfall in the cost of holding documents back. The shortfall is the work that the
+waiting documents lack to balance the longest document that is held back. A larger value makes other
+long documents wait, so that they can be trained together with it (LOG, "bounded: what lost":
+imbalance 1.008 on the library, 1.021 without this term)."""
 LEAST = 0.35
-"""Least tokens of a step, in global batches, if so many wait and fit. Holding nearly everything
-back loses no time in this step, so without the constant, nearly empty steps and full steps would
-alternate (LOG, "Reviews of bounded": imbalance 1.13 instead of 1.95 for uniform lengths)."""
+"""A step has at least this many tokens, in global batches, if that many wait and fit. A step that
+trains almost nothing loses no time, so without this limit nearly empty steps and full steps would
+alternate (LOG, "Reviews of bounded": for uniform lengths the imbalance is 1.13 with the limit and
+1.95 without it)."""
 OUTLIER = 0.2
-"""Work of the smallest outlier, in typical micro-batches. A smaller value makes more documents
-outliers, and so more candidates."""
+"""A document is an outlier if it has at least this share of the work of a typical micro-batch. A
+smaller value makes more documents outliers, so there are more candidates and planning takes
+longer."""
 CLASS = 0.97
-"""A size class has the outliers with at least this share of the work of its tallest one. Candidates
-begin at the start of a class, so their number does not grow with the number of documents. Finer
-classes give more candidates and take more time. At N = 64 a step of the fitted stream has 2,178
-candidates; at 0.985 and 0.94 it has 3,075 and 1,151, with the same imbalance."""
+"""Outliers belong to one size class if each has at least this share of the work of the largest one.
+Candidates begin only where a class begins, so their number does not grow with the number of
+documents. A value closer to 1 gives more candidates and takes more time. At N = 64, a step of the
+fitted stream has 2,178 candidates; with 0.985 it would have 3,075 and with 0.94 it would have
+1,151, at the same imbalance."""
 NUM_PACKED = 8
-"""Most candidates that are packed. More find better steps where bounds are loose, but take time.
-With a single price the lowest bound is mostly exact (1.02 candidates are packed in a step at N =
-4). With prices from 0.7 to 1.6 at N = 16, packing 4, 8 or 16 candidates gives imbalances of 1.0108,
-1.0107 and 1.0089 on the fitted stream. Without a limit the imbalance is 1.0060 with 0.06 steps more
-delay, and 37 candidates are packed in a step (552 at N = 64)."""
+"""At most this many candidates are packed in each step, those with the lowest bounds. Packing more
+of them finds better steps if the bounds are far below the costs, but takes more time. Without a
+price range the candidate with the lowest bound is nearly always the best one (on average 1.02
+candidates are packed in a step at N = 4). With a price range of 0.7 to 1.6 at N = 16, limits of 4,
+8 and 16 give imbalances of 1.0108, 1.0107 and 1.0089 on the fitted stream. Without a limit the
+imbalance is 1.0060, the delay is 0.06 steps longer, and 37 candidates are packed in a step (552 at
+N = 64)."""
 ONE_BY_ONE = 8
-"""Intervals of up to this many outliers are all candidates. Of longer ones only those are whose
-number of outliers is a power of two or a multiple of an eighth of N. 4 instead of 8 changes no
-imbalance at N = 4, 16 and 64."""
+"""Intervals with any number of outliers up to this one are tried as candidates. Longer intervals
+are tried only if their number of outliers is a power of two or a multiple of N / 8, to limit the
+number of candidates. With 4 instead of 8 the imbalance is the same at N = 4, 16 and 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +141,8 @@ class StepLimits:
     s_max: int  # most tokens of a micro-batch
     step_tokens: int  # T, most tokens of the step
     max_delay: int  # D, steps that a document may wait
-    # Price of holding a global batch back for one step, in times of a typical micro-batch.
+    # Cost of delaying a whole global batch by one step. The unit is the time of a typical
+    # micro-batch.
     price: float
 
 
@@ -137,16 +150,16 @@ class StepLimits:
 class BoundedPacker(PolicyPacker):
     """Packs so that steps are balanced, and lets long documents wait for at most `max_delay` steps.
 
-    Its carry has the waiting documents in slot 0, in arrival order. The number of steps that a
-    global batch makes:
+    Its carry has the waiting documents in slot 0, in arrival order. `push` usually returns one step
+    for each global batch. The exceptions are:
 
-    - One, as a rule.
-    - None while fewer documents than micro-batches wait, or less than half a global batch of
+    - No step, if fewer documents than micro-batches wait, or less than half a global batch of
       tokens (less than a whole one if the batch brought no document).
-    - Several while more than `most_held_tokens` wait. A document of many windows arrives at once,
-      and the batches for which its tokens count bring nothing.
-    - The last batch of the data is packed together with everything that waits, so that nothing is
-      left to flush.
+    - Several steps, until at most `most_held_tokens` tokens wait. This happens when a document of
+      many windows arrives: all its tokens come in one batch, and the next batches are empty,
+      because its tokens count as theirs.
+    - At the end of the data, as many steps as it takes. The last batch is packed together with
+      everything that waits, so that nothing is left to flush.
     """
 
     policy: ClassVar[str] = "bounded"
@@ -155,10 +168,12 @@ class BoundedPacker(PolicyPacker):
     s_max: int  # most tokens of a micro-batch, at least the context window
     step_tokens: int | None = None  # T, most tokens of a step, above N x C; None = N x s_max
     max_delay: int = 10  # D, steps that a document may wait
-    # Price of holding a global batch back for one step, in times of a typical micro-batch. None
-    # means DELAY_PRICE / sqrt(N), or DELAY_PRICE_IN_RANGE / sqrt(N) with a price range.
+    # Cost of delaying a whole global batch by one step. The unit is the time of a typical
+    # micro-batch. None means DELAY_PRICE / sqrt(N), or DELAY_PRICE_IN_RANGE / sqrt(N) with a price
+    # range.
     delay_price: float | None = None
-    # Work is balanced at the worst price of attention in this range.
+    # Micro-batches are balanced for the price of attention in this range at which they are most
+    # unequal.
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
@@ -192,10 +207,10 @@ class BoundedPacker(PolicyPacker):
 
     @property
     def most_held_tokens(self) -> int:
-        """Most tokens that may wait after a global batch.
+        """Most tokens that may wait after a call of `push`.
 
-        They are those of max_delay / 2 global batches, but at least of two. If more wait, a batch
-        makes several steps.
+        They are max_delay / 2 global batches, but at least two. While more tokens wait, `push`
+        makes further steps.
         """
         return max(2, self.max_delay // 2) * self.options.tokens_per_step
 
@@ -229,7 +244,7 @@ class BoundedPacker(PolicyPacker):
         return tuple(plans), self._carry(waiting, step + len(plans))
 
     def _flushed(self, waiting: Pieces, step: int) -> tuple[PackingPlan, ...]:
-        """Return the plans of as many steps as it takes until nothing waits."""
+        """Return plans that train all `waiting` pieces; `step` is the index of the first one."""
         plans: list[PackingPlan] = []
         while len(waiting):
             plan, waiting = self._step(waiting, step + len(plans), flush=True)
@@ -244,8 +259,8 @@ class BoundedPacker(PolicyPacker):
         age = step - waiting.arrival_step
         is_due = age >= self.max_delay
         if flush:
-            # No more documents will come, so waiting longer helps nothing: overdue documents leave
-            # first, then the longest ones together.
+            # No more documents will come, so it does not help to wait. Train documents that have
+            # waited for max_delay steps first, and then those with most work.
             order = np.lexsort((-work, ~is_due))
             order = np.sort(order[fitting(length[order], limits.step_tokens)])
         else:
@@ -253,8 +268,8 @@ class BoundedPacker(PolicyPacker):
         order = order[np.argsort(-work[order], kind="stable")]
         rows, rest = _placed(length[order], ends[:, order], limits, exchange=True)
         if is_due[order[rest]].any():
-            # S_max left out a document that must leave. Place such documents first, which costs
-            # some balance.
+            # A document that has waited for max_delay steps did not fit. Place all such documents
+            # first, although the micro-batches are then balanced a little worse.
             order = order[np.argsort(~is_due[order], kind="stable")]
             rows, rest = _placed(length[order], ends[:, order], limits, exchange=True)
         taken = np.zeros(len(waiting), bool)
@@ -280,7 +295,7 @@ def choose(
     *,
     ends: IntArray | None = None,
 ) -> BoolArray:
-    """Choose which of the waiting documents the next step trains (steps 1 to 5 above).
+    """Choose which of the waiting documents the next step trains (steps 1 to 5 of this file's top).
 
     As an example, take six documents and N = 2 micro-batches of 100 tokens. In a document of 100
     tokens attention takes 100 / 60 times as long as linear work, as in the paper's 7B model at its
@@ -313,14 +328,15 @@ def choose(
     held back, the other two are balanced with the help of the 30 ordinary tokens, and the delay
     costs 0.1 x (60 / 200 + 0.3^2 / (2 x 0.5)) = 0.039.
     Step 5 packs this candidate first: the 30 ordinary tokens raise both micro-batches to 16,538.
-    The cost is still 0.039, which is below the bounds of all other candidates.
+    The cost is still 0.039, less than the bounds of all other candidates, so they are not packed.
 
     Args:
         length: Tokens of each waiting document, shape [n], n >= 1.
         work: Predicted time of each document in ns, shape [n].
         age: Steps that each document has waited, shape [n].
         limits: Caps on the step, and the price of delay.
-        ends: Work at the ends of the price range, shape [num_ends, n]. Defaults to `work`.
+        ends: Work of each document in ns at both ends of the price range, shape [2, n], or [1, n]
+            without a price range. Defaults to `work`.
 
     Returns:
         A mask of the chosen documents, shape [n].
@@ -343,15 +359,22 @@ def choose(
 
 
 class WaitingDocuments:
-    """The waiting documents in the order of step 1, with sums over any interval of them.
+    """The waiting documents, sorted, with sums of their values over any interval of them.
 
-    Outliers come first, then ordinary documents by descending work. Ordinary documents that must
-    leave come last.
+    Outliers (documents with much work) come first, by size class and then by age. All others, the
+    ordinary documents, follow by descending work. Ordinary documents that have waited for the
+    maximum delay, and so must leave in this step, come last.
 
-    `rows` has shape [3 + num_ends, n]. Its rows are tokens, work, tokens times the delay that they
-    have if they miss this step too, and work at each end of the price range. `sums` are the running
-    sums of the rows, shape [3 + num_ends, n + 1], so that the difference of two columns is the sum
-    over an interval of documents.
+    Each document has 3 + num_ends values. num_ends is 2 with a price range and 1 without:
+
+    0. its tokens,
+    1. its work in ns,
+    2. its tokens times the delay that they have if the document is not trained in this step,
+    3. and following: its work in ns at each end of the price range.
+
+    `rows` has these values, shape [3 + num_ends, n]. `sums` has their running sums over the
+    documents, shape [3 + num_ends, n + 1], so the difference of two columns is the sum over an
+    interval of documents.
     """
 
     def __init__(
@@ -365,7 +388,8 @@ class WaitingDocuments:
         self.typical = max(1.0, int(work.sum()) / total * per_micro_batch)
         of_ends = [max(1.0, int(x.sum()) / total * per_micro_batch) for x in ends]
         self.typical_ends: FloatArray = np.array(of_ends)[:, None]
-        # 1. Sort outliers by size class, the oldest of a class first, and the others by work.
+        # 1. Sort outliers by size class, with the oldest of a class first, and other documents by
+        # work.
         order = np.argsort(-work, kind="stable")
         heights = -work[order]
         self.num_outliers = num = int(np.searchsorted(heights, -OUTLIER * self.typical, "right"))
@@ -378,8 +402,9 @@ class WaitingDocuments:
         rank = np.arange(len(order))
         rank[:num] = np.searchsorted(self.class_starts, rank[:num], "right") - 1
         order = order[np.lexsort((-age[order], rank))]
-        # 2. Find the documents that must leave: the oldest first, as many as T and S_max allow. A
-        # document that fits no micro-batch is dropped, so that it uses up no part of T.
+        # 2. Find the documents that must leave in this step: the oldest first, as many as T and
+        # S_max allow. Those that fit into no micro-batch are left out, so that they take up no part
+        # of T.
         due = np.flatnonzero(age[order] >= limits.max_delay)
         due = order[due[np.argsort(-age[order[due]], kind="stable")]]
         due = due[fitting(length[due], limits.step_tokens)]
@@ -400,9 +425,10 @@ class WaitingDocuments:
         self.outlier_sums = self.sums[:, : num + 1]
         forced = self.rows[:, :num] * self.must_leave[:num]
         self.must_leave_sums = np.stack([offsets_of(row) for row in forced])
-        # 3. Sum the ordinary documents: those that must leave (`ordinary_forced`), and all others
-        # (`ordinary`). Of the others also: running sums of tokens, the mean delay of a token if all
-        # of them miss this step, and work per token.
+        # 3. Sum the values of the ordinary documents that must leave (`ordinary_forced`) and of the
+        # other ordinary documents (`ordinary`). For the latter, also compute running sums of
+        # tokens, the mean delay of a token if none of them is trained in this step, and work per
+        # token.
         self.ordinary_forced = (self.sums[:, -1] - self.sums[:, self.num_free])[:, None]
         self.ordinary: IntArray = self.sums[:, self.num_free] - self.sums[:, num]
         self.tokens_before: IntArray = self.sums[0, num : self.num_free + 1] - self.sums[0, num]
@@ -412,10 +438,16 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return, for each candidate, where the released part of its tallest size class ends.
+        """Return where the outliers end that have about as much work as a candidate's largest one.
 
-        At most N outliers count, since each is assumed to have a micro-batch to itself. The result
-        has shape [num_candidates].
+        These are the released outliers of its size class. At most N of them count, since each is
+        assumed to have a micro-batch to itself.
+
+        Args:
+            candidates: The candidates.
+
+        Returns:
+            Position after the last of these outliers, shape [num_candidates].
         """
         ends = np.append(self.class_starts[1:], [self.num_outliers, self.num_outliers])
         size_class = np.searchsorted(self.class_starts, candidates.tallest, "right") - 1
@@ -425,31 +457,33 @@ class WaitingDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates: each releases outliers [first, end) and all outliers from `tail` on.
+    """Choices of the outliers that a step trains ("releases"); all other outliers are held back.
 
-    Positions refer to the order of `WaitingDocuments`. All arrays have shape [num_candidates].
+    Outliers are numbered as `WaitingDocuments` sorts them, from most to least work. A candidate
+    releases the outliers [first, end) and [tail, num_outliers). All arrays have shape
+    [num_candidates].
     """
 
-    first: IntArray  # first outlier of the interval
-    end: IntArray  # end of the interval
-    tail: IntArray  # the second position
+    first: IntArray  # first outlier of the interval [first, end)
+    end: IntArray  # end of this interval
+    tail: IntArray  # first outlier of the interval [tail, num_outliers)
     num_outliers: int  # number of waiting outliers
 
     @property
     def tallest(self) -> IntArray:
-        """Position of the tallest released outlier, or num_outliers if none is released."""
+        """First outlier that a candidate releases, the one with most work; num_outliers if none."""
         return np.where(self.end > self.first, self.first, self.tail)
 
     @property
     def first_stop(self) -> IntArray:
-        """End of the run of released outliers that begins with the tallest one."""
+        """End of the consecutive released outliers that begin with `tallest`: `end` or the end."""
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
     def released(self, running: IntArray) -> IntArray:
-        """Sum a value over the outliers that each candidate releases.
+        """Sum a value, such as tokens, over the outliers that each candidate releases.
 
         Args:
-            running: Running sums of the value, shape [..., num_outliers + 1].
+            running: Running sums of the value over all outliers, shape [..., num_outliers + 1].
 
         Returns:
             Sums, shape [..., num_candidates].
@@ -458,17 +492,24 @@ class Candidates:
         return before_tail + running[..., -1:] - running[..., self.tail]
 
     def held(self, running: IntArray) -> IntArray:
-        """Sum a value over the outliers that each candidate holds back, as `released` does."""
+        """Sum a value over the outliers that each candidate holds back.
+
+        Args:
+            running: Running sums of the value over all outliers, shape [..., num_outliers + 1].
+
+        Returns:
+            Sums, shape [..., num_candidates].
+        """
         return running[..., self.first] + running[..., self.tail] - running[..., self.end]
 
     def at(self, index: IntLike | BoolArray) -> "Candidates":
-        """Select candidates by indices or by a mask."""
+        """Return the candidates at these indices, or those for which a mask is true."""
         first, end, tail = self.first[index], self.end[index], self.tail[index]
         return Candidates(first=first, end=end, tail=tail, num_outliers=self.num_outliers)
 
 
 def _candidates(waiting: WaitingDocuments) -> Candidates:
-    """List all candidates that fit the token cap, with `first` and `tail` at starts of classes."""
+    """List the candidates that fit a step; their intervals begin where size classes begin."""
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     starts = np.append(waiting.class_starts, num_outliers)
@@ -483,14 +524,15 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
         counts = np.unique(np.concatenate([counts, powers, eighths]))
     first, count, tail = (a.ravel() for a in np.meshgrid(starts, counts, starts, indexing="ij"))
     end = first + count
-    # A count of 0 encodes "release everything from `first` on", with tail = first. Every other
-    # candidate must hold something back between its two parts, so that none is listed twice.
+    # A count of 0 means that a candidate releases [first, num_outliers), and is listed with tail =
+    # first. Every other candidate must hold something back between its two intervals, so that none
+    # is listed twice.
     is_one = np.where(count > 0, (end < tail) & (first < num_outliers), tail == first)
     candidates = Candidates(first=first, end=end, tail=tail, num_outliers=num_outliers).at(is_one)
     taken = candidates.released(waiting.outlier_sums[0]) + waiting.ordinary_forced[0]
     taken += candidates.held(waiting.must_leave_sums[0])
-    # With the ordinary documents that fit, the step must reach LEAST global batches, unless no
-    # candidate can.
+    # Together with the ordinary documents that fit, a candidate must reach LEAST global batches of
+    # tokens. If no candidate can, take those with most tokens.
     fits = taken <= limits.step_tokens
     possible = np.minimum(taken + waiting.ordinary[0], limits.step_tokens)
     least = min(LEAST * limits.tokens_per_step, int(possible[fits].max()))
@@ -498,27 +540,30 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
 
 
 def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
-    """Bound from below what each candidate costs.
+    """Return a lower bound on the cost of each candidate, without packing it.
 
-    Arrays of work, such as `mean` and `slowest`, have shape [num_ends, num_candidates], one row for
-    each end of the price range.
+    The cost is the time lost on the slowest micro-batch (`_wait`) plus the cost of what is held
+    back (`_holding`). In the function, arrays of work such as `mean` and `slowest` have shape
+    [num_ends, num_candidates], with one entry for each end of the price range.
 
     Returns:
-        Lower bounds in times of a typical micro-batch, shape [num_candidates].
+        Lower bounds, in multiples of a typical micro-batch's time, shape [num_candidates].
     """
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     first, end, tail = candidates.first, candidates.end, candidates.tail
-    # (a) Sum what leaves in any case, and find the tallest document of it. A size class is sorted
-    # by age, so the tallest is a maximum over the released outliers rather than the first one.
+    # (a) Sum the documents that a candidate trains in any case, and find the one with most work
+    # (`height`). A size class is sorted by age, so this may not be the first released outlier; take
+    # the maximum over all of them.
     taken = candidates.released(waiting.outlier_sums) + candidates.held(waiting.must_leave_sums)
     taken += waiting.ordinary_forced
     outliers = np.append(waiting.rows[:, :num_outliers], np.zeros((len(taken), 1), np.int64), 1)
     highest = np.maximum.accumulate(outliers[:, ::-1], axis=1)[:, ::-1]
     forced = (outliers[:, :num_outliers] * waiting.must_leave[:num_outliers]).max(1, initial=0)
     height = np.maximum(highest[:, candidates.tallest], forced[:, None])
-    # (b) Choose the ordinary documents that fit. If the lightest ones have enough work to raise the
-    # mean to the tallest document, take them. Otherwise take a part of the heaviest ones.
+    # (b) Choose the ordinary documents that fill the step. If those with least work have enough of
+    # it to raise the mean micro-batch to `height`, take them. Otherwise take some of those with
+    # most work.
     room: IntArray = np.minimum(limits.step_tokens - taken[0], waiting.ordinary[0])
     before, sums = waiting.tokens_before, waiting.sums
     light = num_outliers + np.searchsorted(before, int(before[-1]) - room, "left")
@@ -531,28 +576,30 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     fluid = np.where(is_light, lightest[3:], heaviest[3:] * part)
     tokens: IntArray = np.where(is_light, lightest, heaviest)[0]
     mean = (taken[3:] + fluid) / num
-    # (c) The slowest micro-batch has at least the mean work, and at least the tallest document's.
-    # Two of N + 1 outliers share a micro-batch, and three of 2N + 1. Inside a size class an outlier
-    # may be lighter than the order suggests, by a factor of CLASS.
+    # (c) The slowest micro-batch has at least the mean work, and at least `height`. Among N + 1
+    # outliers two must share a micro-batch, and among 2N + 1 three must. Because size classes are
+    # sorted by age, the n-th outlier may have less work than a later one, but no less than CLASS
+    # times it.
     count = end - first
 
     def nth(n: int) -> IntArray:
-        """Return the work of each candidate's n-th released outlier; 0 if it releases fewer."""
+        """Return the work of released outlier n (from 0) of each candidate, 0 if there is none."""
         row = np.where(n < count, first + n, tail + n - count)
         return outliers[3:, np.minimum(row, num_outliers)]
 
     two = np.where(nth(num) > 0, nth(num) + nth(num - 1), 0)
     three = np.where(nth(2 * num) > 0, nth(2 * num) + nth(2 * num - 1) + nth(2 * num - 2), 0)
     slowest = np.maximum(np.maximum(mean, height[3:]), CLASS * np.maximum(two, three))
-    # (d) Each of the tallest documents has a micro-batch to itself. What does not fit into the
-    # other micro-batches goes on top of them.
+    # (d) Raise the bound where documents do not fit into the micro-batches without large outliers
+    # (`_crowded`), or where both ends of the price range cannot be balanced (`_skewed`).
     all_tokens = taken[0] + tokens
     if len(mean) == 1:
         crowded = _crowded(waiting, candidates, all_tokens, num * mean[0])
         wait = _wait(waiting, np.maximum(slowest, crowded) - mean)
     else:
         wait = _skewed(waiting, candidates, slowest, mean, fluid)
-    # (e) Sum what is held back: outliers exactly, ordinary documents at their mean delay.
+    # (e) Sum the tokens and delays of what is held back. Which ordinary documents are held back is
+    # not known yet, so use their mean delay.
     held = (waiting.outlier_sums[:, -1:] + waiting.ordinary_forced - taken)[[0, 2]]
     left = waiting.ordinary[0] - tokens
     delayed = held[1] + left * waiting.ordinary_delay
@@ -560,15 +607,18 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
 
 
 def _wait(waiting: WaitingDocuments, over: FloatArray) -> FloatArray:
-    """Return the cost of the time lost on the slowest micro-batch, shape [n].
+    """Return the cost of waiting for the slowest micro-batch, for n steps that were considered.
 
-    The cost is x + x^2 / CURVATURE, where x is the time lost at the worse end of the price range,
-    in times of a typical micro-batch. The square makes one step of imbalance 1.10 dearer than ten
-    of 1.01.
+    The cost is x + x^2 / CURVATURE. x is the time of the slowest micro-batch minus the mean, as a
+    multiple of a typical micro-batch's time, at the end of the price range where it is larger.
 
     Args:
-        waiting: The waiting documents.
-        over: Slowest micro-batch minus mean at each end of the price range, shape [num_ends, n].
+        waiting: The waiting documents, which say what a typical micro-batch's time is.
+        over: Slowest micro-batch minus mean in ns, at each end of the price range, shape
+            [num_ends, n].
+
+    Returns:
+        Costs, shape [n].
     """
     x = (over / waiting.typical_ends).max(0)
     return x + x * x / CURVATURE
@@ -577,20 +627,21 @@ def _wait(waiting: WaitingDocuments, over: FloatArray) -> FloatArray:
 def _crowded(
     waiting: WaitingDocuments, candidates: Candidates, tokens: IntArray, work: FloatArray
 ) -> FloatArray:
-    """Bound the slowest micro-batch's work from below where S_max leaves little room.
+    """Return a lower bound on the slowest micro-batch's work if S_max leaves little room.
 
-    The k tallest outliers have a micro-batch each. What does not fit into the other N - k
-    micro-batches under S_max is added to these k. The bound is the larger one of two choices of k:
-    the outliers of the tallest size class, and N.
+    Suppose that the k outliers with most work have a micro-batch each. The other N - k
+    micro-batches hold at most S_max tokens each, so what does not fit into them is added to these
+    k. The bound is computed for two choices of k, and the larger result is returned: all released
+    outliers at the beginning of the order (at most N), and those of the first size class.
 
     Args:
         waiting: The waiting documents.
-        candidates: The candidates.
+        candidates: The choices of outliers for this step.
         tokens: Tokens of each candidate's step, shape [num_candidates].
-        work: Work of each candidate's step, shape [num_candidates].
+        work: Work of each candidate's step in ns, shape [num_candidates].
 
     Returns:
-        Lower bounds on work, shape [num_candidates].
+        Lower bounds in ns, shape [num_candidates].
     """
     num, s_max, first = waiting.limits.num_micro_batches, waiting.limits.s_max, candidates.tallest
     out = np.zeros(len(tokens))
@@ -613,22 +664,24 @@ def _skewed(
     mean: FloatArray,
     fluid: FloatArray,
 ) -> FloatArray:
-    """Bound the cost of lost time from below if no packing is balanced at both ends of the prices.
+    """Return a lower bound on the cost of lost time, for a price range with two different ends.
 
-    The k tallest documents have a micro-batch each. With few ordinary documents on top, these
-    micro-batches are the slowest where attention is dear. With many on top, they are the slowest
-    where attention is cheap. The function tries the shares of ordinary documents that make these
-    micro-batches average at one of the ends, and a share of zero, and takes the best.
+    No packing may be balanced at both ends. Suppose that the k outliers with most work have a
+    micro-batch each. If few ordinary documents are added to these micro-batches, they are the
+    slowest ones when attention is expensive. If many are added, they are the slowest ones when
+    attention is cheap. The function tries three amounts of ordinary documents: none, and those with
+    which these k micro-batches have the mean work at one end of the range. It takes the amount with
+    the lowest cost.
 
     Args:
         waiting: The waiting documents.
-        candidates: The candidates.
-        slowest: Lower bounds on the slowest micro-batch, shape [num_ends, num_candidates].
-        mean: Mean work of a micro-batch, shape [num_ends, num_candidates].
-        fluid: Work of the ordinary documents, shape [num_ends, num_candidates].
+        candidates: The choices of outliers for this step.
+        slowest: Lower bounds on the slowest micro-batch in ns, shape [num_ends, num_candidates].
+        mean: Mean work of a micro-batch in ns, shape [num_ends, num_candidates].
+        fluid: Work of all ordinary documents of the step in ns, shape [num_ends, num_candidates].
 
     Returns:
-        Lower bounds on the cost, as of `_wait`, shape [num_candidates].
+        Lower bounds on the cost that `_wait` returns, shape [num_candidates].
     """
     num, start = waiting.limits.num_micro_batches, candidates.tallest
     end = waiting.size_class_end(candidates)
@@ -647,34 +700,39 @@ def _skewed(
 def _holding(
     waiting: WaitingDocuments, candidates: Candidates, tokens: IntArray, delayed: FloatArray
 ) -> FloatArray:
-    """Return what it costs to hold documents back, in times of a typical micro-batch.
+    """Return the cost of holding documents back, in multiples of a typical micro-batch's time.
 
     Args:
         waiting: The waiting documents.
-        candidates: The candidates.
+        candidates: The choices of outliers for this step.
         tokens: Tokens that each candidate holds back, shape [num_candidates].
-        delayed: Sum of the delays of these tokens if they miss this step too, [num_candidates].
+        delayed: Sum over these tokens of the steps by which each is delayed if it is trained in the
+            next step, shape [num_candidates].
+
+    Returns:
+        Costs, shape [num_candidates].
     """
     limits, num_outliers = waiting.limits, waiting.num_outliers
-    # (a) The delay so far, and the delay until the backlog is made up for. A step can make up for
-    # T - 1 global batches, so a backlog of B batches shrinks linearly to zero in B / (T - 1) steps,
-    # and the area under that line is B^2 / (2 (T - 1)).
+    # (a) The delay so far, and the delay until the held documents (the backlog) are trained. A step
+    # can train T - 1 global batches more than arrive, so a backlog of B batches shrinks linearly to
+    # zero in B / (T - 1) steps. The area under that line, B^2 / (2 (T - 1)), is the further delay.
     batch = float(limits.tokens_per_step)
     backlog = tokens / batch
     spare = (limits.step_tokens - limits.tokens_per_step) / batch
     delay = limits.price * (delayed / batch + backlog * backlog / (2 * spare))
-    # (b) The shortfall. Consider the step in which the tallest held document will leave. If all
-    # that is held now cannot raise the mean of that step to the document's work, it will be
-    # unbalanced. The missing work counts more the older the document is. Without this term a rare
-    # long document would leave alone at the last moment. A size class is sorted by age, so its
-    # first held document is its oldest.
+    # (b) The shortfall. Consider the later step that will train the held document with most work.
+    # If all other documents that are held now cannot raise the mean micro-batch of that step to the
+    # work of this document, the step will be unbalanced. The missing work counts more, the older
+    # the document is. Without this term a rare long document would be trained without others that
+    # balance it, when it reaches the maximum delay. A size class is sorted by age, so its first
+    # held document is its oldest.
     first, end, tail = candidates.first, candidates.end, candidates.tail
     tallest_held = np.where(first > 0, 0, end)
     is_held = (first > 0) | (tail > end)
     work = np.append(waiting.rows[1, :num_outliers], 0)
     height = np.where(is_held, work[tallest_held], 0)
-    # The work that can be trained with it: held outliers, tallest first, up to the token cap, then
-    # ordinary documents.
+    # Sum the work that can be trained with that document: held outliers, those with most work
+    # first, up to T tokens, and then ordinary documents.
     sum_tokens: IntArray = waiting.outlier_sums[0]
     sum_work: IntArray = waiting.outlier_sums[1]
     cap = np.minimum(candidates.held(sum_tokens), limits.step_tokens)
@@ -682,9 +740,9 @@ def _holding(
     stop = np.searchsorted(sum_tokens, sum_tokens[end] + rest, "right") - 1
     stop_below = np.searchsorted(sum_tokens, np.minimum(cap, sum_tokens[first]), "right") - 1
     company = sum_work[stop_below] + np.maximum(0, sum_work[stop] - sum_work[end])
-    # At most 1.2 global batches of ordinary documents count. This and the margin of 1.02 below
-    # change imbalance by at most 0.002 and delay by 0.03 steps (LOG, "the way from lengths to
-    # loss").
+    # Assume that at most 1.2 global batches of ordinary documents will be trained with it. The
+    # result hardly depends on this number or on the factor 1.02 below: without both, imbalance
+    # differs by at most 0.002 and delay by 0.03 steps (LOG, "the way from lengths to loss").
     fill = np.minimum(limits.step_tokens - cap, limits.tokens_per_step * 6 // 5)
     reached = (company + fill * waiting.density) / limits.num_micro_batches
     lacking = np.maximum(0.0, height - reached) / waiting.typical
@@ -695,7 +753,12 @@ def _holding(
 
 
 def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, IntArray]:
-    """Pack one candidate's outliers, and return its cost and the positions that it takes."""
+    """Pack the step of one candidate, with ordinary documents as a fluid that divides freely.
+
+    Returns:
+        The candidate's cost in multiples of a typical micro-batch's time (infinite if it does not
+        fit), and the positions of the documents that its step trains.
+    """
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     # (a) Place the outliers by Algorithm 1. `loads` sums `waiting.rows` over each micro-batch,
@@ -711,9 +774,10 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
     loads = np.zeros((num, len(waiting.rows)), np.int64)
     np.add.at(loads, micro_batch, waiting.rows[:, outliers[index]].T)
     loads = loads.T
-    # (b) Take an interval of the ordinary documents, sorted by descending work, that fills T or
-    # takes all of them: the lightest interval whose work raises the mean to the slowest
-    # micro-batch. Light documents can be spread evenly, heavy ones cannot.
+    # (b) Choose ordinary documents until the step has T tokens or all of them are chosen. They are
+    # sorted by descending work; choose consecutive ones. They need enough work to raise the mean
+    # micro-batch to the slowest one, but otherwise as little as possible, because light documents
+    # can be spread more evenly than heavy ones.
     forced = waiting.ordinary_forced[:, 0]
     room = limits.step_tokens - int(length.sum()) - int(forced[0])
     missing = int(loads[1].max()) * num - int(loads[1].sum()) - int(forced[1])
@@ -721,7 +785,7 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
     fluid = waiting.sums[:, stop] - waiting.sums[:, first] + forced
     must_leave = np.arange(waiting.num_free, len(waiting.order))
     taken = np.concatenate([outliers, np.arange(first, stop), must_leave])
-    # (c) Spread them over the micro-batches, and compute the cost as in step 4.
+    # (c) Spread them over the micro-batches, and compute the cost as `_bounds` does.
     level = water_filled(loads[3:], loads[0], int(fluid[0]), fluid[3:], limits.s_max)
     if rest or level is None:
         return np.inf, taken
@@ -733,15 +797,18 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
-    """Find the lightest interval of ordinary documents that has enough work.
+    """Find consecutive ordinary documents with the least work that is enough.
+
+    Ordinary documents are sorted by descending work, so an interval that begins later has less.
 
     Args:
         waiting: The waiting documents.
-        tokens: Most tokens of the interval.
-        work: Work that the interval should have. If none has so much, the heaviest is taken.
+        tokens: Most tokens of the interval. It is made as long as this permits.
+        work: Work in ns that the interval should have. If none has that much, the one with most
+            work is taken.
 
     Returns:
-        The interval [first, stop) of positions.
+        The interval [first, stop) of positions in the order of `waiting`.
     """
     at, end = waiting.num_outliers, waiting.num_free
     before, sum_work = waiting.tokens_before, waiting.sums[1, at : end + 1]
@@ -759,42 +826,44 @@ def water_filled(
 ) -> FloatArray | None:
     """Spread short documents over micro-batches like water, and return the loads afterwards.
 
-    The documents count as a fluid that divides freely. Each token goes to the micro-batch whose
-    load, as a share of the step's work at the worst price, is lowest:
+    The documents are treated as a fluid that divides freely. Each token goes to the micro-batch
+    with the lowest load. A load is a share of the step's work, at the price at which it is largest:
 
         load                            ___________________   level x
              |XXXX|~~~~|~~~~|~~~~|
              |XXXX|XXXX|~~~~|~~~~|      X: placed outliers
              |XXXX|XXXX|XXXX|~~~~|      ~: fluid
 
-    Up to level x, micro-batch j takes min over prices p of (x - base[p, j]) * slope[p] tokens, and
-    at most its room. These functions are piecewise linear. A sweep over the levels at which one of
-    them bends finds the level at which all tokens are placed, in O(N log N).
+    If the level is x, micro-batch j takes min over prices p of (x - base[p, j]) * slope[p] tokens,
+    and at most its free tokens. base is its load before, and slope is the number of tokens that
+    raise a load by 1. These functions of x are piecewise linear. The function visits the levels at
+    which one of them changes its slope, in ascending order, until all tokens are placed. This takes
+    O(N log N).
 
     Args:
-        loads: Work of the micro-batches before, shape [num_ends, N], with one price or two.
-        sizes: Tokens of the micro-batches before, shape [N].
+        loads: Work of each micro-batch before in ns, at one price or two, shape [num_ends, N].
+        sizes: Tokens of each micro-batch before, shape [N].
         tokens: Tokens of the fluid.
-        work: Work of the fluid at each price, shape [num_ends].
+        work: Work of the fluid at each price in ns, shape [num_ends].
         s_max: Most tokens of a micro-batch.
 
     Returns:
-        Work of the micro-batches at each price, shape [num_ends, N]. None if the fluid does not fit
-        under `s_max`.
+        Work of each micro-batch afterwards in ns, at each price, shape [num_ends, N]. None if the
+        fluid does not fit into micro-batches of `s_max` tokens.
     """
     room = s_max - sizes
     if int(room.sum()) < tokens:
         return None
-    # A price at which the fluid has no work does not matter for where it goes.
+    # Ignore a price at which the fluid costs nothing: it changes no load, wherever it is placed.
     counts = np.flatnonzero(work > 0)
     if not tokens or not counts.size:
         return loads.astype(float)
     step = (loads.sum(1) + work)[counts]
     slope = step / (work[counts] / tokens)
     base = loads[counts] / step[:, None]
-    # List where each micro-batch's function bends, and by how much its slope (tokens per level)
-    # changes there. It begins at the price at which the load is highest, continues at a price with
-    # a flatter slope, and ends where no room is left.
+    # List the levels at which each micro-batch's function bends, and by how much its slope (tokens
+    # per unit of the level) changes there. The function begins at the price with the highest load,
+    # may continue at another price with a smaller slope, and ends when the micro-batch is full.
     bends: list[tuple[float, float]] = []
     for load_shares, most in zip(base.T.tolist(), room.tolist(), strict=True):
         lines = list(zip(load_shares, slope.tolist(), strict=True))
@@ -821,14 +890,14 @@ def water_filled(
 
 
 def fitting(length: IntArray, tokens: int) -> IntArray:
-    """Take each document in turn if it still fits, and return the positions of those taken.
+    """Take each document in turn if it still fits, and return the indices of those taken.
 
     Args:
         length: Tokens of each document, shape [n].
-        tokens: Most tokens of all documents together.
+        tokens: Most tokens of all documents that are taken together.
 
     Returns:
-        Ascending positions.
+        Indices into `length`, ascending.
     """
     out: list[IntArray] = [np.zeros(0, np.int64)]
     rows = np.flatnonzero(length <= tokens)
@@ -849,12 +918,13 @@ def _placed(
 
     Args:
         length: Tokens of each document, shape [n].
-        ends: Work at each end of the price range, shape [num_ends, n].
+        ends: Work of each document in ns at each end of the price range, shape [num_ends, n].
         limits: Caps on the step.
-        exchange: Whether `refine` improves the result.
+        exchange: Whether `refine` improves the result by moving and swapping documents.
 
     Returns:
-        The documents of each micro-batch, and the documents that S_max leaves over.
+        The indices of each micro-batch's documents, and the indices of documents that do not fit
+        because of S_max.
     """
     lengths, works = length.tolist(), comparable(ends)
     num, s_max = limits.num_micro_batches, limits.s_max
@@ -868,17 +938,19 @@ def _placed(
 # -- Step 6: exchanges of documents after placement ------------------------------------------------
 
 Exchange = tuple[int, int, int, int | None]
-"""(larger load of the two micro-batches afterwards, the fast micro-batch, the document that moves
-to it, the document that comes back or None)."""
+"""An exchange between the slowest micro-batch and a faster one: (the larger load of the two
+afterwards, the faster micro-batch, the document that moves to it, the document that moves back or
+None)."""
 
-# These three constants bound the time and number of rounds. Halving or doubling one of them changes
-# the imbalance of `bounded` by at most 0.0001 (fitted stream, ProLong, library, N = 4).
+# The next three constants limit the time of `refine`. If one of them is halved or doubled, the
+# imbalance of `bounded` changes by at most 0.0001 (on three streams of documents, at N = 4).
 MOST_OTHERS = 8
-"""The slowest micro-batch tries exchanges with this many of the fastest ones."""
+"""The slowest micro-batch tries exchanges with at most this many others, the fastest ones."""
 MOST_SWAPPED = 16
-"""This many documents of the slowest micro-batch, those with most work, are tried for a swap."""
+"""Swaps are tried with at most this many documents of the slowest micro-batch: those with most
+work."""
 WORTHWHILE = 2e-4
-"""Exchanges end when one gains less than this share of the mean load."""
+"""`refine` stops when the best exchange gains less than this share of the mean load."""
 
 
 def refine(
@@ -893,26 +965,27 @@ def refine(
 ) -> list[list[int]]:
     """Move and swap single documents until the slowest micro-batch cannot be made faster.
 
-    The ideal exchange between the slowest micro-batch and a fast one moves half of their
-    difference. So each round tries to move a document of about that work, or to swap two documents
-    with about that difference. It makes the exchange after which the larger of the two loads is
-    lowest, if that is an improvement and S_max permits it.
+    The ideal exchange between the slowest micro-batch and a faster one moves half of the difference
+    of their loads. So each round tries to move a document with about that much work, or to swap two
+    documents that differ by about that much. It makes the exchange after which the larger of the
+    two loads is lowest, if that is an improvement and S_max permits it.
 
-    With two prices, a micro-batch's load is the larger of its two, and differences are taken at the
-    price at which the slowest one is slowest. Cost: at most `max_rounds` rounds of 0.2 ms, with
-    about 300 exchanges tried in each.
+    With two prices, a micro-batch's load is the larger one of its loads at both prices. Documents
+    are compared at the price at which the slowest micro-batch has the larger load.
+    Cost: at most `max_rounds` rounds of 0.2 ms, with about 300 exchanges tried in each.
 
     Args:
-        rows: Documents of each micro-batch.
-        lengths: Tokens of each document.
-        work: Work of each document.
+        rows: Indices of the documents in each micro-batch.
+        lengths: Tokens of each document, shape [n].
+        work: Work of each document, shape [n].
         s_max: Most tokens of a micro-batch.
-        second: Work of each document at another price, scaled to the same sum (`comparable`).
+        second: Work of each document at a second price of attention, scaled so that its sum equals
+            the sum of `work` (`wlb.packing.base.comparable`). None = one price.
         max_rounds: Most exchanges that are made.
-        good_enough: Stop once slowest / mean is at most this.
+        good_enough: Stop once the slowest load over the mean load is at most this.
 
     Returns:
-        The documents of each micro-batch after the exchanges.
+        Indices of the documents in each micro-batch after the exchanges.
     """
     packing = _Packing.of(rows, lengths, [work] if second is None else [work, second])
     mean = max(sum(loads) for loads in packing.loads) / len(rows)
@@ -932,7 +1005,7 @@ def refine(
 class _Packing:
     """Micro-batches and their loads, updated as `refine` exchanges documents."""
 
-    rows: list[list[int]]  # documents of each micro-batch
+    rows: list[list[int]]  # indices of the documents in each micro-batch
     lengths: list[int]  # tokens of each document
     works: list[list[int]]  # works[p][d]: work of document d at price p
     loads: list[list[int]]  # loads[p][j]: work of micro-batch j at price p
@@ -946,11 +1019,19 @@ class _Packing:
 
     @property
     def slowest(self) -> list[int]:
-        """Load of each micro-batch at the price at which it is slowest."""
+        """Load of each micro-batch, the larger one of its loads at all prices, shape [N]."""
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:
-        """Return the exchange that helps the slowest micro-batch `top` most; None if none helps."""
+        """Return the exchange that lowers the slowest micro-batch's load most.
+
+        Args:
+            top: The slowest micro-batch.
+            s_max: Most tokens of a micro-batch.
+
+        Returns:
+            The exchange, or None if no exchange helps.
+        """
         price = max(range(len(self.loads)), key=lambda p: self.loads[p][top])
         rows, loads, work = self.rows, self.loads[price], self.works[price]
         best: Exchange | None = None
@@ -980,7 +1061,14 @@ class _Packing:
         return best
 
     def _highest(self, top: int, j: int, d: int, e: int | None) -> int:
-        """Return the larger load of micro-batches `top` and j at any price after an exchange."""
+        """Return the larger load of micro-batches `top` and j, over all prices, after an exchange.
+
+        Args:
+            top: The slowest micro-batch.
+            j: The other micro-batch.
+            d: The document that moves from `top` to j.
+            e: The document that moves from j to `top`, or None.
+        """
         highest = 0
         for work, loads in zip(self.works, self.loads, strict=True):
             moved = work[d] - (work[e] if e is not None else 0)

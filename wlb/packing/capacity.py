@@ -7,10 +7,11 @@ step. Documents in bins that fill no step wait and are packed with the next batc
   random order, because an order from long to short would be a curriculum.
 - Streaming methods keep the order of bins.
 
-Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftovers are placed before
-new documents and their bins leave first. So at most N bins wait, and only until the next packing
-that makes steps (with best_fit this holds for the oldest document). Work is not balanced.
-Cost: `pack_bins`.
+Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftover documents are
+placed before new ones, and their bins are trained first. So at most N bins wait, and only until the
+next packing that makes steps (with best_fit, at least the oldest document is trained then). Work is
+not balanced.
+Cost: that of `pack_bins`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, convert_to
 class CapacityPacker(PolicyPacker):
     """Packs whole documents into bins of limited tokens.
 
-    In its carry, slot 0 has documents that a packing left over when it made steps. Slot i has
+    In its carry, slot 0 has documents that were left over when steps were made last. Slot i has the
     documents of the i-th batch that arrived since then.
     """
 
@@ -41,7 +42,8 @@ class CapacityPacker(PolicyPacker):
     pack_batches: int = 1
     """Number of non-empty batches that are collected and packed together."""
     open_bins: int = 32
-    """Bins that best_fit keeps open. More open bins are filled better and delay more documents."""
+    """Number of bins that best_fit keeps open. With more open bins, bins become fuller, but more
+    documents are delayed."""
 
     def __post_init__(self) -> None:
         convert_to_ints(self, capacity=None, pack_batches=1, open_bins=1)
@@ -63,8 +65,8 @@ class CapacityPacker(PolicyPacker):
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         """Pack `batch` with what waits, and return the steps that are full and the new carry."""
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
-        # Delay counts from the step in which a loader without packing would train the batch. Each
-        # batch that waits before it would have taken one step.
+        # Count the delay from the step in which a loader without packing would train this batch. It
+        # would make one step of each batch that waits.
         waiting = int(carry.slot.max(initial=LEFTOVER))
         due = carry.next_step + (waiting if self.pack_batches > 1 else 0)
         arrived = self.options.arrived(batch, due)
@@ -98,7 +100,13 @@ class CapacityPacker(PolicyPacker):
         return plans, self._carry(held, carry.next_step + len(plans), slot)
 
     def _in_order(self, bins: Bins, num_leftover: int) -> IntArray:
-        """Return the bins' indices in the order in which they may be trained, shape [num_bins]."""
+        """Return the order in which bins are trained, as indices of bins, shape [num_bins].
+
+        Args:
+            bins: The bins.
+            num_leftover: Number of documents at the beginning that were left over before. Bins with
+                such documents come first.
+        """
         if self.method.keeps_order:
             return np.arange(bins.num_bins)
         is_new = bins.order[bins.offsets[:-1]] >= num_leftover
@@ -107,13 +115,20 @@ class CapacityPacker(PolicyPacker):
     def _steps(
         self, bins: Bins, leaving: IntArray, *, step: int, flush: bool
     ) -> list[list[list[int]]]:
-        """Return `steps[s][i]`, the rows in micro-batch i of step s, from the bins `leaving`.
+        """Divide bins into steps of N micro-batches.
 
-        Without `flush`, bins that fill no whole step are left out.
+        Args:
+            bins: The bins.
+            leaving: Indices of the bins, in the order in which they are trained.
+            step: Index of the first step.
+            flush: Whether all bins are used. Otherwise bins that fill no whole step are left out.
+
+        Returns:
+            `steps[s][i]`: indices of the documents in micro-batch i of step s.
         """
         num = self.num_micro_batches
         if not flush:
-            # The last bin waits if later documents may still fill it.
+            # Let the last bin wait if it is not full, because later documents may still fit it.
             stays = leaving.size > 0 and int(bins.tokens[leaving[-1]]) < self.bin_tokens
             leaving = leaving[: (leaving.size - stays) // num * num]
         if not self.method.keeps_order and leaving.size > num:

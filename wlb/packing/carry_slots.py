@@ -19,7 +19,7 @@ class CarrySlots(Enum):
     BY_LENGTH = auto()  # Above slot 0, a higher slot has longer pieces.
 
     def misplaced(self, slot: IntArray, length: IntArray, *, most: int) -> BoolArray:
-        """Return a mask of the pieces in slots where the policy would not put them, shape [n].
+        """Return a mask, shape [n], of pieces whose slot is one where the policy never puts them.
 
         Args:
             slot: Slot of each piece, in the order of the carry, shape [n].
@@ -49,5 +49,5 @@ class CarrySlots(Enum):
 
 
 def _changes(slot: IntArray, sign: int) -> BoolArray:
-    """Return where a slot is above (sign = 1) or below (sign = -1) its predecessor, shape [n]."""
+    """Return where slots rise (sign = 1) or fall (sign = -1) from one piece to the next, [n]."""
     return np.diff(slot, prepend=slot[:1]) * sign > 0

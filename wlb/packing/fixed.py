@@ -1,12 +1,12 @@
 """Policy `fixed`: greedy packing into windows of C tokens over W global batches (Section 3.2).
 
-W = 1 is the paper's Fixed-4D. The policy collects W * N * C tokens of the stream and divides them
-into W * N micro-batches of exactly C tokens:
+With W = 1 this is the paper's Fixed-4D. The policy collects W * N * C tokens of the stream and
+divides them into W * N micro-batches of exactly C tokens:
 
 1. Sort the documents by descending length.
 2. Put each one into the micro-batch with the least predicted attention that has room for it.
-3. Cut a document that fits nowhere and fill gaps with its parts. Only cuts make windows exactly
-   full.
+3. Cut a document that fits into no micro-batch, and fill up several micro-batches with its parts.
+   Without cuts, windows would not be exactly full.
 
 The paper does not say which micro-batches share a step. Here micro-batches of similar work do, and
 the steps come in a seeded random order.
@@ -37,7 +37,8 @@ from wlb.plan import (
 )
 
 Part = tuple[int, int, int]
-"""(row of a document, first token of the part in the document, micro-batch of the part)."""
+"""A part of a document: (index of the document, first token of the part, micro-batch of the part).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Window:
     """The micro-batches into which the documents of W global batches were packed."""
 
     pieces: Pieces  # whole documents, and the parts of those that were cut
-    rows: list[list[int]]  # rows[j]: rows of `pieces` in micro-batch j
+    rows: list[list[int]]  # rows[j]: indices of the pieces in micro-batch j
 
     def loads(self, cost_ns: IntArray) -> list[int]:
         """Return the cost of each micro-batch, given the cost of each piece in ns."""
@@ -62,8 +63,8 @@ class Window:
 class FixedPacker(PolicyPacker):
     """Packs W global batches at a time into micro-batches of exactly C tokens.
 
-    Its carry is the part of the stream that is not packed yet. Slot 1 marks pieces that an earlier
-    window held back.
+    Its carry has the documents that are not packed yet. Slot 1 marks pieces that were held back
+    once already (`take_tokens`).
     """
 
     policy: ClassVar[str] = "fixed"
@@ -94,7 +95,10 @@ class FixedPacker(PolicyPacker):
         return tuple(plans), self._carry(stream, step, slot)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
-        """Pack `pieces` into windows of C tokens; subclasses override this with other methods."""
+        """Pack `pieces` into `num_micro_batches` windows of C tokens.
+
+        Subclasses may override this with another method.
+        """
         return greedy(
             pieces,
             self.options.attention(pieces),
@@ -103,7 +107,13 @@ class FixedPacker(PolicyPacker):
         )
 
     def _steps(self, pieces: Pieces, step: int, waiting: int) -> tuple[PackingPlan, ...]:
-        """Return the plans of a window of pieces; `waiting` tokens stay in the stream."""
+        """Pack the pieces of W global batches, and return the plans of their steps.
+
+        Args:
+            pieces: The pieces to pack.
+            step: Index of the first step.
+            waiting: Number of tokens that still wait after these steps.
+        """
         num = self.num_micro_batches
         num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
         packed = self.pack(pieces, num_steps * num)
@@ -118,20 +128,23 @@ def take_tokens(
 ) -> tuple[Pieces, Pieces, int]:
     """Take the first `size` tokens of a stream, and cut a short document where a cut is needed.
 
-    The document that crosses the limit is taken as a whole. To make up for its surplus tokens,
-    others are held back, searching from the end of what was taken:
+    The document in which the limit lies is taken as a whole. So there are too many tokens, and
+    others must be held back. The function goes through the taken documents from the last to the
+    first:
 
-    1. Documents that are no longer than the remaining surplus are held back whole.
-    2. The rest of the surplus is cut off the first document of at most `longest_cut` tokens, or,
-       if there is none, off the shortest document that is long enough.
+    1. Documents that have no more tokens than the remaining surplus are held back whole.
+    2. At the first document that has more, but at most `longest_cut`, the rest of the surplus is
+       cut off. If there is no such document, it is cut off the shortest one that is long enough.
 
-    Cutting the crossing document itself would cut one in four full-window documents at W = 1.
+    If the document in which the limit lies were cut instead, one in four documents as long as the
+    window would be cut at W = 1.
 
     Args:
         stream: The pieces that wait, in order.
         size: Tokens to take. A shorter stream is taken as a whole.
-        longest_cut: Documents of at most so many tokens may be cut freely.
-        num_held: The first so many pieces were held back before. They are not held back twice.
+        longest_cut: Documents of at most this many tokens are preferred for cutting.
+        num_held: Number of pieces at the beginning of the stream that were held back before. They
+            are not held back again.
 
     Returns:
         The pieces that are taken, the rest of the stream, and how many pieces at the head of the
@@ -169,12 +182,15 @@ def take_tokens(
 def greedy(
     pieces: Pieces, attention_ns: IntArray, *, num_micro_batches: int, capacity: int
 ) -> Window:
-    """Assign pieces to micro-batches of `capacity` tokens by least attention.
+    """Assign pieces, from long to short, to the micro-batch with least attention that has room.
+
+    A piece that fits into no micro-batch is cut, and its parts fill up several of them.
 
     Args:
         pieces: The pieces to pack.
         attention_ns: Predicted attention time of each piece, shape [num_pieces]. A part of a cut
-            piece counts its share of the piece's tokens, which is an upper bound.
+            piece is assumed to take a share of this time in proportion to its tokens, which is more
+            than it really takes.
         num_micro_batches: Number of micro-batches.
         capacity: Tokens of a micro-batch.
 
@@ -204,7 +220,7 @@ def greedy(
 
 
 def cut_into(pieces: Pieces, parts: list[Part], *, num_micro_batches: int) -> Window:
-    """Return the window in which `pieces` are cut into `parts`."""
+    """Cut `pieces` into `parts`, and return the micro-batches that have these parts."""
     begins = np.cumsum(pieces.length) - pieces.length
     parts = sorted(parts)
     cuts = [int(begins[row]) + begin for row, begin, _ in parts if begin]
@@ -252,7 +268,7 @@ class _LeastWorkFirst:
     def add(self, length: int, work: int) -> Iterator[tuple[int, int]]:
         """Place a document and yield (first token, micro-batch) of each of its parts.
 
-        It has a single part unless it fits nowhere and is cut.
+        The document is a single part, unless it fits into no micro-batch and must be cut.
         """
         while self.parked and -self.parked[0][0] >= length:
             j = heapq.heappop(self.parked)[1]
@@ -276,7 +292,13 @@ class _LeastWorkFirst:
     def add_equal(self, num: int, length: int, work: int) -> list[int]:
         """Place up to `num` equal documents whole, as `add` would, and return their micro-batches.
 
-        The result has fewer than `num` entries where no more fit.
+        Args:
+            num: Number of documents.
+            length: Tokens of each document.
+            work: Predicted time of each document in ns.
+
+        Returns:
+            The micro-batch of each document that was placed; fewer than `num` if no more fit.
         """
         if not fits_64_bits(self.work, work, num):
             return []
