@@ -1,6 +1,6 @@
-"""Chooses which tests run and provides fixtures for several folders.
+"""Chooses which tests run, and requires marks on tests that start processes.
 
-The sets are those of pyproject.toml. A rule marks tests that start processes.
+pyproject.toml describes the three sets of tests: quick, full and nightly.
 """
 
 import multiprocessing.process
@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A shell's background job ignores Ctrl-C, and so would every process that a test starts: some
-# tests send it.
+# Some tests send Ctrl-C to processes that they start. If pytest is a background job of a shell, it
+# ignores Ctrl-C, and these processes would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One thread for this process and those that tests start, set before torch is loaded. Workers of
-# pytest keep the cores busy, so a second OpenMP thread would spin while it waits for its core, and
-# tests of small tensors would take five to ten times as long.
+# Use one OpenMP thread here and in processes that tests start; this must be set before torch is
+# imported. The workers of pytest keep the cores busy. A second thread would spin while it waits for
+# a core, and tests of small tensors would take five to ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Property tests leave the number of examples to these. A deadline would depend on the load.
+# Profiles that set the number of examples of property tests. There is no deadline, because times
+# depend on the load of the machine.
 _COMMON: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow],
@@ -38,22 +39,24 @@ settings.register_profile("nightly", max_examples=300, **_COMMON)
 QUICK = "not full and not nightly"
 FULL = "not nightly"
 NIGHTLY = "nightly or hypothesis"
-WORKERS = 2  # pytest's processes; tests of several ranks keep more cores than these busy
+WORKERS = 2  # processes of pytest-xdist; tests of several ranks use more cores than these
 
 PRELOADED = ("tests.parity.body", "tests.train.case", "wlb.train.loop")
-"""Modules that most ranks import. Their server imports them once, instead of each rank in 0.7 s."""
+"""Modules that most ranks import, which takes 0.7 s.
 
-_running: list[pytest.Item] = []  # the test that runs now, in this process
-_unmarked: dict[str, str] = {}  # tests that started a process without a mark, and what they started
+The server from which ranks are forked imports them once.
+"""
+
+_running: list[pytest.Item] = []  # the test that runs now in this process
+_unmarked: dict[str, str] = {}  # unmarked tests that started a process, and the program's name
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Turns the three sets into mark expressions: quick without `-m`, `-m full`, `-m nightly`.
+    """Turns the names of the sets into mark expressions.
 
-    `-m full` means quick and full tests together, which no mark expression says without naming
-    all marks; `-m nightly` also takes property tests, with the most examples. A test that is named
-    by its id runs whatever its marks are. Workers of pytest-xdist get the expression that the main
-    process has made.
+    Without `-m` the quick set runs. `-m full` runs the quick and the full set, and `-m nightly` the
+    nightly set and all property tests, with the most examples. A test that is named by its id runs
+    whatever its marks are. Workers of pytest-xdist get the expression from the main process.
     """
     chosen = config.option.markexpr
     if chosen in ("full", "nightly"):
@@ -71,8 +74,10 @@ def _is_named(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Shares folders of tests among workers, and runs files and named tests in this process,
-    where a debugger reaches them and no worker has to start first. Tests of GPUs share the GPUs.
+    """Returns the number of pytest-xdist's workers: several for folders of tests, 0 for files.
+
+    Files and named tests run in this process, where a debugger works and no worker must start
+    first. GPU tests run one after the other, because they share the GPUs.
     """
     is_gpu = config.option.markexpr == "gpu"
     if is_gpu or (config.args and all(_is_file(argument) for argument in config.args)):
@@ -82,12 +87,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 LONGEST = ("slurm", "rehearse", "parity", "parallel", "train", "adapters", "launch", "doctor")
-"""Folders whose files take minutes each. They begin first, so that at the end no worker computes
-one of them while the other has nothing left."""
+"""Folders whose files take minutes each.
+
+They start first. Otherwise one worker could be busy with such a file at the end, while the other
+has nothing to do.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first; files keep their order otherwise."""
+    """Moves the files in folders of LONGEST to the front; otherwise the order stays."""
 
     def place(item: pytest.Item) -> int:
         folders = item.nodeid.split("/")[1:2]
@@ -97,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has the server that ranks are forked from import `PRELOADED`, where any test starts ranks."""
+    """Tells the server from which ranks are forked to import `PRELOADED`, if tests need them."""
     if launcher := sys.modules.get("wlb.launch.local"):
         launcher.PRELOAD_IF_LOADED += tuple(n for n in PRELOADED if n in sys.modules)
 
@@ -107,14 +115,17 @@ def _is_file(argument: object) -> bool:
 
 
 def _watch_process_starts() -> None:
-    """Notes tests that start Python processes and have neither the mark `dist` nor `process`."""
+    """Records tests that start Python processes without the mark `dist`, `process` or `slurm`.
+
+    It replaces the functions of the standard library that start processes.
+    """
     popen, start = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
 
     def noted_popen(self: Any, args: Any, *rest: Any, **options: Any) -> None:
         words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
         program = os.path.basename(os.fsdecode(words[0]))
-        # Not git, a compiler or a solver, which libraries run, nor the one process that renders
-        # the chat templates of all tests.
+        # Programs that libraries run, such as git, compilers and solvers, do not count. Neither
+        # does the process that renders chat templates, which all tests share.
         is_renderer = any(str(word).endswith("render_process.py") for word in words)
         if program.startswith("python") and not is_renderer:
             _note_start(program)
@@ -137,7 +148,7 @@ def _note_start(program: str) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Collects what a worker of pytest-xdist has noted."""
+    """Collects the tests that a worker of pytest-xdist has recorded."""
     _unmarked.update(getattr(node, "workeroutput", {}).get("unmarked", {}))
 
 
@@ -157,7 +168,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Notes which test runs; the fixtures that it makes are part of it."""
+    """Records which test runs, including its fixtures."""
     _running.append(item)
     try:
         return (yield)

@@ -1,8 +1,8 @@
-"""Makes the n-th change of files in a folder fail, or kills the process there.
+"""Makes the n-th change of files in a folder fail, or kills the process at that change.
 
-A change is an open for writing, write, flush, close, fsync, rename, link, removal or making of a
-folder. Opens, renames, links and removals are seen by an audit hook, so that those of libraries
-count as well; the others by replaced functions.
+Changes are: open for writing, write, flush, close, fsync, rename, link, remove, truncate, and
+making or removing a folder. An audit hook sees opens and changes of names, so those that libraries
+make count as well. Replaced functions see the other changes.
 """
 
 import builtins
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 Action = Callable[[str, str], None]
-"""Called with the kind of a change and its path; what it raises is what the change raises."""
+"""Function of a change's kind and path. An exception that it raises is raised by the change."""
 NAMING = ("rename", "link", "remove", "rmdir")
-"""Changes of names, between which another process, or the next start, sees the folder."""
+"""Changes of names. Only by these does the folder look different to other processes."""
 
 _KINDS = {
     "os.rename": "rename",
@@ -39,9 +39,16 @@ _is_hooked = False
 
 
 class Changes:
-    """Counts the changes of files in `folder`; at the one numbered `at`, from 1, does `action`.
+    """Counts the changes of files in a folder and calls an action at one of them.
 
-    kinds: those that count; empty = all. seen: kind and name of each.
+    Args:
+        folder: The folder, including its subfolders.
+        at: Number of the change at which the action is called, from 1. 0: it is never called.
+        action: The action.
+        kinds: Kinds of changes that count. Empty: all.
+
+    Attributes:
+        seen: Kind and file name of each change so far.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class Changes:
     def note(self, kind: str, path: str) -> None:
         if self.kinds and kind not in self.kinds:
             return
-        # A path may lead through a descriptor of the folder (/proc/self/fd).
+        # Resolve the folder, because a path may lead through a descriptor (/proc/self/fd).
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         if not path.startswith(self.folder + os.sep):
             return
@@ -74,7 +81,7 @@ class Changes:
 def changes(
     folder: Path, *, at: int = 0, action: Action | None = None, kinds: tuple[str, ...] = ()
 ) -> Iterator[Changes]:
-    """Counts in the block, see `Changes`."""
+    """Counts the changes that the block makes (see `Changes`)."""
     global _is_hooked
     if not _is_hooked:
         sys.addaudithook(_hear)
@@ -92,7 +99,7 @@ def changes(
 
 
 def fails(number: int) -> Action:
-    """Returns an action that fails as a disk does. number: of errno."""
+    """Returns an action that raises OSError with an error number, as a disk would."""
 
     def fail(kind: str, path: str) -> None:
         raise OSError(number, os.strerror(number), path)
@@ -101,12 +108,12 @@ def fails(number: int) -> Action:
 
 
 def is_short_of_memory(kind: str, path: str) -> None:
-    """An action: no memory for a buffer."""
+    """Raises MemoryError, as if there were no memory for a buffer (an action)."""
     raise MemoryError
 
 
 def is_killed(kind: str, path: str) -> None:
-    """An action: kill -9."""
+    """Kills this process by SIGKILL (an action)."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -146,7 +153,10 @@ def _noting_open(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> A
 
 
 class _NotingFile:
-    """A file whose writes are changes. One that fails has written half, as on a full disk."""
+    """A file whose writes, flushes and closes are counted as changes.
+
+    A write that fails has written half of its data, as on a full disk.
+    """
 
     def __init__(self, file: Any, path: str) -> None:
         self._file, self._path = file, path
@@ -165,7 +175,7 @@ class _NotingFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            # A file is closed, whether its last bytes could be written or not.
+            # The file must be closed even if the action raises.
             try:
                 _note("close", self._path)
             finally:

@@ -1,4 +1,4 @@
-"""Dimensions of models that tests of several folders price."""
+"""Defines models that tests of several folders use."""
 
 from dataclasses import replace
 
@@ -24,4 +24,4 @@ EXPERTS = ModelSpec(
 MIXED_EXPERTS = replace(
     EXPERTS, num_layers=4, ffn_hidden_size=40, experts=replace(EXPERTS.experts, dense_layers=(0,))
 )
-"""The first of four layers has an MLP."""
+"""Four layers, the first of which has an MLP instead of experts."""

@@ -6,15 +6,16 @@ import pytest
 
 
 def full(*cases: object) -> list[Any]:
-    """Marks cases that the quick set leaves out; of several arguments, a case is a tuple of values.
+    """Marks cases that the quick set leaves out.
 
+    A test with several parameters has tuples as cases. Example:
     `parametrize("case", [Case(tp=2), *full(Case(tp=4), Case(tp=2, cp=2))])`
     """
     return _marked(pytest.mark.full, cases)
 
 
 def nightly(*cases: object) -> list[Any]:
-    """Marks cases that the full set leaves out as well; see `full`."""
+    """Marks cases that only the nightly set runs (see `full`)."""
     return _marked(pytest.mark.nightly, cases)
 
 

@@ -1,8 +1,8 @@
-"""Checks of messages by the facts that they tell, so that a message can be reworded."""
+"""Checks messages by the facts that they contain, so that messages can be reworded."""
 
 
 def lacks(text: str, *facts: object) -> list[str]:
-    """Returns the facts that do not follow each other in the text."""
+    """Returns the facts that the text does not contain in this order."""
     missing: list[str] = []
     rest = text
     for fact in map(str, facts):

@@ -1,4 +1,7 @@
-"""Tiny random models of each family, documents, and what one process computes of them unpacked."""
+"""Provides tiny random models of each family, documents, and the results of one process.
+
+One process sees the documents unpacked, so its results are what packed, sharded runs must match.
+"""
 
 from typing import Any
 
@@ -51,7 +54,7 @@ def tiny(family: str, **options: Any) -> Any:
 
 
 def documents(lengths: tuple[int, ...], seed: int = 0) -> list[dict[str, Any]]:
-    """Returns rows of a dataset; every third document trains its second half only."""
+    """Returns random documents; in every third one, only the second half is trained."""
     random = torch.Generator().manual_seed(seed)
     rows = []
     for i, n in enumerate(lengths):
@@ -62,7 +65,7 @@ def documents(lengths: tuple[int, ...], seed: int = 0) -> list[dict[str, Any]]:
 
 
 def packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns one padding-free row of all documents."""
+    """Returns one padding-free batch of all documents."""
     return PaddingFreeCollator()(rows)
 
 
@@ -71,8 +74,11 @@ def num_labels(rows: list[dict[str, Any]]) -> int:
 
 
 def unpacked(model: Any, rows: list[dict[str, Any]]) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Returns logits [S, vocabulary], the mean loss over all labels, and its gradients, of a model
-    that sees one document at a time.
+    """Runs a model on one document at a time.
+
+    Returns:
+        Logits of all tokens, shape [S, vocabulary]; the mean loss over all labels; and its
+        gradients by parameter name.
     """
     total, logits = num_labels(rows), []
     loss = 0.0
@@ -87,7 +93,7 @@ def unpacked(model: Any, rows: list[dict[str, Any]]) -> tuple[Tensor, float, dic
 
 
 def taken_gradients(model: Any) -> dict[str, Tensor]:
-    """Returns the gradients, zeros where there is none, and clears them."""
+    """Returns the gradients of a model (zeros for parameters without one) and clears them."""
     found = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()

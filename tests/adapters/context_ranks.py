@@ -1,4 +1,7 @@
-"""What ranks compute in tests of context parallelism in transformers; they import no trainer."""
+"""Code that ranks run in tests of context parallelism in transformers.
+
+It imports no trainer, because that takes seconds on every rank.
+"""
 
 import dataclasses
 from typing import Any
@@ -24,16 +27,19 @@ from wlb.parallel.world import World
 from wlb.plan import IGNORE, UserError
 
 LENGTHS = ((37, 1, 9, 2, 53), (2,), (3, 1), (101,), (5, 4, 3, 2, 1, 1, 1, 7, 11, 13, 29, 2, 40))
-"""Documents of packed batches: lengths that 2 x cp divides in no case, fewer tokens than ranks."""
+"""Document lengths of packed batches.
+
+They include lengths that 2 x cp does not divide, and batches with fewer tokens than ranks.
+"""
 DRAWN = tuple(
     tuple(np.random.default_rng(seed).geometric(1 / (2 + 4 * seed), 1 + seed % 7).tolist())
     for seed in range(1, 13)
 )
-"""Lengths by chance, 2 to 7 documents."""
+"""Random document lengths of packed batches."""
 
 
 def put_together(local: Tensor, rows: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the packed order of all ranks' rows, [S, ...]."""
+    """Gathers the rows of all ranks and returns them in packed order, shape [S, ...]."""
     parts = [torch.empty_like(local) for _ in range(rows.plan.cp)]
     dist.all_gather(parts, local.contiguous(), group=group)
     out = local.new_empty((rows.plan.num_tokens, *local.shape[1:]))
@@ -44,7 +50,7 @@ def put_together(local: Tensor, rows: Any, group: dist.ProcessGroup | None) -> T
 
 
 def sharded(model: Any, context: ContextParallel, rows: Any) -> tuple[Tensor, float, Any]:
-    """Returns what `unpacked` does, of the group's ranks together."""
+    """Runs the model on packed documents over CP ranks and returns what `unpacked` returns."""
     batch = context.collator(PaddingFreeCollator())(rows)
     out = model(**batch, num_items_in_batch=num_labels(rows))
     out.loss.backward()
@@ -58,8 +64,9 @@ def sharded(model: Any, context: ContextParallel, rows: Any) -> tuple[Tensor, fl
 
 
 def errors(found: Any, expected: Any) -> dict[str, float]:
-    """Returns the largest error of logits and loss over their largest value, and of each gradient
-    over its own, or over a hundredth of the model's largest where it nearly vanishes.
+    """Returns the relative errors of logits, loss and gradients.
+
+    Each is the largest difference over the largest value (see `gradient_error`).
     """
     (logits, loss, gradients), (logits0, loss0, gradients0) = found, expected
     return {
@@ -70,6 +77,11 @@ def errors(found: Any, expected: Any) -> dict[str, float]:
 
 
 def gradient_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Returns the worst relative error of a gradient.
+
+    The error is relative to the gradient's largest value. For a gradient that nearly vanishes, it
+    is relative to a hundredth of the largest value in the model.
+    """
     least = max(float(truth.abs().max()) for truth in expected.values()) / 100
     return max(
         float((gradients[name] - truth).abs().max()) / max(least, float(truth.abs().max()))
@@ -79,11 +91,11 @@ def gradient_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How a model is trained. options: of ContextParallel. recompute: gradient checkpointing."""
+    """How a model is trained."""
 
     family: str = "llama"
-    options: tuple[tuple[str, Any], ...] = ()
-    recompute: bool = False
+    options: tuple[tuple[str, Any], ...] = ()  # options of ContextParallel
+    recompute: bool = False  # whether layers are recomputed in backward
     dtype: torch.dtype = torch.float32
 
 
@@ -91,7 +103,7 @@ Errors = list[tuple[Case, dict[str, float]]]
 
 
 def parity(world: World, cases: list[Case], batches: tuple[tuple[int, ...], ...]) -> Errors:
-    """Returns the worst errors of each case over all packed batches."""
+    """Compares CP ranks with one process and returns the worst errors of each case."""
     out: Errors = []
     for case in cases:
         model, worst = tiny(case.family).to(case.dtype), dict[str, float]()
@@ -108,8 +120,11 @@ def parity(world: World, cases: list[Case], batches: tuple[tuple[int, ...], ...]
 
 
 def leaks(model: Any, context: ContextParallel, lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns, for every document of a packed batch, how many positions of others change when all
-    its tokens do, in any bit of their logits, and how many of its own.
+    """Changes one document of a packed batch after the other and looks where logits change.
+
+    Returns:
+        For each document, the number of changed positions in other documents, which must be 0, and
+        in the document itself. A position is changed if any bit of its logits differs.
     """
     rows, out = documents(lengths), []
     document = torch.repeat_interleave(torch.tensor(lengths))
@@ -125,7 +140,7 @@ def leaks(model: Any, context: ContextParallel, lengths: tuple[int, ...]) -> lis
 
 
 def first_checks(world: World) -> tuple[Errors, list[tuple[int, int]], str]:
-    """Returns errors, leaks, and what a group whose ranks hold other documents is told."""
+    """Returns errors, leaks, and the message if ranks of a group have different documents."""
     cases = [Case(), Case(recompute=True), Case(dtype=torch.float64)]
     found = parity(world, cases, LENGTHS[:4])
     model, said = tiny("llama").train(), ""
@@ -141,13 +156,21 @@ def first_checks(world: World) -> tuple[Errors, list[tuple[int, int]], str]:
 
 
 STEP = [[(37, 1, 9), (2, 53)], [(5, 4, 3, 40), ()]]
-"""Documents of a step, by micro-batch and data-parallel rank; the last has none left."""
+"""Document lengths of a step, as STEP[micro-batch][data-parallel rank].
+
+The last rank has no documents left in its second micro-batch.
+"""
 
 
 def own_loop(world: World, dtype: torch.dtype | None) -> tuple[int, float]:
-    """Returns the labels that all ranks count, and the worst error of the gradients of FSDP2 over
-    dp 2 x cp 2, with accumulation and recomputed layers, over their largest value. dtype: in which
-    layers compute.
+    """Trains a step with FSDP2 over dp 2 x cp 2, with gradient accumulation and recomputed layers.
+
+    Args:
+        world: This rank.
+        dtype: Type in which layers compute; None for the parameters'.
+
+    Returns:
+        Number of labels of all ranks, and the worst relative error of a gradient.
     """
     model = tiny("llama").train()
     rows = [[documents(n, seed=i) for i, n in enumerate(ranks)] for ranks in STEP]
@@ -163,7 +186,7 @@ def own_loop(world: World, dtype: torch.dtype | None) -> tuple[int, float]:
 
     collate = context.collator(BalancedCollator())
     batches = [collate(of[world.rank // 2]) for of in rows]
-    # As transformers' Trainer counts and scales.
+    # Count labels and scale losses as transformers' Trainer does.
     labels = torch.tensor(sum(int((b["shift_labels"] != IGNORE).sum()) for b in batches))
     dist.all_reduce(labels)
     for i, batch in enumerate(batches):

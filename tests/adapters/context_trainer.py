@@ -1,4 +1,7 @@
-"""Trains with Balance's cp on local ranks; returns what a run on other ranks is compared with."""
+"""Trains with context parallelism in a Hugging Face trainer on local ranks.
+
+`train` returns the numbers by which runs on different ranks are compared.
+"""
 
 import dataclasses
 import os
@@ -22,28 +25,25 @@ WINDOW = 96
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run. sft: by TRL's trainer instead of transformers'. options: of its arguments."""
+    """A run to train."""
 
-    cp: int
-    sft: bool = True
-    family: str = "llama"
-    options: tuple[tuple[str, Any], ...] = ()
-    fsdp: bool = False
+    cp: int  # context-parallel ranks
+    sft: bool = True  # whether TRL's SFTTrainer trains, instead of transformers' Trainer
+    family: str = "llama"  # model family
+    options: tuple[tuple[str, Any], ...] = ()  # further training arguments
+    fsdp: bool = False  # whether FSDP2 shards the model
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """losses, norms: of each step, as the trainer has them. weights: after the last step, minus
-    those before. evaluated: the loss of an evaluation. said: tokens that were generated. is_fsdp:
-    whether FSDP2 held the weights.
-    """
+    """Results of a run."""
 
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-    evaluated: float
-    said: list[int]
-    is_fsdp: bool
+    losses: list[float]  # loss of each step, as the trainer logs it
+    norms: list[float]  # gradient norm of each step, as the trainer logs it
+    weights: dict[str, Tensor]  # change of each parameter over the run
+    evaluated: float  # loss of an evaluation after training
+    said: list[int]  # tokens that the trained model generates
+    is_fsdp: bool  # whether FSDP2 sharded the model
 
 
 def lengths() -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def lengths() -> tuple[int, ...]:
 
 
 class Steps(TrainerCallback):
-    """Notes each step's loss and norm before the trainer rounds them."""
+    """Records each step's loss and gradient norm before the trainer rounds them."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
@@ -63,7 +63,10 @@ class Steps(TrainerCallback):
 
 
 def start_as(world: World) -> None:
-    """Sets what torchrun sets, by which accelerate knows its ranks; this process ends with them."""
+    """Sets the environment variables of torchrun, from which accelerate learns its rank.
+
+    They stay set, because the process ends after the test.
+    """
     os.environ |= {
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.rank),
@@ -99,8 +102,8 @@ def arguments(job: Job, out: str) -> Any:
         given |= {"max_length": WINDOW, "dataset_kwargs": {"skip_prepare_dataset": True}}
     made = (SFTConfig if job.sft else TrainingArguments)(**given)
     if job.fsdp:
-        assert made.device.type == "cpu"  # reading it makes the state
-        # accelerate prepares a model for FSDP2 only where it believes in GPUs.
+        assert made.device.type == "cpu"  # reading the device creates accelerate's state
+        # accelerate prepares a model for FSDP2 only if it believes that there are GPUs.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return made
 

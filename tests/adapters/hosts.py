@@ -1,7 +1,7 @@
-"""Provides stand-ins for frameworks that cannot be installed beside each other.
+"""Provides stand-ins for frameworks that cannot be installed in one environment.
 
-A stand-in is a package on sys.path with a version, and with what an adapter touches: signatures are
-those of the framework's source, bodies are as short as can be.
+A stand-in is a package on sys.path with a version and with the functions that an adapter uses. They
+have the signatures of the framework's functions and the shortest possible bodies.
 """
 
 import importlib
@@ -16,7 +16,10 @@ StandIn = Callable[[str, str, dict[str, str]], None]
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Returns make(distribution, version, {module path: source}); all is forgotten afterwards."""
+    """Returns the function make(distribution, version, {module path: source}).
+
+    After the test, the stand-ins and the adapters that imported them are removed from sys.modules.
+    """
     before = set(sys.modules)
 
     def make(distribution: str, version: str, modules: dict[str, str]) -> None:

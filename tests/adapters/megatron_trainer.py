@@ -1,12 +1,13 @@
 """Runs one rank of Megatron-Core's training loop on CPU, fed by `PackedSteps`.
 
-A rank of torchrun, with a JSON object as its argument (`Run`). The model has Megatron's local
-layers, because Transformer Engine needs a GPU. Local attention takes no packed sequences, so that
-documents are kept apart by a mask. What Megatron puts on "cuda" by name goes to the CPU, and its
-random states of a GPU, which only dropout draws from, are left out.
+torchrun starts it with a JSON object as its argument (`Run`). The model has Megatron's local
+layers, because Transformer Engine needs a GPU. Local attention does not support packed sequences,
+so a mask separates the documents. Tensors that Megatron creates on "cuda" are created on the CPU,
+and its GPU random states, which only dropout uses, are left out.
 
-The rank writes OUT/rank<r>.json: how far loss and gradients of the step `checked` are from those of
-the same documents, one by one in one process; losses of every step; a digest of the last weights.
+The rank writes OUT/rank<r>.json. It has the losses of all steps, a digest of the final weights, and
+for the step `checked` the errors of loss and gradients: they are compared with one process that
+trains the same documents one by one.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-warnings.simplefilter("ignore", UserWarning)  # Transformer Engine and Apex are missing
+# Megatron warns that Transformer Engine and Apex are missing.
+warnings.simplefilter("ignore", UserWarning)
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import (
@@ -51,20 +53,20 @@ Batch = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the ranks run."""
+    """The run of all ranks."""
 
     out: str  # folder of results and checkpoints
     store: str  # prefix of the token store
-    steps: int  # steps until the run ends; with `resume` counted from the first run's start
-    micro_batches: int = 4  # of a data-parallel rank in a step
-    pp: int = 1  # stages of the pipeline; the other ranks are data-parallel
-    checked: int = 1  # the step that is compared with documents one by one
-    save_at: int = 0  # the step after which a checkpoint is saved; 0: none
-    resume: bool = False  # whether it goes on from the checkpoint in `out`
+    steps: int  # last step; a resumed run counts from the start of the first run
+    micro_batches: int = 4  # micro-batches of a data-parallel rank in a step
+    pp: int = 1  # pipeline stages; all other parallelism is data-parallel
+    checked: int = 1  # step that is compared with one process
+    save_at: int = 0  # step after which a checkpoint is saved; 0 for none
+    resume: bool = False  # whether the run resumes from the checkpoint in `out`
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on "cuda"."""
+    """Creates tensors on the CPU that Megatron creates on "cuda"."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +80,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def on_cpu() -> None:
-    """Replaces what Megatron asks of a GPU."""
+    """Replaces the functions by which Megatron uses a GPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
@@ -106,7 +108,7 @@ def config_of(pp: int) -> TransformerConfig:
 
 
 def model_of(config: TransformerConfig, *, first: bool, last: bool) -> GPTModel:
-    """A stage of the model; `first` and `last` together are all of it."""
+    """Returns a stage of the model: the first, the last, or with both flags the whole model."""
     return GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -120,7 +122,7 @@ def model_of(config: TransformerConfig, *, first: bool, last: bool) -> GPTModel:
 
 
 def hidden_pairs(batch: Batch) -> torch.Tensor:
-    """Megatron's attention mask, true where a query does not see a key."""
+    """Returns Megatron's attention mask, true where a query must not attend to a key."""
     lengths = batch["cu_seqlens_padded"].diff().long()
     document = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     seen = (document[:, None] == document) & torch.ones(
@@ -132,7 +134,7 @@ def hidden_pairs(batch: Batch) -> torch.Tensor:
 def forward(
     batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Megatron's forward_step_func."""
+    """Runs the forward pass of a micro-batch; it is Megatron's `forward_step_func`."""
     batch = next(batches)
     out = model(batch["tokens"], batch["position_ids"], hidden_pairs(batch), labels=batch["labels"])
 
@@ -144,7 +146,7 @@ def forward(
 
 
 class Job:
-    """The model, its optimizer and its steps on this rank, and what is noted of them."""
+    """The model, its optimizer and its steps on this rank, and the losses that are recorded."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.config = run, config_of(run.pp)
@@ -208,7 +210,7 @@ class Job:
         self.optimizer.step()
 
     def parameters(self, *, grad: bool = False) -> dict[str, torch.Tensor]:
-        """Parameters of all stages by their names in the whole model, or their gradients."""
+        """Returns all stages' parameters, or their gradients, by names in the whole model."""
         offset = 2 // self.run.pp * parallel_state.get_pipeline_model_parallel_rank()
         mine: dict[str, torch.Tensor] = {}
         for name, p in self.stage.named_parameters():
@@ -223,7 +225,14 @@ class Job:
     def compare(
         self, before: dict[str, torch.Tensor], batches: list[Batch], trained: float, labels: float
     ) -> None:
-        """The same documents, one by one in one process, from the same parameters."""
+        """Compares a step with one process that trains the same documents one by one.
+
+        Args:
+            before: Parameters before the step.
+            batches: Micro-batches of all data-parallel ranks.
+            trained: Loss of the step.
+            labels: Number of labels of the step.
+        """
         got, model = self.parameters(grad=True), model_of(config_of(1), first=True, last=True)
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -251,7 +260,7 @@ class Job:
         }
 
     def sharded(self, *, is_loading: bool) -> dict[str, Any]:
-        """Megatron's sharded state of model and optimizer."""
+        """Returns Megatron's sharded state dict of model and optimizer."""
         model = self.stage.sharded_state_dict()
         return {
             "model": model,
@@ -273,7 +282,7 @@ class Job:
         self.steps.load_state_dict(found["steps"])
 
     def digest(self) -> str:
-        """A digest of all parameters, to the last bit."""
+        """Returns a hash of the bits of all parameters."""
         found = hashlib.sha256()
         for name, value in sorted(self.parameters().items()):
             found.update(name.encode() + value.numpy().tobytes())

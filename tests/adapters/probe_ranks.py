@@ -1,4 +1,4 @@
-"""What ranks find with the probe of packed rows in a test of two processes; imports no trainer."""
+"""Code that two ranks run to test the probe of packed rows; it imports no trainer."""
 
 from typing import Any
 
@@ -31,16 +31,21 @@ def leaking() -> Any:
 
 
 def step(model: Any) -> dict[str, Any]:
-    """Returns the gradients of one packed row."""
+    """Runs forward and backward on one packed row and returns the gradients."""
     model(**PaddingFreeCollator()(documents((5, 9, 3)))).loss.backward()
     found: dict[str, Any] = taken_gradients(model)
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
 
 
 def asked(world: World) -> tuple[list[str], bool]:
-    """Returns what each model's probe said, and whether gradients after it are those without.
+    """Probes models under DDP and FSDP2 that separate packed documents, and models that do not.
 
-    Rank 0 has padded rows, and makes the probe's forwards with the rank that has a packed one.
+    Rank 0 has a padded batch and rank 1 a packed one. Rank 0 must still take part in the probe's
+    forward passes.
+
+    Returns:
+        The error message of each model, "" if the probe accepts it; and whether gradients after the
+        probe equal those of a model that was not probed.
     """
     rows = documents((6, 7), seed=world.rank)
     collator = PaddingFreeCollator() if world.rank else PaddedCollator(pad_token_id=0)

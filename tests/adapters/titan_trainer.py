@@ -1,14 +1,17 @@
 """Runs one rank of torchtitan's own Trainer on CPU, fed by `BalancedDataLoader`.
 
-A rank of torchrun, with a JSON object as its argument (`Run`). torchtitan 0.3 is made for GPUs, so
-what it asks of one is replaced here: its choice of a device, its monitor of GPU memory, timeouts of
-NCCL, FlexAttention's compiled kernel, which has no backward pass on CPU, and the factor by which
-FSDP scales gradients before they are summed, which Gloo does not have. Its pipeline hands a list of
-micro-batches to torch's schedule, which splits whole batches in torch 2.13; here the list goes past
-that splitting. Nothing else of it changes.
+torchrun starts it with a JSON object as its argument (`Run`). torchtitan 0.3 is made for GPUs, so
+some of its parts are replaced:
 
-The rank writes OUT/rank<r>.json: how far loss and gradients of the step `checked` are from those of
-the same documents, one by one in one process; losses of every step; a digest of the last weights.
+- the choice of a device, the monitor of GPU memory, and NCCL's timeouts,
+- FlexAttention's compiled kernel, which has no backward pass on a CPU,
+- FSDP's scaling of gradients in the reduction, which Gloo does not support,
+- the splitting of a batch in torch's pipeline schedule. torchtitan passes a list of micro-batches,
+  but torch 2.13 expects a whole batch.
+
+The rank writes OUT/rank<r>.json. It has the losses of all steps, a digest of the final weights, and
+for the step `checked` the errors of loss and gradients: they are compared with one process that
+trains the same documents one by one.
 """
 
 import dataclasses
@@ -31,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, create_mask
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan reads it at its import
+# torchtitan chooses its device when it is imported.
+torch._utils._get_available_device_type = lambda: "cpu"
 
 from torchtitan.components import metrics
 from torchtitan.distributed import utils as distributed
@@ -48,20 +52,20 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the ranks run."""
+    """The run of all ranks."""
 
     out: str  # folder of results, checkpoints and logs
     store: str  # prefix of the token store
-    steps: int  # steps until the run ends; with `resume` counted from the first run's start
-    micro_batches: int = 2  # of a data-parallel rank in a step
-    shard: int = 1  # ranks of FSDP
-    pp: int = 1  # stages of the pipeline
-    checked: int = 1  # the step that is compared with documents one by one; 0: none
-    save_at: int = 0  # steps between checkpoints; 0: none are saved and none is loaded
+    steps: int  # last step; a resumed run counts from the start of the first run
+    micro_batches: int = 2  # micro-batches of a data-parallel rank in a step
+    shard: int = 1  # FSDP ranks
+    pp: int = 1  # pipeline stages
+    checked: int = 1  # step that is compared with one process; 0 for none
+    save_at: int = 0  # steps between checkpoints; 0: no checkpoint is saved or loaded
 
 
 class NoMemory:
-    """In the place of a monitor of a GPU's memory."""
+    """Replaces the monitor of GPU memory."""
 
     device_name = "cpu"
 
@@ -72,7 +76,7 @@ class NoMemory:
 
 
 class NoTokenizer:
-    """The store holds tokens."""
+    """Replaces the tokenizer, which is not needed because the store has tokens."""
 
     def build(self, **_: Any) -> None: ...
 
@@ -90,14 +94,14 @@ def attend(
     enable_gqa: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, AuxOutput]:
-    """FlexAttention's result by a dense mask of the same rule."""
+    """Computes FlexAttention with a dense mask instead of its compiled kernel."""
     mask = create_mask(block_mask.mask_mod, 1, 1, q.shape[2], k.shape[2], device="cpu")
     out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
     return out, AuxOutput()
 
 
 def on_cpu() -> None:
-    """Replaces what torchtitan asks of a GPU."""
+    """Replaces the parts of torchtitan that need a GPU."""
     metrics.build_device_memory_monitor = lambda *_, **__: NoMemory()
     distributed.set_pg_timeouts = lambda *_, **__: None
     FlexAttention._compiled_flex_attn = staticmethod(attend)
@@ -115,7 +119,7 @@ def step(
     loss_kwargs: dict[str, Any],
     return_outputs: bool,
 ) -> None:
-    """A step of torch's schedule on micro-batches, as its own `step` runs those that it splits."""
+    """Runs a step of torch's schedule on a list of micro-batches, without splitting a batch."""
     for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
         stage.has_backward = True
         stage.clear_runtime_states()
@@ -125,7 +129,7 @@ def step(
 
 
 def summed(parallelize: Any, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """Torchtitan's parallelism, whose FSDP adds gradients up as Gloo can."""
+    """Applies torchtitan's parallelism, with an FSDP reduction that Gloo supports."""
     made = parallelize(model, **options)
     for module in made.modules():
         if isinstance(module, FSDPModule):
@@ -134,7 +138,7 @@ def summed(parallelize: Any, model: torch.nn.Module, **options: Any) -> torch.nn
 
 
 def config_of(run: Run) -> Any:
-    """Torchtitan's debug model of LLaMA 3 in float32."""
+    """Returns torchtitan's configuration of its LLaMA 3 debug model in float32."""
     config = config_registry.llama3_debugmodel()
     spec = model_registry("debugmodel", attn_backend="flex")
     config.model_spec = dataclasses.replace(
@@ -146,7 +150,7 @@ def config_of(run: Run) -> Any:
     training.global_batch_size = run.micro_batches * run.shard
     training.mixed_precision_param = "float32"
     training.disable_cuda_graphs = True
-    training.max_norm = 1e9  # gradients are compared as they are
+    training.max_norm = 1e9  # never clip, because gradients are compared
     parallelism.data_parallel_shard_degree = run.shard
     parallelism.pipeline_parallel_degree = run.pp
     parallelism.spmd_backend = "partial_dtensor"
@@ -172,7 +176,7 @@ def config_of(run: Run) -> Any:
 
 
 class Recorded(Trainer):
-    """torchtitan's Trainer, with its batches, losses and gradients noted."""
+    """torchtitan's Trainer, which also records batches, losses and gradients."""
 
     run: Run
     losses: dict[int, float]
@@ -194,7 +198,7 @@ class Recorded(Trainer):
         log(step, loss, *rest, **more)
 
     def _parameters(self, *, grad: bool = False) -> dict[str, torch.Tensor]:
-        """Whole parameters, or their gradients, of all stages; every rank has all of them."""
+        """Returns the whole parameters, or their gradients, of all stages on every rank."""
         mine = {
             name: whole(p.grad if grad else p)
             for part in self.model_parts
@@ -205,10 +209,15 @@ class Recorded(Trainer):
         return {name: value for part in parts for name, value in part.items()}
 
     def _compare(self, before: dict[str, torch.Tensor], seen: list[Batch]) -> None:
-        """The same documents, one by one in one process, from the same parameters."""
+        """Compares a step with one process that trains the same documents one by one.
+
+        Args:
+            before: Parameters before the step.
+            seen: Micro-batches of this rank.
+        """
         got, parts = self._parameters(grad=True), [None] * dist.get_world_size()
         dist.all_gather_object(parts, seen)
-        # Stages of a pipeline have the same micro-batches.
+        # All stages of a pipeline have the same micro-batches, so take those of the first.
         batches = [batch for part in parts[:: self.run.pp] for batch in part or []]
         model = self.config.model_spec.model.build()
         with torch.no_grad():
@@ -238,7 +247,7 @@ class Recorded(Trainer):
         }
 
     def digest(self) -> str:
-        """A digest of all parameters, to the last bit."""
+        """Returns a hash of the bits of all parameters."""
         found = hashlib.sha256()
         for name, value in sorted(self._parameters().items()):
             found.update(name.encode() + value.numpy().tobytes())
@@ -257,7 +266,7 @@ def _spied(batches: Iterable[Batch], seen: list[Batch]) -> Iterator[Batch]:
 
 
 def alone(inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Each document of a row as a row of its own."""
+    """Yields each document of a packed row as a separate row."""
     positions = inputs["positions"]
     ends = [*torch.nonzero(positions[0] == 0).flatten().tolist(), positions.numel()]
     for i, j in pairwise(ends):

@@ -1,4 +1,4 @@
-"""Stands for transformers' Trainer and TRL's SFTTrainer on one of any number of processes."""
+"""Replaces transformers' Trainer and TRL's SFTTrainer in tests that simulate many processes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,10 @@ ROWS = Dataset.from_dict({"input_ids": [[1] * 5] * 100})
 
 
 class StandIn:
-    """Has read its arguments; its accelerator deals batches as accelerate does, to this process as
-    the first. world_size: of all processes, tp x cp x sp of which share what they train.
+    """A trainer as it is after its arguments were read.
+
+    Its accelerator divides batches as accelerate does; this process is the first. Of `world_size`
+    processes, tp x cp x sp share the same batches.
     """
 
     model_accepts_loss_kwargs = True

@@ -1,6 +1,7 @@
-"""Runs one rank of the Trainer on CPU; torchrun starts it with OUT and a checkpoint or "dispatch".
+"""Runs one rank of transformers' Trainer on the CPU.
 
-It writes OUT/rank<r>.json: the rows that this rank trained, in order, and the losses.
+torchrun starts it with a folder OUT, and optionally a checkpoint or the word "dispatch". It writes
+OUT/rank<r>.json with the rows that this rank trained, in order, and the losses.
 """
 
 import json
@@ -39,7 +40,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class Recorder(BalancedCollator):
-    """Notes the rows that are collated; the loader runs at most one batch ahead of training."""
+    """Records the rows that are collated. The loader is at most one batch ahead of training."""
 
     seen: ClassVar[list[int]] = []
 
@@ -79,8 +80,9 @@ def arguments(out: str, **options: Any) -> TrainingArguments:
 
 
 def dispatched(out: str) -> None:
-    """Runs accelerate's loop in which the first process reads for all, and writes what each rank
-    got.
+    """Checks accelerate's mode in which the first process reads the batches of all ranks.
+
+    Writes whether this rank got the batches that `BalancedBatchSampler` planned for it.
     """
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
@@ -128,9 +130,9 @@ def main(out: str, checkpoint: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    worlds.one_gloo_worker(is_one_machine=True)  # accelerate starts Gloo
+    worlds.one_gloo_worker(is_one_machine=True)  # before accelerate starts Gloo
     try:
         main(*sys.argv[1:])
     finally:
-        # A process that exits with its threads of Gloo at work can abort ("terminate called").
+        # A process that exits while Gloo's threads work can abort ("terminate called").
         worlds.shutdown()

@@ -1,1 +1,1 @@
-"""Tests of wlb.balance: one step to ranks and micro-batches."""
+"""Tests of wlb.balance, which divides one step over ranks and micro-batches."""

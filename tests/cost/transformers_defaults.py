@@ -1,4 +1,4 @@
-"""Defaults of fields of config.json, from transformers' own classes.
+"""Reads the defaults of config.json's fields from the configuration classes of transformers.
 
 `python -m tests.cost.transformers_defaults` writes them to wlb/cost/families.json.
 """
@@ -24,11 +24,11 @@ LEFT_OUT = (
     "use_cache",
     "pretraining_tp",
 )
-"""Parts of names of fields by which no count changes."""
+"""Parts of the names of fields that do not affect any count."""
 
 
 def defaults(model_type: str) -> dict[str, Any]:
-    """Defaults of a family's fields, and other names that transformers takes for them."""
+    """Returns the defaults of a family's fields, and the fields' other names in transformers."""
     made = CONFIG_MAPPING[model_type]
     fields = {field.name: field.default for field in dataclasses.fields(made)}
     kept = {

@@ -1,4 +1,4 @@
-"""Small models of transformers of each family that is counted."""
+"""Provides small transformers models of each family whose FLOPs wlb counts."""
 
 import dataclasses
 from typing import Any
@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
     "index_topk": 32,
     "index_head_dim": 16,
     "index_n_heads": 2,
-    # Linear attention and recurrences. A group for each head, because transformers' own code
+    # Linear attention and recurrences. Each head has its own group, because transformers' code
     # repeats B and C over heads.
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -98,11 +98,11 @@ ALSO: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": True},
     "youtu": _ALL_HEADS,
 }
-"""What a family needs beyond `SMALL`."""
+"""Further settings of a family, on top of `SMALL`."""
 
 
 def small_config(model_type: str, **changed: Any) -> PreTrainedConfig:
-    """A small configuration of a family; fields that it does not have are left out."""
+    """Returns a small configuration of a family, without settings that it does not have."""
     made = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(made)}
     values = {**SMALL, **ALSO.get(model_type, {}), **changed}
@@ -110,7 +110,7 @@ def small_config(model_type: str, **changed: Any) -> PreTrainedConfig:
 
 
 def small_model(config: PreTrainedConfig) -> torch.nn.Module:
-    """The model of a configuration, with plain attention and experts one by one."""
+    """Returns a random model with eager attention and eager experts."""
     torch.manual_seed(0)
     is_lm = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     made = AutoModelForCausalLM if is_lm else AutoModel
@@ -119,5 +119,8 @@ def small_model(config: PreTrainedConfig) -> torch.nn.Module:
 
 
 def has_head(config: PreTrainedConfig) -> bool:
-    """Whether `small_model` has an output head; language models of images' models have none."""
+    """Returns whether `small_model` has an output head.
+
+    Language models that are part of an image model have none.
+    """
     return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -1,4 +1,4 @@
-"""Provides patients and facts for the doctor's tests."""
+"""Provides inputs for tests of `wlb doctor`: a run to examine, and facts about ranks and GPUs."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,14 @@ def facts(rank: int = 0, **changed: Any) -> Facts:
 
 
 def patient(*everyone: Facts, is_quick: bool = True, preset: str = "demo_single", **sets: Any):
-    """Returns a patient on the CPU, on rank 0 of `everyone`; sets: overrides, `parallel__tp=2`."""
+    """Returns a run to examine on the CPU, as rank 0 sees it.
+
+    Args:
+        *everyone: Facts of all ranks. Defaults to those of one rank.
+        is_quick: Whether the doctor examines quickly.
+        preset: Preset of the run.
+        **sets: Overrides, as in parallel__tp=2.
+    """
     spec = load(preset, [f"{name.replace('__', '.')}={value}" for name, value in sets.items()])
     spec = filled(spec)
     num_ranks = max(1, len(everyone))

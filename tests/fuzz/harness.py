@@ -1,7 +1,8 @@
-"""Damages valid files and holds a reader to what it promises: a result, or a UserError of one line.
+"""Damages valid files and checks that a reader returns a result or raises a UserError.
 
-A reader may never raise anything else, never take more than `MOST_CPU_S`, and never write a message
-that hides its remedy. `fuzzed` chooses how many inputs a set tries: nightly 10,000 a test.
+A reader must not raise any other exception, and must not take more than `MOST_CPU_S`. The message
+of a UserError must not be longer than `MOST_CHARACTERS`, because a long message hides its remedy.
+`fuzzed` sets the number of inputs; the nightly set tries 10,000 per test.
 """
 
 import copy
@@ -20,7 +21,7 @@ MOST_CPU_S = 10.0
 MOST_CHARACTERS = 1000
 NIGHTLY = 10_000
 _INPUTS = {25: 10, 75: 100, 300: NIGHTLY}
-"""Inputs a test tries, by the examples of the set's profile (tests/conftest.py)."""
+"""Inputs of a test, by the number of examples of property tests in its set (tests/conftest.py)."""
 
 DEEP_LIST = "[" * 2000 + "]" * 2000
 DEEP_OBJECT = '{"a":' * 2000 + "0" + "}" * 2000
@@ -41,20 +42,23 @@ _BYTES = [
 
 
 class Hang(BaseException):
-    """A reader took longer than `MOST_CPU_S`; no reader catches it."""
+    """A reader took longer than `MOST_CPU_S`. As a BaseException it is not caught by readers."""
 
 
 class Refused(NamedTuple):
-    """A reader raised UserError."""
+    """The result of a reader that raised UserError."""
 
     message: str
 
 
 def fuzzed(share: float = 1.0, *, nightly: int = NIGHTLY) -> settings:
-    """Settings of a fuzz test. share: of the quick and the full set's inputs, for readers that are
-    slow or have many cases. nightly: inputs of the nightly set. Fewer than `NIGHTLY` have the cases
-    of a test that has more than `NIGHTLY` in all, and checks from end to end (whole commands, loads
-    and epochs), beside which the parsers' own checks have `NIGHTLY`.
+    """Returns the settings of a fuzz test.
+
+    Args:
+        share: Share of the usual inputs in the quick and the full set, for tests that are slow or
+            have many cases.
+        nightly: Inputs in the nightly set. Tests with many cases, and tests of whole commands, have
+            fewer than `NIGHTLY`; tests of the parsers alone have `NIGHTLY`.
     """
     inputs = _INPUTS.get(settings.default.max_examples if settings.default else 25, 150)
     is_nightly = inputs == NIGHTLY
@@ -70,7 +74,10 @@ def fuzzed(share: float = 1.0, *, nightly: int = NIGHTLY) -> settings:
 
 @contextmanager
 def cpu_limit() -> Generator[None]:
-    """Raise `Hang` after `MOST_CPU_S` of this process's own time, which no other load can use."""
+    """Raises `Hang` after `MOST_CPU_S` of this process's CPU time.
+
+    CPU time does not depend on the load of the machine.
+    """
 
     def end(*_: object) -> None:
         raise Hang(f"took more than {MOST_CPU_S} s")
@@ -85,7 +92,10 @@ def cpu_limit() -> Generator[None]:
 
 
 def outcome(read: Callable[[], Any]) -> Any:
-    """What `read` returns, or `Refused`. Any other exception fails the test."""
+    """Returns the result of `read`, or `Refused` if it raises UserError.
+
+    Any other exception fails the test.
+    """
     with cpu_limit():
         try:
             return read()
@@ -97,7 +107,11 @@ def outcome(read: Callable[[], Any]) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """`data` after one to three of: bits flipped, bytes put in, taken out, repeated or cut off."""
+    """Draws a damaged copy of bytes.
+
+    One to three times, a bit is flipped, or bytes are inserted, removed, repeated, overwritten or
+    cut off.
+    """
     out = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(0, len(out) - 1)))
@@ -120,7 +134,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def places_of(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to every value inside `value`; of long lists to the first and the last."""
+    """Returns the paths to all values inside a JSON value; in lists, only to the first and last."""
     found = [place]
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -133,7 +147,7 @@ def places_of(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def misshapen(draw: st.DrawFn, value: Any) -> str:
-    """JSON text of `value` with one to three values replaced, removed, added or nested deeply."""
+    """Draws JSON text in which one to three values are replaced, removed, renamed or nested."""
     out = [copy.deepcopy(value)]
     marks: dict[str, str] = {}
     for _ in range(draw(st.integers(1, 3))):

@@ -1,9 +1,9 @@
 """Runs several ranks over NCCL on one GPU.
 
-NCCL refuses two ranks of one machine on the same GPU. It tells machines apart by NCCL_HOSTID, so
-ranks that name different hosts may share a GPU. They then move data through sockets of the loopback
-interface, and the GPU computes for one process at a time. What they compute is what a cluster's
-ranks compute, with NCCL's own communicators, streams and order; how long it takes means nothing.
+NCCL refuses two ranks of one machine on the same GPU. It identifies machines by NCCL_HOSTID, so
+ranks with different values may share a GPU. They then transfer data through sockets of the loopback
+interface, and the GPU computes for one process at a time. The ranks compute the same as ranks of a
+cluster, with NCCL's communicators, streams and order. Only the times are meaningless.
 """
 
 import os
@@ -20,11 +20,11 @@ ENVIRONMENT = {
     "NCCL_MAX_NCHANNELS": "1",
     "NCCL_BUFFSIZE": str(1 << 20),
 }
-"""Settings of NCCL for ranks that share a GPU. Each communicator takes little of its memory."""
+"""NCCL's settings for ranks that share a GPU: sockets, and little memory per communicator."""
 
 
 def run_on_one_gpu(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Returns the results of fn(world, *args) on ranks that share GPU 0, as `run_local` does."""
+    """Runs fn(world, *args) on ranks that share GPU 0 and returns the results of all ranks."""
     return run_local(_as_own_host, world_size, fn, args, timeout_s=600)
 
 

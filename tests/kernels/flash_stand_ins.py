@@ -1,8 +1,8 @@
-"""Provides stand-ins for the functions of the three FlashAttention packages that wlb calls.
+"""Replaces the functions of the three FlashAttention packages that wlb calls.
 
-Names, order and defaults of parameters are those of flash-attn 2.8.3, flash-attn-3 3.0.0 and
-flash-attn-4 4.0.0b36 (of the last two, some that wlb never passes are left out). Each stand-in
-notes in CALLS what it was passed and computes with the reference.
+The parameters have the names, order and defaults of flash-attn 2.8.3, flash-attn-3 3.0.0 and
+flash-attn-4 4.0.0b36; for the last two, some parameters that wlb never passes are left out. Each
+function records its arguments in CALLS and computes with the reference.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ CALLS: list[dict[str, Any]] = []
 
 
 def segments_of(arguments: dict[str, Any]) -> Segments:
-    """Returns the segments of a call, with the window and the cap that the package was told."""
+    """Returns the segments of a call, with the sliding window and the softcap of its arguments."""
     left, right = arguments["window_size_left"], arguments["window_size_right"]
     slides = left not in (None, -1)
     assert right == (0 if slides else left)
@@ -106,7 +106,7 @@ def flash2_backward(
     return torch.empty(0)
 
 
-# flash-attn-3 3.0.0: torch custom ops; what is never passed stands at the end here.
+# flash-attn-3 3.0.0: torch custom ops. Parameters that wlb never passes come last here.
 
 
 @torch.library.custom_op("wlb_test_flash3::forward", mutates_args=())

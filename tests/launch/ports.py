@@ -1,4 +1,4 @@
-"""Finds the TCP sockets on which processes listen, as /proc tells them."""
+"""Finds the TCP sockets on which processes listen, from /proc."""
 
 import ipaddress
 import os
@@ -8,7 +8,7 @@ _LISTENS = "0A"
 
 
 def descendants(pid: int) -> set[int]:
-    """Returns the processes that descend from `pid`, and itself."""
+    """Returns a process and all its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -16,7 +16,7 @@ def descendants(pid: int) -> set[int]:
                 text = (entry / "stat").read_text()
             except OSError:  # it has ended
                 continue
-            # The name in brackets may hold spaces.
+            # The process name in brackets may contain spaces.
             parents[int(entry.name)] = int(text.rpartition(")")[2].split()[1])
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
@@ -61,7 +61,7 @@ def _sockets(table: Path) -> list[tuple[tuple[str, int], str]]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Reads "0100007F:1F90": words of four bytes, each in the host's (little-endian) order."""
+    """Parses an address such as "0100007F:1F90", whose words of four bytes are little-endian."""
     host, port = text.split(":")
     data = bytes.fromhex(host)
     words = [data[i : i + 4][::-1] for i in range(0, len(data), 4)]

@@ -1,4 +1,4 @@
-"""Weights of transformers' gated delta nets as those of ours."""
+"""Converts weights of transformers' gated delta nets to wlb's names and shapes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ FAMILIES = {"qwen3_next": "Qwen3NextGatedDeltaNet", "qwen3_5_text": "Qwen3_5Gate
 
 
 def theirs(family: str) -> torch.nn.Module:
-    """Transformers' layer, with every weight away from its first value."""
+    """Returns a layer of transformers with all weights moved away from their initial values."""
     config = CONFIG_MAPPING[family](
         hidden_size=SPEC.hidden_size,
         num_hidden_layers=1,
@@ -48,7 +48,10 @@ def _modeling(module: str) -> Any:
 
 
 def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by our names; every one is a part of theirs, so that gradients map alike."""
+    """Converts weights of a transformers layer to ours, by name.
+
+    Each of ours is a part of one of theirs, so gradients can be converted in the same way.
+    """
     s = SHAPE
     conv = tensors["conv1d.weight"][:, 0].split([s.key_dim, s.key_dim, s.value_dim])
     out = dict(zip(("q_conv", "k_conv", "v_conv"), conv, strict=True))
@@ -58,7 +61,7 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = tensors["in_proj_qkv.weight"].split([s.key_dim, s.key_dim, s.value_dim])
         out |= dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), parts, strict=True))
         return out | {f"{x}_proj.weight": tensors[f"in_proj_{x}.weight"] for x in "zba"}
-    # Qwen3-Next has q, k, v, z of a key head together, and b, a of its value heads.
+    # Qwen3-Next stores q, k, v and z of each key head together, and b and a of its value heads.
     group = s.num_value_heads // s.num_key_heads
     by_head = tensors["in_proj_qkvz.weight"].view(s.num_key_heads, -1, SPEC.hidden_size)
     sizes = [s.key_head_dim, s.key_head_dim, group * s.value_head_dim, group * s.value_head_dim]
@@ -71,7 +74,7 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fresh(spec: ModelSpec = SPEC) -> GatedDeltaNet:
-    """A layer with the values that training begins with, but larger projections."""
+    """Returns a layer with wlb's initial weights, but projections ten times as large."""
     layer = GatedDeltaNet(spec, Ops())
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

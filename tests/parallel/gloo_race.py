@@ -1,8 +1,12 @@
-"""One process races the workers of a Gloo group: `python gloo_race.py SECONDS default|one`.
+"""Provokes a data race between the worker threads of a Gloo group.
 
-`default` (torch's two workers a group) dies within a minute of a corrupt heap; `one` (what
-`wlb.parallel.world.init` sets) survives. Prints the number of worker threads and of collectives.
-Takes nothing else of wlb, so that it can be sent upstream with the wrapper of wlb/parallel/gloo.py.
+`python gloo_race.py SECONDS default|one` runs collectives in one process. With `default`, torch's
+two workers per group, the process dies of a corrupt heap within a minute. With `one`, as
+`wlb.parallel.world.init` sets it, the process survives. It prints the number of worker threads and
+of collectives.
+
+It uses nothing of wlb except wlb/parallel/gloo.py, so that it can be sent upstream together with
+that file.
 """
 
 import sys
@@ -17,15 +21,13 @@ COLLECTIVES = 16
 
 
 def num_workers() -> int:
-    """Returns how many threads of this process run Gloo's collectives."""
+    """Returns the number of threads of this process that run Gloo's collectives."""
     names = [comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")]
     return sum("gloo_runloop" in name for name in names)
 
 
 def race(seconds: float) -> int:
-    """Runs collectives of long and of short names, many in flight, for `seconds`; returns how
-    many.
-    """
+    """Runs collectives with long and with short names, many at once, and returns their number."""
     group = dist.group.WORLD
     assert group is not None
     name, x, ops = group.group_name, torch.zeros(4), torch.ops._c10d_functional
@@ -48,7 +50,7 @@ def main(seconds: str, how: str) -> None:
         use_one_worker(loopback=True)
     meeting = tempfile.mktemp()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    dist.barrier()  # threads have their names once they have worked
+    dist.barrier()  # a thread gets its name when it works for the first time
     sys.stdout.write(f"{num_workers()} {race(float(seconds))}\n")
     dist.destroy_process_group()
 

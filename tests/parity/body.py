@@ -1,4 +1,4 @@
-"""Runs on every rank of a parity test: the same steps as one process, and the differences."""
+"""Code that every rank of a parity test runs: it compares steps of a layout with one process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -34,8 +34,10 @@ OPTIMISERS = ("sgd", "adamw")
 
 
 def optimisers_of(case: Case) -> tuple[str, ...]:
-    """Returns the optimisers that take steps. AdamW does on two ranks and in four dimensions: it
-    takes as long again, and its update of a shard knows nothing of the layout.
+    """Returns the optimisers with which a case is trained.
+
+    AdamW doubles the time of a test, and its update of a shard does not depend on the layout. So it
+    is tested only on two ranks, and in all four dimensions.
     """
     return OPTIMISERS if case.world in (2, 16) else OPTIMISERS[:1]
 
@@ -45,7 +47,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def global_loss(executor: Executor, local: Tensor) -> float:
-    """Sums a loss over the ranks that hold different rows (tp ranks hold copies)."""
+    """Sums a loss over ranks with different rows; tensor-parallel ranks have copies."""
     mesh = executor.mesh
     loss = local.clone() if mesh.at.tp == 0 else torch.zeros_like(local)
     dist.all_reduce(loss)
@@ -53,19 +55,22 @@ def global_loss(executor: Executor, local: Tensor) -> float:
 
 
 def run_step(executor: Executor, case: Case, *, shift: int) -> tuple[float, float]:
-    """Returns (loss of the layout, loss of an evaluation before it) of one literal step."""
+    """Evaluates and trains a step of literal documents; returns (training loss, evaluation loss).
+
+    The evaluation comes first, with the same weights.
+    """
     spec, mesh = executor.spec, executor.mesh
     plan = packing(case.num_micro_batches, shift=shift)
     mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
     held = global_loss(executor, executor.evaluate(mine, Reader())) / plan.num_targets
-    if executor.pipeline is not None:  # nothing of an evaluation is kept until the next step
+    if executor.pipeline is not None:  # an evaluation must not leave activations behind
         assert not any(stage.fwd_cache for stage in executor.pipeline.stages)
     loss = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
     return global_loss(executor, loss), held
 
 
 def gradient_error(executor: Executor, reference: Llama) -> tuple[float, str]:
-    """Returns the worst max|diff| / max|ref| over this rank's parameters, and which it is."""
+    """Returns the worst max|diff| / max|ref| of a gradient on this rank, and its parameter."""
     return _gradient_error(executor, gradients_of(reference))
 
 
@@ -73,7 +78,7 @@ def _gradient_error(executor: Executor, wanted: dict[str, Any]) -> tuple[float, 
     worst = (0.0, "")
     for name, parameter in executor.named_parameters().items():
         assert parameter.grad is not None, name
-        # A tied head that is a copy has the embedding's gradient.
+        # A tied output head that is a copy must have the embedding's gradient.
         expected = wanted.get(name, wanted[EMBEDDING])
         error = np.abs(whole(parameter.grad).numpy() - expected).max() / np.abs(expected).max()
         assert np.isfinite(error), name
@@ -82,7 +87,7 @@ def _gradient_error(executor: Executor, wanted: dict[str, Any]) -> tuple[float, 
 
 
 def gradients_of(reference: Llama) -> dict[str, Any]:
-    """Returns copies of the gradients of one process as arrays, by parameter."""
+    """Returns copies of the model's gradients as arrays, by parameter name."""
     grads = {name: p.grad for name, p in reference.named_parameters()}
     return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
 
@@ -90,26 +95,26 @@ def gradients_of(reference: Llama) -> dict[str, Any]:
 def new_optimiser(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=0.05)
-    # AdamW's first steps are signs of gradients. With the default eps of 1e-8 the sign of one that
-    # is nothing but rounding counts in full: the third loss differs by 1.1e-4 on some CPUs.
+    # AdamW's first update is close to the sign of the gradient. With the default eps of 1e-8, a
+    # gradient that is only rounding error would move a weight as much as any other, and the third
+    # loss would differ by 1.1e-4 on some CPUs.
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-6)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What one process computes. gradients: of the first step. losses, parameters: of three steps
-    with two updates, parameters after them, by optimiser.
-    """
+    """Results of one process for three steps with two updates."""
 
-    norm: float
-    gradients: dict[str, Any]
-    losses: dict[str, list[float]]
-    parameters: dict[str, dict[str, Any]]
+    norm: float  # gradient norm of the first step
+    gradients: dict[str, Any]  # gradients of the first step, by parameter name
+    losses: dict[str, list[float]]  # losses of the steps, by optimiser
+    parameters: dict[str, dict[str, Any]]  # final parameters, by optimiser and name
 
 
 def expected_of(case: Case) -> Expected:
-    """Returns what one process computes of a case's model and micro-batches; kept, because many
-    layouts share it, and each of their ranks would compute the same.
+    """Returns the results of one process for a case's model and micro-batches.
+
+    They are cached, because many layouts share them.
     """
     spec = spec_of(case)
     data = replace(spec.data, row_multiple=1)
@@ -150,7 +155,7 @@ def parameter_error(executor: Executor, wanted: dict[str, Any]) -> float:
 
 
 def train(executor: Executor, case: Case, *, shift: int) -> float:
-    """Returns the loss of a literal step of the layout."""
+    """Trains a step of literal documents in the layout and returns its loss."""
     plan = packing(case.num_micro_batches, shift=shift)
     mine = pipeline_plan(plan, executor.spec, executor.mesh.at.dp, case.strategy)
     local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
@@ -170,8 +175,12 @@ def own(parameter: Tensor) -> Tensor:
 
 
 def parity(world: World, case: Case, expected: Expected, device: str = "cpu") -> dict[str, object]:
-    """Returns losses, gradient errors and the end of two updates by each optimiser, as seen from
-    this rank.
+    """Trains a case on this rank with each optimiser and compares it with one process.
+
+    Returns:
+        "norm", the gradient norm; "held_out", the loss of an evaluation; "gradient", the worst
+        error of a gradient; and by optimiser the losses of three steps and the error of the final
+        parameters.
     """
     spec = spec_of(case)
     where = rank_device(world, device)
@@ -205,9 +214,7 @@ def parity(world: World, case: Case, expected: Expected, device: str = "cpu") ->
 
 
 def expect_equal_to_one_process(case: Case, device: str = "cpu") -> None:
-    """Runs `parity` on all ranks of a case and expects what one process computes: losses,
-    gradients, updates.
-    """
+    """Runs `parity` on all ranks of a case and expects the results of one process."""
     expected = expected_of(case)
     results = run_local(parity, case.world, case, expected, device, start_group=True, timeout_s=600)
     for result in results:
@@ -215,7 +222,7 @@ def expect_equal_to_one_process(case: Case, device: str = "cpu") -> None:
 
 
 def expect_parity(result: dict[str, Any], expected: Expected) -> None:
-    """Expects that what `parity` found on a rank equals one process: losses, gradients, steps."""
+    """Expects that the result of `parity` on a rank equals the results of one process."""
     first = expected.losses["sgd"][0]
     assert result["sgd"]["losses"][0] == pytest.approx(first, rel=1e-6)
     assert result["held_out"] == pytest.approx(first, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Defines what the parity tests run: a small model, literal micro-batches, the reference."""
+"""Defines the runs of parity tests: a small model, literal micro-batches, the reference."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,9 +28,9 @@ from wlb.spec import (
 
 WINDOW = 24
 
-# Document lengths of each micro-batch: one token, shorter than 2 * CP, not divisible, longer than
-# the window (40 and 61 tokens, whose pieces go to different micro-batches), and an empty one.
-# "d:a-b" is tokens [a, b) of document d.
+# Lengths of documents by their ids. They include one token, fewer tokens than 2 * CP, lengths that
+# 2 * CP does not divide, and documents longer than the window (40 and 61 tokens), whose pieces are
+# in different micro-batches. One micro-batch is empty. "d:a-b" means tokens [a, b) of document d.
 DOCUMENTS = {0: 1, 1: 3, 2: 17, 3: 40, 4: 24, 5: 2, 6: 13, 7: 61, 8: 1, 9: 9, 10: 5, 11: 30}
 MICRO_BATCHES = [
     ["0:0-1", "2:0-17", "1:0-3"],
@@ -46,7 +46,7 @@ MICRO_BATCHES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Describes one layout of the matrix."""
+    """A layout, schedule and model to compare with one process."""
 
     tp: int = 1
     cp: int = 1
@@ -160,7 +160,7 @@ def spec_of(case: Case) -> RunSpec:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads random tokens, a function of the document alone."""
+    """Reads random tokens, which are the same for a document whenever it is read."""
 
     vocab_size: int = 250
     lengths: dict[int, int] = field(default_factory=lambda: DOCUMENTS)
@@ -177,15 +177,16 @@ READER = Reader()
 
 
 class Masked(Reader):
-    """A reader of which every seventh token is trained, as answers are in fine-tuning."""
+    """A reader that labels only every seventh token, as fine-tuning labels only answers."""
 
     def labels(self, document: int, start: int, stop: int) -> np.ndarray:
         return np.where(np.arange(start, stop) % 7 == 2, self.read(document, start, stop), IGNORE)
 
 
 def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
-    """Returns the first `num_micro_batches` literal micro-batches after `shift` (round and
-    round).
+    """Returns the plan of `num_micro_batches` literal micro-batches from number `shift` on.
+
+    After the last of MICRO_BATCHES comes the first.
     """
     chosen = [MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)] for i in range(num_micro_batches)]
     return packing_of(chosen, step=shift)
@@ -222,7 +223,7 @@ def packing_of(micro_batches: list[list[str]], *, step: int = 0) -> PackingPlan:
 
 
 def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str) -> PipelinePlan:
-    """Gives this pipeline micro-batches pipeline, pipeline + dp, ..."""
+    """Returns the plan of a pipeline, which gets micro-batches pipeline, pipeline + dp, ..."""
     batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
     cp = spec.parallel.cp
     made = {"per_sequence": per_sequence, "per_document": per_document}[strategy]
@@ -249,8 +250,15 @@ def reference_loss(
     reader: Reader = READER,
     loss_scale: float | None = None,
 ) -> float:
-    """Returns the step's mean loss in one process (no padding); adds gradients to `model`.
-    loss_scale: 1 / labels of the plan by default.
+    """Computes the mean loss of a step in one process, without padding.
+
+    Args:
+        model: The reference model. With `backward`, its gradients are added to.
+        spec: The run.
+        plan: The step.
+        backward: Whether to compute gradients.
+        reader: Reader of tokens.
+        loss_scale: Factor of the summed loss. Defaults to 1 / number of labels.
     """
     one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, row_multiple=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")
@@ -266,8 +274,8 @@ def reference_loss(
             loss_scale=1.0 / plan.num_targets if loss_scale is None else loss_scale,
         )
         if spec.model.experts.num:
-            told = ExpertRows(num=num, row_weight=1 / plan.num_tokens)
-            rows = replace(rows, experts=told)
+            expert_rows = ExpertRows(num=num, row_weight=1 / plan.num_tokens)
+            rows = replace(rows, experts=expert_rows)
         tokens = torch.from_numpy(rank_tokens(batch, sharding, 0, num, reader))
         loss: Tensor = model(tokens, rows=rows)
         if backward:

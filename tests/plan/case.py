@@ -1,4 +1,4 @@
-"""A packing plan that several tests of records share."""
+"""Provides a packing plan that several tests share."""
 
 from wlb.plan import Documents, PackingPlan, split_long
 

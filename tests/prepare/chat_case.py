@@ -1,4 +1,4 @@
-"""Provides a tokenizer whose ids can be read: a byte is its own id, special tokens follow."""
+"""Provides a tokenizer with readable ids: bytes are their own ids, and special tokens follow."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -11,7 +11,7 @@ LLAMA3_TOKENS = list(LLAMA3.special_tokens)
 
 
 def byte_names() -> list[str]:
-    """Returns how byte-level BPE writes each byte."""
+    """Returns the character that stands for each byte in byte-level BPE."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     names = {b: chr(b) for b in printable}
@@ -20,8 +20,9 @@ def byte_names() -> list[str]:
 
 
 def byte_tokenizer(special: list[str], *, ordinary: tuple[str, ...] = ()) -> Tokenizer:
-    """Returns 256 bytes, then `special` tokens from id 256 on, then added tokens that are not
-    special.
+    """Returns a tokenizer of 256 bytes, `special` tokens from id 256 on, and `ordinary` tokens.
+
+    Ordinary tokens are added tokens that are not special.
     """
     vocab = {name: b for b, name in enumerate(byte_names())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -33,7 +34,7 @@ def byte_tokenizer(special: list[str], *, ordinary: tuple[str, ...] = ()) -> Tok
 
 
 def shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """Returns runs of bytes as text, special tokens by name."""
+    """Decodes tokens into a list of texts, with each special token as a separate entry."""
     out: list[str] = []
     text = bytearray()
     for token in [*tokens, None]:
@@ -49,11 +50,11 @@ def shown(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
 
 
 def trained(tokenizer: Tokenizer, made) -> list[list[str]]:
-    """Returns what each trained span says."""
+    """Decodes each span of tokens that is trained."""
     return [shown(tokenizer, made.tokens[a:b].tolist()) for a, b in made.trained.tolist()]
 
 
 def documents_of(encoder, record, *, limit=None, too_long=TooLong.SPLIT):
-    """Returns documents of one record, each with a trained token."""
+    """Returns the documents of one record that have at least one trained token."""
     made = fit(encoder.encode(conversation_of(record)), limit, too_long)
     return [part for part in made if part.num_targets]

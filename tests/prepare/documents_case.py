@@ -7,7 +7,7 @@ from wlb.prepare import Skip
 
 @dataclass(frozen=True)
 class ListedDocuments:
-    """Provides (name, text) of documents that have text, as a listing of files would."""
+    """Documents in memory, with the interface of a listing of files. Items are (name, text)."""
 
     description: str
     items: tuple[tuple[str, str], ...]

@@ -1,7 +1,7 @@
-"""Kills a preparation at each change of its files and goes on.
+"""Kills a preparation at each of its file changes, resumes it, and checks the result.
 
-`python -m tests.prepare.killed FOLDER naming|all OVERWRITE`. It forks, which a process with threads
-should not: hence a program of its own.
+`python -m tests.prepare.killed FOLDER naming|all OVERWRITE` is a separate program because it forks,
+which a process with threads should not do.
 """
 
 import json
@@ -22,14 +22,14 @@ def main(folder: Path, kinds: tuple[str, ...], *, overwrite: bool) -> None:
     for at in count(1):
         out = folder / str(at)
         shutil.copytree(folder / "begun", out)
-        told = asked(corpus, out, overwrite=overwrite)
+        options = asked(corpus, out, overwrite=overwrite)
         pid = os.fork()
         if not pid:
             with changes(out, at=at, action=is_killed, kinds=kinds):
-                prepare_store(told)
+                prepare_store(options)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
-        prepare_store(told)
+        prepare_store(options)
         left = sorted(path.name for path in out.iterdir())
         if contents(out) != expected or left != sorted(expected):
             raise SystemExit(f"after a kill at change {at}: {left}")

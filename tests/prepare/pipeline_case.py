@@ -1,4 +1,4 @@
-"""Provides what the tests of `prepare_store` share."""
+"""Provides options and an interruption for tests of `prepare_store`."""
 
 from wlb.prepare import PrepareOptions
 
@@ -13,6 +13,7 @@ class Interrupt(Exception):
 
 
 def interrupted_at(limit):
+    """Returns a progress callback that raises `Interrupt` at its `limit`-th call."""
     calls = []
 
     def progress(status):

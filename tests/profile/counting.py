@@ -1,4 +1,4 @@
-"""A timer that counts operations, so that tests of whole sweeps depend on no clock."""
+"""Provides a timer that counts operations, so that tests of whole sweeps need no clock."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ VALUES_PER_NS = 1.0
 
 
 class _OutputCounter(TorchDispatchMode):
-    """Counts calls of operators and the values that they return."""
+    """Counts the calls of operators and the values in their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _OutputCounter(TorchDispatchMode):
 
 
 class CountingTimer(KernelTimer):
-    """Runs each step once; its time follows from its operators: calls, FLOPs, values returned."""
+    """Runs each step once and computes its time from its calls, FLOPs and returned values."""
 
     def _repeat(self, steps: Any, repeats: Repeats) -> tuple[Timing, ...]:
         value: Any = None

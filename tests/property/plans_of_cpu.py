@@ -1,4 +1,7 @@
-"""Writes digests of what all hosts of a run must find alike, by this CPU's instructions."""
+"""Prints digests of plans that all hosts of a run must compute equally, as this CPU computes them.
+
+A test runs it with different CPU instruction sets and compares the digests.
+"""
 
 import json
 import sys
@@ -34,8 +37,10 @@ def _shardings() -> Iterator[int]:
 
 
 def _corrections() -> Iterator[int]:
-    """Shares of the work by which `by_need` corrects a plan. Another last bit of one changes a plan
-    only by rare chance, so plans alone would not show it.
+    """Yields digests of the shares of work by which `by_need` corrects a plan.
+
+    A difference in the last bit of a share rarely changes a plan, so digests of plans would not
+    show it.
     """
     cost = h100(1, 16)
     for pieces in _pieces():

@@ -1,4 +1,4 @@
-"""A small job on all four axes, and rehearsals of it."""
+"""Provides a small job with TP, CP and PP, and rehearsals of it."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def rehearsed(*overrides: str, ranks: str = "all", steps: int = 2) -> Rehearsed:
 def rehearsed_each(
     specs: Sequence[RunSpec], *, ranks: str | Sequence[str], steps: int = 2
 ) -> list[Rehearsed]:
-    """Several runs, none of which is refused, with one start of torch."""
+    """Rehearses several runs with one import of torch, and expects that none is refused."""
     out: list[Rehearsed] = []
     for spec, found in zip(
         specs, rehearse_each(specs, ranks=ranks, steps=steps, jobs=2), strict=True

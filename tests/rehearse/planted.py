@@ -1,6 +1,7 @@
-"""`wlb.rehearse.worker` with faults planted: each run has the one of its name (`run.name`).
+"""Runs `wlb.rehearse.worker` with a planted fault; `run.name` is the name of the fault's function.
 
-Ranks are forks, in which a fault is planted, so runs of all faults share one start of torch.
+The fault is planted in the forked ranks, so that rehearsals with different faults share one import
+of torch.
 """
 
 import sys
@@ -66,7 +67,7 @@ def one_rank_drops_a_collective() -> None:
 
 
 def one_rank_swaps_two_transfers() -> None:
-    """Rank 0 sends its second micro-batch's rows before those of its first one."""
+    """Rank 0 sends the activations of its second micro-batch before those of its first."""
     from wlb.parallel.pipeline import VarLenStage
 
     right = VarLenStage.get_fwd_send_ops
@@ -74,7 +75,7 @@ def one_rank_swaps_two_transfers() -> None:
 
     def sends(self: Any, chunk: int) -> Any:
         ops = right(self, chunk)
-        if self.stage_index == 0:  # which only the first pipeline rank has
+        if self.stage_index == 0:  # only the first pipeline rank has this stage
             if chunk == 0:
                 late[:] = ops
                 return []
@@ -86,11 +87,11 @@ def one_rank_swaps_two_transfers() -> None:
 
 
 def nothing() -> None:
-    """The code is right."""
+    """Plants no fault."""
 
 
 def one_communicator_for_the_pipeline() -> None:
-    """As torch has it: a stage's transfers are in the group of the axis pp."""
+    """All transfers of the pipeline use one communicator, as in torch."""
     from wlb.parallel import pipeline
 
     pipeline._over = lambda link, ops: ops

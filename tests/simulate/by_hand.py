@@ -1,4 +1,4 @@
-"""Makes simulations whose passes take what a test says: F, and B twice F, in ms."""
+"""Makes simulations with given times: a test sets the forward time, and backward takes twice it."""
 
 from collections.abc import Sequence
 
@@ -38,10 +38,14 @@ def simulation_of(
     message_ms: int = 0,
     other_ms: int = 0,
 ) -> Simulation:
-    """Returns a simulation of given times.
+    """Returns a simulation with given times.
 
-    forward_ms: time of each step, pipeline and micro-batch on one stage
-    other_ms: time of each collective and of the optimiser
+    Args:
+        forward_ms: Forward time on one stage, indexed by step, pipeline and micro-batch.
+        pp: Pipeline ranks.
+        v: Virtual stages of a rank.
+        message_ms: Time of a message between stages.
+        other_ms: Time of each collective and of the optimiser.
     """
     forward = np.array(forward_ms, np.int64)[..., None] * MS
     _, dp, n, _ = forward.shape

@@ -30,7 +30,7 @@ def spec_of(
     n: int = 2,
     schedule: Schedule = Schedule.INTERLEAVED_1F1B,
 ) -> RunSpec:
-    """Returns a run of n micro-batches per pipeline, packed to windows of 4,096 tokens."""
+    """Returns a run with n micro-batches per pipeline, each a window of 4,096 tokens."""
     return replace(
         DEFAULT,
         model=MODEL,
@@ -55,7 +55,7 @@ def cost_of(spec: RunSpec, *, profile: str = "h100") -> ProfiledWorkload:
 
 
 def batches_of(spec: RunSpec, lengths: list[int]) -> list[GlobalBatch]:
-    """Returns documents in this order, once."""
+    """Returns global batches of documents with these lengths, in this order and without repeats."""
     source = GlobalBatches(
         LengthSource(name="given", lengths=int_array("lengths", lengths)),
         tokens_per_batch=spec.num_micro_batches * spec.data.context_window,

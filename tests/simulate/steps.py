@@ -1,4 +1,4 @@
-"""Makes small pipelines whose passes take what a test says."""
+"""Makes small pipelines with given times of passes."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ TIMES = {
     PassKind.BACKWARD_INPUT: 1,
     PassKind.BACKWARD_WEIGHT: 1,
 }
-"""A backward pass takes two forward passes; split, one each."""
+"""Time of each pass. Backward takes twice as long as forward; each half of a split one, as long."""
 
 LAYOUTS = (
     (Schedule.ONE_F_ONE_B, 1, 1, 3),
@@ -30,11 +30,14 @@ LAYOUTS = (
     (Schedule.INTERLEAVED_ZERO_BUBBLE, 2, 2, 4),
     (Schedule.INTERLEAVED_ZERO_BUBBLE, 3, 2, 6),
 )
-"""Each layout is schedule, pp, virtual stages and micro-batches."""
+"""(schedule, pp, virtual stages, micro-batches)."""
 
 
 def durations_of(graph: Graph, *, message: int = 0, other: int = 0) -> IntArray:
-    """Returns one step of one pipeline with passes of TIMES, shape [nodes, 1, 1]."""
+    """Returns the durations of one step of one pipeline, shape [nodes, 1, 1].
+
+    Passes take TIMES.
+    """
     out = np.full((len(graph.nodes), 1, 1), other, np.int64)
     for i, node in enumerate(graph.nodes):
         if node.kind == NodeKind.PASS:
@@ -45,9 +48,10 @@ def durations_of(graph: Graph, *, message: int = 0, other: int = 0) -> IntArray:
 
 
 def random_durations(graph: Graph, seed: int, *, steps: int = 1, dp: int = 1) -> IntArray:
-    """Returns whole numbers below 50, often 0, equal on all pipelines where they act together.
+    """Returns random durations, shape [nodes, steps, dp]: whole numbers below 50, often 0.
 
-    Those are sometimes much longer, so that passes wait for them.
+    Nodes in which all pipelines take part, such as collectives, have equal durations on all
+    pipelines. Some of them take 20 times as long, so that passes wait for them.
     """
     rng = np.random.default_rng(seed)
     shape = (len(graph.nodes), steps, dp)
@@ -59,7 +63,7 @@ def random_durations(graph: Graph, seed: int, *, steps: int = 1, dp: int = 1) ->
 
 
 def times_of(graph: Graph, ends: IntArray, durations: IntArray, rank: int) -> str:
-    """Returns a rank's passes as "0F0 0-1 0B0 5-7": name, start, stop."""
+    """Formats the passes of a rank as "0F0 0-1, 0B0 5-7": name, start and end of each pass."""
     words: list[str] = []
     for i in graph.indices(NodeKind.PASS):
         if graph.nodes[i].rank == rank:

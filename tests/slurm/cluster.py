@@ -1,10 +1,11 @@
-"""Runs a real Slurm on this machine while a test group runs: slurmctld, and one slurmd per node.
+"""Runs a real Slurm on this machine for tests: slurmctld, and one slurmd per node.
 
-`Cluster` starts this file inside namespaces of its own (mounts, network, processes): nothing of it
-outlives the tests, no port is shared, and /etc/hosts stays as it is outside. Every node is a slurmd
-with its own host name and address; each claims 96 cores and 8 GPUs (which are /dev/null under
-another name) and runs on whatever cores there are. Starting takes a second. `stop` ends all of it,
-jobs included, and so does the end of the process that started it.
+`Cluster` starts this file in new Linux namespaces for mounts, network and processes. So it uses no
+ports of the machine, does not change its /etc/hosts, and leaves no processes behind.
+
+Every node is a slurmd with its own host name and address. It claims to have 96 cores and 8 GPUs
+(device files that behave like /dev/null), and runs on the cores of this machine. Starting takes a
+second. `stop` ends all daemons and jobs, and so does the end of the process that started them.
 """
 
 import os
@@ -21,9 +22,9 @@ INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-cli
 START_S = 60.0
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 ADDRESS = "192.0.2.1"
-"""It is reserved for documentation.
+"""An address, reserved for documentation, that is added to the loopback interface.
 
-Slurm resolves no host name where 127.0.0.0/8 is all there is.
+Slurm cannot resolve host names if there are only addresses in 127.0.0.0/8.
 """
 
 SLURM_CONF = """\
@@ -74,7 +75,7 @@ NODE = (
 
 
 def missing() -> str:
-    """Returns why no Slurm can be started here; empty if it can."""
+    """Returns why Slurm cannot be started on this machine, or "" if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"needs {', '.join(absent)}: {INSTALL}"
@@ -86,15 +87,12 @@ def missing() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Is a started Slurm.
+    """A Slurm cluster that runs inside a `with` block."""
 
-    folder: its configuration, state and logs
-    user_signal: whether at a preemption Slurm sends the signal that a job asks for with --signal
-        (the cluster's preempt_send_user_signal); without it, the ranks get SIGTERM
-    """
-
-    folder: Path
+    folder: Path  # folder of its configuration, state and logs
     num_nodes: int
+    # Whether Slurm, before it preempts a job, sends the signal that the job requested by --signal
+    # (preempt_send_user_signal). If not, the ranks get SIGTERM.
     user_signal: bool = True
     _holder: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
     _pid: int = field(default=0, init=False)
@@ -151,18 +149,20 @@ class Cluster:
         return done
 
     def submit(self, *words: str, cwd: Path, environment: Mapping[str, str] | None = None) -> int:
-        """Returns the number of the job that `sbatch ...` made."""
+        """Submits a job by `sbatch` and returns its number."""
         said = self.run("sbatch", "--parsable", *words, cwd=cwd, environment=environment).stdout
         return int(said.splitlines()[-1])
 
     def job(self, number: int) -> dict[str, str]:
-        """Returns what Slurm knows of a job: JobState, Restarts, ExitCode, NodeList, ..."""
+        """Returns the fields of `scontrol show job`, such as JobState, Restarts and NodeList."""
         line = self.run("scontrol", "show", "job", "-o", str(number)).stdout
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
     def ended(self, number: int, *, within_s: float) -> dict[str, str]:
-        """Returns what Slurm knows of a job that has ended for good: neither requeued nor
-        running.
+        """Waits until a job has ended and is not requeued, and returns its fields (see `job`).
+
+        Raises:
+            TimeoutError: If it has not ended after `within_s` seconds.
         """
         until = time.monotonic() + within_s
         while (job := self.job(number))["JobState"] not in FINAL:
@@ -173,8 +173,9 @@ class Cluster:
 
 
 def _main(folder: Path, num_nodes: int, user_signal: bool) -> None:
-    """Configures and starts Slurm inside the namespaces, says that all nodes are idle, and
-    waits.
+    """Configures and starts Slurm inside the namespaces, and waits for the starting process's end.
+
+    When all nodes are idle, it makes the file `ready`.
     """
     _configure(folder, num_nodes, user_signal)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
@@ -192,7 +193,7 @@ def _main(folder: Path, num_nodes: int, user_signal: bool) -> None:
         idle = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
         time.sleep(0.05)
     (folder / "ready").touch()
-    sys.stdin.buffer.read()  # until the starting process is gone
+    sys.stdin.buffer.read()  # returns when the starting process ends
 
 
 def _configure(folder: Path, num_nodes: int, user_signal: bool) -> None:

@@ -15,7 +15,7 @@ NUM_NODES = 32
 
 @pytest.fixture(scope="session")
 def slurm() -> None:
-    """Requires that Slurm can be started here."""
+    """Skips or fails a test if Slurm cannot be started on this machine."""
     why = missing()
     if why and os.environ.get("WLB_SLURM") == "required":
         pytest.fail(f"WLB_SLURM=required, but a real Slurm {why}")

@@ -1,4 +1,4 @@
-"""Provides what tests of a whole run share: a tiny corpus, a small spec, what a run left behind."""
+"""Shared by tests of whole runs: a tiny corpus, a small configuration, and results of a run."""
 
 import json
 import random
@@ -33,7 +33,7 @@ WORDS = (
 
 
 def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
-    """Writes text files of random words, a few of them much longer than the others."""
+    """Writes text files of random words, of which a few are much longer than the others."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(num_files):
@@ -43,7 +43,10 @@ def write_corpus(folder: Path, *, num_files: int = 60, seed: int = 0) -> Path:
 
 
 def write_store(prefix: Path, lengths: list[int]) -> str:
-    """Writes a token store of documents of these lengths, of a vocabulary of 320."""
+    """Writes a token store of random documents with these lengths and returns its prefix.
+
+    The vocabulary has 320 tokens.
+    """
     draw = np.random.default_rng(0)
     with TokenStoreWriter(prefix, vocab_size=320) as writer:
         for length in lengths:
@@ -52,10 +55,15 @@ def write_store(prefix: Path, lengths: list[int]) -> str:
 
 
 def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
-    """Returns a run of 6 steps on one rank; `sections` override keys, as in parallel={"tp": 2}.
+    """Returns the configuration of a run of 6 steps on one rank.
 
-    S_max is so long that nothing is left over: which documents a step trains depends on the
-    thresholds alone, and not on costs, which differ between layouts.
+    S_max is so large that all documents of a step fit. So the documents of a step depend only on
+    the thresholds, and not on prices, which differ between layouts.
+
+    Args:
+        folder: Folder in which the run writes to runs.
+        corpus: Folder of text files.
+        **sections: Overrides by section, as in parallel={"tp": 2}.
     """
     spec = apply(
         RunSpec(),
@@ -99,14 +107,14 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "cp4-needed": {"parallel": {"cp": 4}, "sharding": {"exchange": "needed"}},
     "tp2-cp2-needed": {"parallel": {"tp": 2, "cp": 2}, "sharding": {"exchange": "needed"}},
     "dp2-tp2": {"parallel": {"dp": 2, "tp": 2}},
-    # Two TP ranks hold each of the two KV heads.
+    # There are two KV heads, so two TP ranks have a copy of each.
     "tp4-dp2": {"parallel": {"tp": 4, "dp": 2}},
     "pp2-layers-3-1": {"parallel": {"pp": 2}, "pp": {"stage_layers": [3, 1]}},
 }
 
 
 def relaid(spec: RunSpec, layout: str) -> RunSpec:
-    """Returns `spec` on another layout."""
+    """Returns the configuration with one of the LAYOUTS."""
     plain = replace(
         spec,
         parallel=replace(spec.parallel, tp=1, cp=1, pp=1, dp=1),
@@ -116,8 +124,9 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
 
 
 def job_of(spec: RunSpec) -> Job:
-    """Returns what `start.train` gives the ranks of a new run, without held-out documents, and
-    makes its folder.
+    """Returns the job of a new run, as `start.train` passes it to ranks, and makes its folder.
+
+    The job has no held-out documents.
     """
     stores = open_stores(spec, Console(quiet=True))
     job = Job(
@@ -133,7 +142,7 @@ def job_of(spec: RunSpec) -> Job:
 
 
 class Run:
-    """Holds what a run left in its folder."""
+    """The files that a run wrote."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.folder = Path(spec.run.output_dir) / spec.run.name
@@ -163,12 +172,18 @@ class Run:
 
 
 def train(spec: RunSpec, *, resume: bool | str = False, verbose: bool = True) -> tuple[Run, str]:
-    """Runs `spec`; returns what it left, and what the starting process said.
+    """Trains a run.
 
-    resume: from the newest checkpoint, or from what `--resume` is given. verbose: all rows.
+    Args:
+        spec: The run.
+        resume: True to resume from the newest checkpoint, or a value of `--resume`.
+        verbose: Whether the console shows all steps.
+
+    Returns:
+        The files of the run, and the text that the starting process printed.
     """
     console = Console(file=StringIO(), width=200)
-    asked = resume if isinstance(resume, str) else ("" if resume else None)
-    start.train(spec, resume=asked, console=console, verbose=verbose)
+    resume_from = resume if isinstance(resume, str) else ("" if resume else None)
+    start.train(spec, resume=resume_from, console=console, verbose=verbose)
     assert isinstance(console.file, StringIO)
     return Run(spec), console.file.getvalue()

@@ -1,6 +1,6 @@
-"""Provides runs whose attention kernel is slower than it was, on all ranks or on one.
+"""Trains runs whose attention kernel is slowed down, on all ranks or on one.
 
-Tests of calibration and of stragglers use it.
+Tests of calibration and of stragglers use them.
 """
 
 import time
@@ -23,10 +23,10 @@ from wlb.train.telemetry.calibrate import profile_path
 
 @dataclass(frozen=True)
 class Slowed:
-    """Slows `inner`: its forward pass takes `factor` times the CPU time."""
+    """An attention backend whose forward pass is slowed down."""
 
-    inner: Backend
-    factor: float
+    inner: Backend  # the backend that computes
+    factor: float  # CPU time of forward over the inner backend's
 
     @property
     def name(self) -> str:
@@ -61,19 +61,22 @@ def one_slowed_rank(world: World, job: Job, factor: float, rank: int, log: Path)
 
 
 def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path) -> None:
-    """Trains `spec` on local ranks, one of which is slow.
+    """Trains a run on local ranks, of which one is slow.
 
-    Attention's forward pass takes `factor` times its CPU time on `rank`.
-
-    log: a file for what they say
+    Args:
+        spec: The run.
+        factor: Factor of the CPU time of attention's forward pass on the slow rank.
+        rank: The slow rank.
+        log: File for the output of all ranks.
     """
     world_size = spec.parallel.world_size
     run_local(one_slowed_rank, world_size, job_of(spec), factor, rank, log, timeout_s=600)
 
 
 def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
-    """Returns the profile that a run of `spec` wrote, its attention's forward slowed by
-    `factor`.
+    """Calibrates a profile on a run whose attention's forward is slower by `factor`.
+
+    Returns the path of the profile.
     """
     spec = replace(spec, run=replace(spec.run, name=name))
     made = profile_path(name, priced_by="", folder=Path(spec.run.output_dir))

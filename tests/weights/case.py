@@ -1,4 +1,4 @@
-"""Provides what tests of weights share: small models, their logits, Hugging Face folders."""
+"""Shared by tests of weights: small models, their logits, and Hugging Face folders."""
 
 import json
 import warnings
@@ -35,14 +35,14 @@ def some_tokens(num: int, vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Llama, tokens_T: Tensor) -> Tensor:
-    """Returns logits of one document, float32, shape [T, V] without the vocabulary's padding."""
+    """Returns the float32 logits of one document without vocabulary padding, shape [T, V]."""
     rows = local_rows(model.spec, [0, tokens_T.shape[0]])
     found = (model.model(tokens_T, rows) @ model.head.weight.T)[:, : model.spec.vocab_size]
     return capped(found, model.spec.logit_softcap)
 
 
 def model_of(folder: Path) -> Llama:
-    """Returns the model of a checkpoint, loaded in this process by what a run loads it with."""
+    """Loads the model of a checkpoint in this process, by the code that training runs use."""
     run = json.loads((folder / "run.json").read_text("utf-8"))
     model = Llama(apply(ModelSpec(), run["spec"]["model"], source=str(folder)))
     with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def model_of(folder: Path) -> Llama:
 
 
 def hub_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Returns tensors of a random model by Hugging Face's names and shapes."""
+    """Returns the tensors of a random model with Hugging Face's names and shapes."""
     found: dict[str, Tensor] = {}
     for name, value in build_reference(spec, dtype=dtype).named_parameters():
         has_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -63,7 +63,14 @@ def hub_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str
 def write_hub(
     folder: Path, *, spec: ModelSpec = SPEC, tensors: dict[str, Tensor] | None = None, **config: Any
 ) -> Path:
-    """Writes a Hugging Face folder in one file; `config` overrides keys, ... takes them away."""
+    """Writes a Hugging Face folder with one file of weights.
+
+    Args:
+        folder: Folder to make.
+        spec: The model.
+        tensors: Its weights. Defaults to random ones.
+        **config: Overrides of config.json; the value ... removes a key.
+    """
     folder.mkdir(parents=True)
     values = hub_tensors(spec) if tensors is None else tensors
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})

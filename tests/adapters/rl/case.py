@@ -1,4 +1,4 @@
-"""Provides what tests of RL hosts share: lengths of a step, signatures, and hosts' own tests."""
+"""Shared by tests of RL adapters: lengths of a step, signatures, and running a library's tests."""
 
 import inspect
 import os
@@ -18,6 +18,14 @@ def parameters(function: Any) -> list[tuple[str, Any]]:
 
 
 def run_their_tests(adapter: str, file: Path, tests: list[str], tmp_path: Path) -> None:
+    """Runs a library's own tests with wlb's adapter installed, and expects them to pass.
+
+    Args:
+        adapter: Module in wlb.adapters that is installed.
+        file: Test file of the library.
+        tests: Tests of the file; empty for all.
+        tmp_path: Folder to run in.
+    """
     (tmp_path / "conftest.py").write_text(
         f"import wlb.adapters.{adapter} as adapter\nadapter.install()\n"
     )

@@ -1,9 +1,10 @@
-"""Takes functions and classes of frameworks out of their own files, to be called in one process.
+"""Executes single functions and classes of other frameworks without importing the frameworks.
 
-Their packages want flash-attn, DeepSpeed, vLLM or other versions of transformers and do not import
-beside each other; a function that takes plain tensors needs none of these. So its source is
-executed alone, with the names that it uses given to it. A framework that is neither installed nor
-named by its variable is skipped.
+The packages need flash-attn, DeepSpeed, vLLM or other versions of transformers and cannot be
+imported in one environment. A function that computes on plain tensors needs none of these. So only
+its source is executed, with the names that it uses passed in.
+
+A test is skipped if its framework is not installed and its environment variable is not set.
 """
 
 import __future__
@@ -28,11 +29,11 @@ VARIABLES = {
     "verl": "VERL_SOURCE", "slime": "SLIME_SOURCE", "nemo_rl": "NEMO_RL_SOURCE",
     "openrlhf": "OPENRLHF_SOURCE", "torchtitan": "TORCHTITAN_SOURCE",
 }  # fmt: skip
-"""Each names the folder in which the package's folder lies, such as a checkout."""
+"""Environment variables with the folder that contains a package, such as a checkout."""
 
 
 def folder_of(package: str) -> Path:
-    """Returns the package's folder; the test is skipped where there is none."""
+    """Returns the folder of a package, or skips the test if there is none."""
     if given := os.environ.get(VARIABLES[package]):
         return Path(given) / package
     found = importlib.util.find_spec(package)
@@ -42,16 +43,21 @@ def folder_of(package: str) -> Path:
 
 
 def taken(package: str, file: str, names: tuple[str, ...], **given: Any) -> dict[str, Any]:
-    """Returns the functions, classes and constants of these names in the package's file, by name.
+    """Executes some definitions of a file and returns them by name.
 
-    given: what they use of other modules, or of the same module without being taken.
+    Args:
+        package: Name of the package.
+        file: Path of the file in the package.
+        names: Functions, classes and constants to execute.
+        **given: Other names that they use.
     """
     path = folder_of(package) / file
     tree = ast.parse(path.read_text("utf-8"))
     tree.body = [node for node in tree.body if _name(node) in names]
     missing = set(names) - {_name(node) for node in tree.body}
     assert not missing, f"{path} has no {missing}"
-    flags = __future__.annotations.compiler_flag  # annotations name what is not given
+    # Annotations may use names that are not passed in, so they must not be evaluated.
+    flags = __future__.annotations.compiler_flag
     found: dict[str, Any] = {"torch": torch, **given}
     exec(compile(tree, str(path), "exec", flags=flags), found)
     return found
@@ -65,7 +71,7 @@ def _name(node: ast.stmt) -> str | None:
 
 @pytest.fixture
 def torchtitan_batcher() -> dict[str, Any]:
-    """Returns torchtitan's RL `Batcher` and `BatchConfig`; its records are namespaces."""
+    """Returns torchtitan's RL `Batcher` and `BatchConfig`, with namespaces as records."""
     from torchtitan.config import Configurable
 
     metrics = SimpleNamespace(Metric=lambda *_: None, NoReduce=float, Sum=float)
@@ -102,7 +108,7 @@ def openrlhf_aggregate_loss() -> Own:
 
 @pytest.fixture
 def nemo_rl_clipped_loss() -> Own:
-    """Returns NeMo-RL's class `ClippedPGLossFn`, which takes a configuration."""
+    """Returns NeMo-RL's class `ClippedPGLossFn`."""
     kinds = ("LossType", "LossInputType", "MetricNormalizer")
     interfaces = taken("nemo_rl", "algorithms/loss/interfaces.py", kinds, enum=enum)
     used = taken("nemo_rl", "algorithms/utils.py", ("masked_mean", "calculate_kl"))
@@ -119,9 +125,10 @@ def nemo_rl_clipped_loss() -> Own:
 
 @pytest.fixture
 def slime_loss_function() -> Iterator[Own]:
-    """Returns slime's `loss_function` for two data-parallel ranks without CP.
+    """Returns slime's `loss_function` for data-parallel ranks without CP.
 
-    Its custom loss reduces what it is given as logits: a loss for each token of the responses.
+    It takes the number of ranks as an additional first argument. Its custom loss takes losses of
+    tokens in the place of logits and only reduces them.
     """
     mpu = SimpleNamespace(
         get_context_parallel_world_size=lambda: 1,

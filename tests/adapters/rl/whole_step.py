@@ -1,7 +1,7 @@
-"""A tiny model whose step is trained whole or divided over ranks and micro-batches, in float64.
+"""Trains a step of a tiny model in float64, whole or divided over ranks and micro-batches.
 
-Ranks run one after the other; gradients are summed over micro-batches and averaged over ranks, as
-FSDP and DDP do.
+Ranks run one after the other. Gradients are summed over micro-batches and averaged over ranks, as
+in FSDP and DDP. Tests compare the gradient of a division with that of the whole step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from wlb import balance_step
 RNG = np.random.default_rng(0)
 NUM, WORDS, CLIP = 24, 12, 0.2
 LENGTHS = np.minimum(RNG.lognormal(2.5, 0.7, NUM), 40).astype(int) + 1
-"""Tokens of each response; one more, its prompt, precedes them."""
+"""Tokens of each response. A prompt of one token precedes it."""
 LONGEST = int(LENGTHS.max())
 ROLLOUTS = np.arange(NUM) // 3
 IDS = [torch.from_numpy(RNG.integers(0, WORDS, n + 1)) for n in LENGTHS]
-# A ninth of the tokens are a tool's, and nothing of sample 5 is trained.
+# A ninth of the tokens come from tools and are not trained. Sample 5 is not trained at all.
 TRAINS = [(RNG.random(n) > 1 / 9) * (i != 5) for i, n in enumerate(LENGTHS)]
 MASKS = [torch.from_numpy(trains).double() for trains in TRAINS]
 ADVANTAGES = torch.from_numpy(RNG.normal(size=NUM))
@@ -33,21 +33,19 @@ TRAINED = float(sum(mask.sum() > 0 for mask in MASKS))
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A micro-batch, padded to its longest response: tensors of shape [samples, longest]."""
+    """A micro-batch, padded to its longest response. Tensors have shape [samples, longest]."""
 
     samples: list[int]
-    logps: Tensor
-    old: Tensor
-    mask: Tensor
-    ranks: int
-    num: int
-    """Micro-batches of a rank in the step."""
-    rank: list[int]
-    """Samples of its rank in the step."""
+    logps: Tensor  # log-probabilities of the tokens
+    old: Tensor  # log-probabilities before the update
+    mask: Tensor  # 1 for tokens that are trained
+    ranks: int  # data-parallel ranks
+    num: int  # micro-batches of a rank in the step
+    rank: list[int]  # samples of the micro-batch's rank in the step
 
     @property
     def losses(self) -> Tensor:
-        """The clipped policy loss of each token."""
+        """Returns the clipped policy loss of each token."""
         ratio = (self.logps - self.old).exp()
         advantages = ADVANTAGES[self.samples][:, None]
         return -torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
@@ -55,7 +53,7 @@ class Part:
 
 Loss = Callable[[Part], Tensor]
 Division = Sequence[Sequence[Sequence[int]]]
-"""division[rank][micro-batch]: samples."""
+"""Samples of each micro-batch, indexed as division[rank][micro-batch]."""
 WHOLE: Division = [[list(range(NUM))]]
 
 
@@ -64,7 +62,12 @@ def padded(rows: list[Tensor]) -> Tensor:
 
 
 def gradient(division: Division, loss: Loss) -> Tensor:
-    """Returns the gradient of a causal model of means of embeddings, as one vector."""
+    """Trains a step of a tiny causal model and returns its gradient as one vector.
+
+    Args:
+        division: How samples are divided over ranks and micro-batches.
+        loss: Loss of a micro-batch.
+    """
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(WORDS, 8).double()
     head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, WORDS))
@@ -84,7 +87,7 @@ def gradient(division: Division, loss: Loss) -> Tensor:
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    """Returns the largest difference, in parts of the largest value."""
+    """Returns the largest difference over the largest value of `b`."""
     return float((a - b).abs().max() / b.abs().max())
 
 
@@ -119,5 +122,5 @@ def sequence_means(part: Part) -> Tensor:
 
 
 def siblings(sample: int) -> list[int]:
-    """Returns the samples of the same rollout, which may lie in other micro-batches."""
+    """Returns the samples of the same rollout, which may be in other micro-batches."""
     return np.flatnonzero(ROLLOUTS[sample] == ROLLOUTS).tolist()

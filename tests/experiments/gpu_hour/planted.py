@@ -1,4 +1,4 @@
-"""Stands in for the hour's worker: parts that pass, compute wrongly, raise, die or hang."""
+"""Replaces the worker of gpu_hour by parts that pass, compute wrongly, raise, die or hang."""
 
 import json
 import os
@@ -27,7 +27,10 @@ def test_equals_the_definition():
 
 
 def hang(folder: Path) -> None:
-    """Starts a child and waits; before anything slow is imported, so that it is in time."""
+    """Starts a child process and waits.
+
+    It is called before slow imports, so that the child exists before the part's time limit.
+    """
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "child").write_text(str(child.pid))

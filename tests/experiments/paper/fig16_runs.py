@@ -1,4 +1,4 @@
-"""Makes up runs of the convergence study."""
+"""Provides invented results of the convergence study."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ def result(loss: float, **values: Any) -> Result:
 
 
 def found(seeds: int = 3) -> dict[tuple[str, int], Result]:
-    """Returns runs in which arm i is 0.01 i above original, and 0.001 more from seed to seed."""
+    """Returns runs in which the loss of arm i is (0.01 + 0.001 seed) i above the first arm's."""
     return {
         (arm.name, seed): result(3.0 + 0.1 * seed + (0.01 + 0.001 * seed) * i)
         for seed in range(seeds)

@@ -1,6 +1,6 @@
 """Runs the fused kernels on CPU tensors, in Triton's interpreter.
 
-Importing it skips the tests where Triton cannot be installed.
+A test module that imports it is skipped if Triton is missing.
 """
 
 from typing import Any
@@ -23,10 +23,11 @@ from wlb.kernels.fused import kernels, launch  # noqa: E402
 
 
 def interpret(patch: pytest.MonkeyPatch, *, summing_programs: int = 3) -> None:
-    """Has the custom ops of fused kernels run in the interpreter, until `patch` is undone.
+    """Makes the custom ops of fused kernels run in the interpreter, until `patch` is undone.
 
-    It rounds float32 to bfloat16 as GPUs do, to nearest even, where the interpreter truncates.
-    Small numbers of summing programs and of values in a tile have each program add several tiles.
+    Conversions from float32 to bfloat16 are replaced: GPUs round to nearest even, but the
+    interpreter truncates. Tiles are small and programs few, so that each program adds several
+    tiles.
     """
     for name, kernel in vars(kernels).items():
         if isinstance(kernel, JITFunction):

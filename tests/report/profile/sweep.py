@@ -1,6 +1,4 @@
-"""Makes up a sweep's records from a profile's own predictions plus noise, as a device to test
-with.
-"""
+"""Provides the records of an invented sweep: predictions of a profile plus noise."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,9 +25,7 @@ ROWS = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024, 4096,
 
 
 def gpu_profile(*, heads: int = 4) -> KernelProfile:
-    """Returns the published H100 as if its tables were of a rank's heads, with collectives
-    measured.
-    """
+    """Returns the published H100 profile as if it had been measured with a rank's heads."""
     profile = load_profile("h100")
     measured = replace(profile.provenance, kind="measured", source="wlb profile")
     return replace(
@@ -53,7 +49,7 @@ def sweep_of(
     tp: int = 8,
     noise: float = 0.03,
 ) -> list[Record]:
-    """Returns records of everything but held-out attention."""
+    """Returns the records of a sweep, apart from held-out attention calls."""
     rng = np.random.default_rng(0)
 
     def noisy(record: dict[str, Any], fitted: Sequence[float]) -> Record:
@@ -83,7 +79,10 @@ def sweep_of(
 
 
 def held_of(profile: KernelProfile, *, noise: float = 0.05) -> list[HeldPoint]:
-    """Returns eight equal-segment calls and eight batches of each table, the latter twice."""
+    """Returns held-out attention calls of each table.
+
+    There are eight calls of equal segments, and eight packed batches that are measured twice.
+    """
     rng = np.random.default_rng(1)
     points: list[HeldPoint] = []
     for i, _ in enumerate(profile.attention):
@@ -121,7 +120,7 @@ def _grid(
 
 
 def _linear(model: ModelSpec, tp: int) -> Iterator[dict[str, Any]]:
-    """Yields points without times, which the model's formulas give."""
+    """Yields records of linear operations and collectives, with placeholders for times."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp
     for tokens in (128, 512, 2048, 8192, 32768):
         for rows, columns in ((hidden, model.q_dim // tp), (hidden, ffn), (ffn, hidden)):

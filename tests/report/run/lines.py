@@ -1,4 +1,4 @@
-"""Writes a run's folder as training does, from numbers that tests choose."""
+"""Writes the folder of a run as training does, with numbers that tests choose."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def ranks(done: int, *stragglers: Straggler, count: int = 16) -> dict[str, Any]:
 
 
 def timeline(done: int) -> dict[str, Any]:
-    """Returns pipeline 0 of SPEC: its two pipeline ranks of both CP ranks."""
+    """Returns the timeline of pipeline 0 of SPEC: two pipeline ranks for each of two CP ranks."""
     chosen = (0, 4, 2, 6)
     passes = tuple(
         (
@@ -127,7 +127,10 @@ def write(folder: Path, lines: list[dict[str, Any]], *, end: str = "\n") -> Path
 
 
 def whole_run() -> list[dict[str, Any]]:
-    """Returns 20 steps, resumed from step 8 after 10, with a straggler from step 16 on."""
+    """Returns the lines of a run of 20 steps.
+
+    After step 10 it resumes from step 8. From step 16 on it has a straggler.
+    """
     lines = [start(), {"kind": "evaluation", "steps_done": 0, "heldout_loss": 6.5}]
     lines += [step(done) for done in range(1, 11)] + [ranks(6), ranks(10), start(8)]
     for done in range(9, 21):

@@ -1,4 +1,4 @@
-"""All but 5% of a searched device's memory is left to tensors."""
+"""Reduces the memory that is set aside on the small devices of layout-search tests."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from wlb.memory import budget
 
 @pytest.fixture(autouse=True)
 def little_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The searched model is small, and so is its device: usual amounts would exceed it."""
+    """Sets aside 5% of a device's memory. The usual amounts would exceed these small devices."""
     monkeypatch.setattr(budget, "CONTEXT_GIB", 0.0)
     monkeypatch.setattr(budget, "COMMUNICATOR_GIB", 0.0)
     monkeypatch.setattr(budget, "ALLOCATOR_GAPS", 0.05)

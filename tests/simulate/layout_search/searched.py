@@ -1,4 +1,4 @@
-"""Provides a model, a window and documents on which layout searches are tested in seconds."""
+"""Provides a small model and documents, so that layout searches take seconds."""
 
 from itertools import islice
 
@@ -26,7 +26,7 @@ KEYS = [
     "cost.profile=h100",
     "planner.baseline=false",
 ]
-"""The settings are for eight devices."""
+"""Settings of a run on eight devices."""
 
 
 def spec_of(*overrides: str) -> RunSpec:

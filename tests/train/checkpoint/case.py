@@ -1,4 +1,4 @@
-"""Provides what tests of checkpoints share: specs of runs that save, and copies of a run."""
+"""Shared by tests of checkpoints: configurations of runs that save, and copies of a run."""
 
 import shutil
 from pathlib import Path
@@ -16,13 +16,13 @@ SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 def spec_of(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
     saved = {"interval": 2, "keep": 9, **sections.pop("checkpoint", {})}
-    # A constant rate: runs of different lengths have the same steps.
+    # The learning rate is constant, so that runs of different lengths have equal steps.
     training = {"min_learning_rate": 0.02, **sections.pop("training", {})}
     return small_spec(folder, corpus, checkpoint=saved, training=training, **sections)
 
 
 def copied(run: Run, folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpec:
-    """Returns the spec of a run whose folder is a copy of `run`'s."""
+    """Copies the folder of a run and returns the configuration of a run in the copy."""
     spec = spec_of(folder, corpus, **sections)
     shutil.copytree(run.folder, folder / "runs" / "small")
     return spec
@@ -33,7 +33,7 @@ def at(folder: Path, step: int) -> Path:
 
 
 def save_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes saves of this process end before training goes on, so that tests know when they do."""
+    """Makes training in this process wait until each save has finished."""
     save = CheckpointSaver.save
 
     def waited(

@@ -1,4 +1,4 @@
-"""Provides a corpus, and a whole run on it with a checkpoint after each of 2, 4 and 6 steps."""
+"""Provides a corpus, and a finished run with checkpoints after 2, 4 and 6 steps."""
 
 from pathlib import Path
 
@@ -15,6 +15,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs 6 steps on one rank with a checkpoint after each of 2, 4 and 6."""
+    """Trains 6 steps on one rank, with checkpoints after 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("whole")
     return train(spec_of(folder, corpus))[0]

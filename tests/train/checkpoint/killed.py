@@ -1,7 +1,7 @@
-"""Kills a save at each change of its files and resumes: `python -m` FOLDER naming|all AGAIN.
+"""Kills a save at each of its file changes, resumes, and checks the checkpoints.
 
-It forks, which a process with threads should not: hence a program of its own, which starts torch's
-threads in its children alone.
+`python -m tests.train.checkpoint.killed FOLDER naming|all AGAIN` is a separate program because it
+forks, which a process with threads should not do. It starts torch's threads only in its children.
 """
 
 import json
@@ -37,7 +37,10 @@ def spec_of(folder: Path) -> RunSpec:
 
 
 def save(spec: RunSpec, folder: Path, *, steps: tuple[int, ...], at: int, kinds: Any) -> None:
-    """Saves after each of `steps`; the last save is killed at a change. Ends this process."""
+    """Saves a checkpoint after each of `steps` and ends this process.
+
+    The process is killed at change `at` of the last save.
+    """
     device = torch.device("cpu")
     worlds.init(World(), device, timeout_s=600)
     mesh = build_mesh(spec.parallel, device)
@@ -79,7 +82,7 @@ def main(folder: Path, kinds: tuple[str, ...], *, again: bool) -> None:
         left = sorted(path.name for path in checkpoints.iterdir() if "partial" in path.name)
         if left or checkpoint.step_of(found) not in (1, last):
             raise SystemExit(f"after a kill at change {at}: {found}, {left}")
-        # The resumed run loads it and saves the same step again.
+        # Sometimes check that a resumed run can load the checkpoint and save the same step.
         if at % 5 == 1 and run(spec, checkpoints, steps=(last,), at=0, kinds=kinds):
             raise SystemExit(f"after a kill at change {at} nothing can be saved any more")
         shutil.rmtree(checkpoints.parent)

@@ -1,10 +1,11 @@
 """Kills training runs at random points and counts how often their tokens were trained.
 
-`survive` takes a small run over one epoch of a store. It kills the run's launcher (SIGKILL) at a
-random moment, with which all ranks end, and starts the run again with `--resume auto`; after a
-number of kills the run may end. Its ledger and its last checkpoint answer two questions: was every
-token that the loader gave trained exactly once in the lineage of the final weights, and are the
-losses those of a run that nobody killed, bit for bit?
+`survive` trains a small run over one epoch of a store. At random moments it kills the launcher by
+SIGKILL, which ends all ranks, and starts the run anew with `--resume auto`. After a number of kills
+it lets the run end.
+
+The run's ledger and last checkpoint then answer two questions. Did the final weights train every
+token of the loader exactly once? Are the losses bit-equal to those of a run that was not killed?
 """
 
 import json
@@ -32,21 +33,21 @@ LAYOUTS = {
     "PP 2": {"parallel": {"pp": 2}, "pp": {"schedule": "1f1b"}},
 }
 LONGEST_S = 0.8
-"""A kill comes at most this many seconds after the first step that follows a start."""
+"""Longest time, after the first step that follows a start, until the run is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Holds the outcome of one layout."""
+    """Result of one layout."""
 
-    kills: int  # that hit a running process
-    resumed: int  # kills after which a complete checkpoint was there
+    kills: int  # number of kills
+    resumed: int  # kills after which there was a complete checkpoint
     count: Count  # tokens trained once, never, and repeatedly
-    same_losses: bool  # as the run that was not killed
+    same_losses: bool  # whether losses equal those of the run that was not killed
 
 
 def write_store(prefix: Path, num: int) -> str:
-    """Writes documents of a heavy-tailed distribution, some longer than the window."""
+    """Writes a store of documents with heavy-tailed lengths, some longer than the window."""
     draw = np.random.default_rng(0)
     with TokenStoreWriter(prefix, vocab_size=320) as writer:
         for length in np.clip(draw.lognormal(3.5, 1.0, num), 2, 400).astype(int):
@@ -94,9 +95,10 @@ def size_of(path: Path) -> int:
 
 
 def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
-    """Starts or resumes the run, waits until it trains and a random while more, and kills it.
+    """Starts or resumes a run, and kills it a random time after it has begun to train.
 
-    Returns False if the run ended first.
+    Returns:
+        Whether it was killed; False if the run ended before.
     """
     run = Path(spec.run.output_dir) / spec.run.name
     ledger = run / "ledger.jsonl"
@@ -111,7 +113,7 @@ def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
         if process.returncode:
             raise RuntimeError(f"the run failed by itself; {folder / spec.run.name}.log says why")
         return False
-    # This kills the launcher alone: ranks lead their own process groups, and end when it dies.
+    # This kills only the launcher. Ranks have their own process groups, but end when it dies.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(0.3)
@@ -119,21 +121,20 @@ def kill_once(spec: RunSpec, folder: Path, draw: random.Random) -> bool:
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    """Returns losses by step; the last one of a step that was trained several times."""
+    """Returns the loss of each step; if a step was trained several times, the last loss."""
     found: dict[int, float] = {}
     for line in (run / "metrics.jsonl").read_text("utf-8").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            # A kill can leave half a line.
-            continue
+            continue  # a kill can leave an incomplete line
         if record["kind"] == "step":
             found[record["measured"]["step"]] = record["measured"]["loss"]
     return found
 
 
 def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> Outcome:
-    """Kills a run `kills` times, lets it end, and counts its tokens."""
+    """Kills a run `kills` times, lets it end, and compares it with a run that was not killed."""
     draw = random.Random(seed)
     name = layout.lower().replace(" ", "-")
     straight = spec_of(folder, store, f"{name}-straight", layout)
