@@ -1,10 +1,13 @@
-"""This rank's model: its pipeline stages with all wraps applied. The order is given here only.
+"""Build this rank's pipeline stages, with parallelism, recomputation, torch.compile and FSDP2.
+
+Only this file fixes the order of these steps:
 
 1. Make the modules on the meta device.
 2. Replace each parameter by its tensor-parallel shard, still without storage. Divide the experts.
-3. Wrap layers in activation recompute. It is inside FSDP's hooks, which thus see one forward pass.
-4. Compile each layer with torch.compile, which traces the recompute. In layers with experts only
-   attention is compiled, inside the recompute.
+3. Wrap layers in activation recompute. FSDP's hooks are outside of it, so they run once per layer
+   in forward and not again when backward recomputes the layer.
+4. Compile each layer with torch.compile, which also traces the recompute. In layers with experts
+   only attention is compiled.
 5. Apply FSDP2 over dp x cp.
 6. Allocate this rank's shards and initialise them from name and seed, so that every layout starts
    from the same model. This is skipped if weights are loaded from a checkpoint.
@@ -46,7 +49,7 @@ def compute_dtype(spec: RunSpec) -> torch.dtype:
 
 
 def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
-    """Choose the attention kernel of a run on `device`, with the reason.
+    """Choose the attention kernel of a run on `device`, and say why.
 
     Raises:
         UserError: The configured kernel cannot compute the run.
@@ -63,7 +66,7 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 
 
 def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
-    """Choose the implementation of the linear layers' recurrence, and say why for the log.
+    """Choose the implementation of linear attention's recurrence; returns it and a line for the log.
 
     Raises:
         UserError: The configured implementation cannot compute the run.
@@ -79,7 +82,7 @@ def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
 
 
 def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
-    """Choose whether fused kernels compute a run on `device`, with the reason.
+    """Choose whether a run on `device` uses the fused Triton kernels, and say why.
 
     Raises:
         UserError: The configuration demands them and they cannot compute the run.
@@ -98,9 +101,9 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
     Args:
         spec: Configuration of the run.
         mesh: The ranks.
-        draws: Whether to draw initial weights. With False they are uninitialised memory, for a
-            caller that loads all of them from a checkpoint. A core draws about 1.2e8 values a
-            second, of whole parameters.
+        draws: Whether to draw initial weights. With False the weights are uninitialised memory, for
+            a caller that loads all of them from a checkpoint. Every rank draws whole parameters; a
+            CPU core draws about 1.2e8 values a second.
 
     Returns:
         The stages by their index in the pipeline.
@@ -142,19 +145,20 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
 
 
 def recompute_layers(stage: Llama, recompute: Recompute) -> None:
-    """Make backward recompute activations of each decoder layer, in place.
+    """Make backward recompute activations of each decoder layer of `stage`, in place.
 
     FULL keeps only a layer's input. SELECTIVE recomputes the second norm and the MLP, and keeps the
-    tensors of attention. In both, the down projection and its reduce-scatter do not run twice.
-    torch's checkpoint stops as soon as backward has all tensors that it needs, and linear layers
-    save their input before they compute (`wlb.parallel.deferred.Product`).
+    tensors of attention. In neither case does the recomputation run the down projection and its
+    reduce-scatter: torch's checkpoint stops recomputing as soon as it has all tensors that backward
+    needs, and linear layers save their input before they compute
+    (`wlb.parallel.deferred.Product`).
     """
     if recompute == Recompute.NONE:
         return
     method = "forward" if recompute == Recompute.FULL else "second_half"
     for layer in stage.model.layers.values():
-        # Replace the method instead of wrapping the module, so that the module's hooks (FSDP,
-        # clock) do not run a second time in backward.
+        # Replace the method instead of wrapping the module. The module's hooks, which FSDP and the
+        # timer have added, then do not run a second time in backward.
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
             # With FULL, attention is recomputed while gradients of the experts' outputs travel.
@@ -175,7 +179,7 @@ def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
 
 
 def _distribute(stage: Llama, mesh: Mesh) -> None:
-    """Replace each parameter by this rank's tensor-parallel shard, a DTensor without storage."""
+    """Replace each parameter except experts by this rank's tensor-parallel shard, a DTensor."""
     for name, parameter in list(stage.named_parameters()):
         if is_expert(name):
             continue
@@ -188,9 +192,10 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
-    """Initialise one parameter.
+    """Initialise this rank's part of one parameter from its name and the run's seed.
 
-    A separate function, so that the whole value is freed before the next one is made.
+    This is a separate function so that the whole parameter's value is freed before the next one is
+    made.
     """
     if is_expert(name):
         is_sharded = needs_fsdp(mesh, compute_dtype(spec))

@@ -1,8 +1,9 @@
 """Executor: runs the forward and backward passes of a planned step on this rank.
 
-It decides nothing. From a `PipelinePlan` it reads this rank's tokens and labels, makes the index
-tensors and rotary tables of each micro-batch once, and runs the pipeline, or a plain loop if there
-is one pipeline rank. Only first-stage ranks read tokens, and only last-stage ranks read labels.
+The executor follows a `PipelinePlan` and makes no decisions. It reads this rank's tokens and labels,
+makes the index tensors and rotary tables of each micro-batch once, and runs the pipeline, or a
+plain loop if there is one pipeline rank. Only first-stage ranks read tokens, and only last-stage
+ranks read labels.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -37,23 +38,23 @@ class StepInputs:
 
     tokens: list[Tensor] | None  # [T_local] each; None except on the first stage
     rows: list[Rows]  # all other inputs of the model
-    # All tensors inside. A caller that loads on another stream must record them on the stream that
-    # computes, or the allocator may reuse their memory too early.
+    # Every tensor of `tokens` and `rows`. A caller that loads on another CUDA stream must call
+    # `record_stream` on them for the stream that computes, or their memory may be reused too early.
     tensors: list[Tensor]
 
 
 class Executor:
-    """One rank's pipeline stages, and how to run a step on them.
+    """Runs training and evaluation steps on this rank's pipeline stages.
 
-    Gradients accumulate in the parameters of the stages. The caller owns clipping and the
+    Gradients accumulate in the parameters of the stages. The caller clips them and runs the
     optimiser.
 
     Args:
         spec: Configuration of the run.
         mesh: The ranks.
-        progress: Receives each chunk of the schedule as it begins (`wlb.parallel.observe`).
-        timer: Times the chunks.
-        draws: As in `build_stages`.
+        progress: Is informed of each pass as it begins (`wlb.parallel.observe`).
+        timer: Times the passes.
+        draws: Whether to draw initial weights; False leaves them uninitialised (`build_stages`).
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Executor:
         )
         self._recomputes_attention = spec.training.recompute == Recompute.FULL
         model = spec.model
-        # Kinds of attention layers: without a sliding window (False), with one (True), or both.
+        # The model's kinds of attention layers: False for layers without a sliding window, True for
+        # layers with one.
         self._kinds = sorted({model.slides(layer) for layer in range(model.num_layers)})
         self._frequencies = {
             slides: inverse_frequencies(model, mesh.device, slides=slides) for slides in self._kinds
@@ -113,20 +115,25 @@ class Executor:
             self.pipeline = Pipeline(stages=stages, schedule=spec.pp.schedule, weight_delay=delay)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's parameters under their names in the whole model."""
+        """Return this rank's parameters by their names in the whole model."""
         return {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
 
     def counted_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return `named_parameters` without a tied head that copies another rank's embedding."""
+        """Return `named_parameters` without the head if it is a copy of another rank's embedding.
+
+        A sum over all ranks then counts a tied embedding once.
+        """
         return without_copy(self.named_parameters(), self.spec.model)
 
     def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
-        """Read this rank's part of a step. It runs no collective, so any thread may call it.
+        """Read this rank's tokens and labels of a step, and make all inputs of the model.
+
+        It starts no collective, so any thread may call it.
 
         Args:
             plan: The plan of this rank's pipeline.
             reader: Source of tokens.
-            loss_scale: Factor of the summed loss.
+            loss_scale: The model multiplies the summed loss by this.
         """
         made = StepInputs(tokens=None if self._at.pp else [], rows=[], tensors=[])
         for i in range(len(plan.micro_batches)):
@@ -146,12 +153,12 @@ class Executor:
         Args:
             plan: The plan of this rank's pipeline.
             reader: Source of tokens. Unused if `inputs` is given.
-            loss_scale: Factor of the summed loss.
-            inputs: Result of `load` for the same plan, if the caller has already loaded it.
+            loss_scale: The summed loss is multiplied by this.
+            inputs: Result of `load` for the same plan. None loads the inputs here.
 
         Returns:
-            The sum of token losses over this rank's rows times loss_scale, a float32 scalar. It is
-            zero without the last stage and equal on all tp ranks.
+            The sum of token losses over this rank's rows, times loss_scale, as a float32 scalar. It
+            is zero on ranks without the last stage, and equal on all TP ranks of a stage.
         """
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
         with nullcontext() if self._watchers is None else self._watchers.step():
@@ -167,7 +174,12 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, plan: PipelinePlan, reader: TokenReader) -> Tensor:
-        """Run forward only, and return the sum of token losses over this rank's rows."""
+        """Run forward passes only, and return the sum of token losses over this rank's rows.
+
+        Args:
+            plan: The plan of this rank's pipeline.
+            reader: Source of tokens.
+        """
         made = self.load(plan, reader, loss_scale=1.0)
         return self._sum(self._run(plan, made, train=False))
 
@@ -203,7 +215,11 @@ class Executor:
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.mesh.device))
 
     def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows:
-        """Describe the micro-batch for layers with experts; padding rows are the last ones."""
+        """Return what layers with experts need to know about the rows of micro-batch `i`.
+
+        This is how many rows of this TP rank are real (padding comes after them), and the weight of
+        a row in auxiliary losses.
+        """
         each = plan.local_tokens[i] // self.mesh.parallel.tp
         real = int(plan.shardings[i].tokens[self._at.cp]) - self._at.tp * each
         return ExpertRows(num=min(max(0, real), each), row_weight=1 / max(1, plan.step_rows))
@@ -236,7 +252,8 @@ class Executor:
         if self._at.pp == self.mesh.parallel.pp - 1:
             arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
         on_device = to_device(arrays, self.mesh.device)
-        # 3. Make attention and rotary tables of each kind. Kinds with the same base share tables.
+        # 3. Make attention and rotary tables for each kind of attention layer. Kinds with the same
+        # RoPE base share their tables.
         attentions = {
             slides: self._attention(index, on_device, slides=slides)
             for slides, index in by_kind.items()
@@ -285,8 +302,8 @@ class Executor:
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,
-            # If backward recomputes the whole layer, the recomputation gathers K and V, so keep
-            # them for its backward.
+            # If backward recomputes the whole layer, the recomputation gathers K and V right before
+            # its backward runs, so keep them until then instead of gathering them once more.
             keep_gathered_kv=self._recomputes_attention,
             fused=self._fused,
             on_device={name: on_device[_name(name, slides)] for name, _ in index.arrays()},

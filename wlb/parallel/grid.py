@@ -1,15 +1,16 @@
-"""Ranks of a layout on its axes and on the links of its pipelines; imports no torch."""
+"""Which rank is where on the axes of the mesh, and which ranks a pipeline's links join. No torch."""
 
 import numpy as np
 
 from wlb.spec import ParallelSpec
 
 LINKS = ("pp_even", "pp_odd", "pp_last")
-"""Kinds of links between neighbours of a pipeline.
+"""Kinds of links, which are the communicators of two neighbouring pipeline ranks.
 
-The pipeline ranks form a ring, in which link i joins ranks i and i + 1 (modulo pp). Links of one
-kind share no rank, so one call makes the communicators of all of them. The last link of an odd ring
-would share a rank with an even link, so it has a kind for itself.
+The pipeline ranks form a ring, in which link i joins ranks i and i + 1 (modulo pp). Links are even
+or odd by their number. Two links of one kind never share a rank, so one collective call can make
+the communicators of all links of a kind. If the number of ranks is odd, the last link would share a
+rank with another even link, so it is a kind of its own.
 """
 
 
@@ -22,17 +23,17 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
 
 
 def kind_of_link(link: int, pp: int) -> str:
-    """Return the kind of link number `link` in a ring of `pp` ranks."""
+    """Return the kind (see `LINKS`) of link number `link` in a ring of `pp` pipeline ranks."""
     is_last_of_odd = pp % 2 == 1 and link == pp - 1
     return LINKS[2] if is_last_of_odd else LINKS[link % 2]
 
 
 def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
-    """Divide all ranks into groups for each kind of link; empty without a pipeline.
+    """Return for each kind of link the groups of ranks that it joins; empty without a pipeline.
 
-    For each kind, every rank is in exactly one group: with a neighbour, or alone. Ranks that are
-    alone must make a group too, because torch derives a group's name from the number of groups that
-    the rank has made, and both members must arrive at the same name.
+    For each kind, every rank is in exactly one group: with a neighbour in its pipeline, or alone.
+    Ranks that are alone must make a group too. torch names a group by the number of groups that the
+    rank has made so far, and both members of a later group must arrive at the same name.
     """
     pp = parallel.pp
     if pp == 1:

@@ -3,8 +3,8 @@
 NCCL groups cannot carry CPU tensors, and a Gloo group that is split off an NCCL group would have
 torch's default options (two workers, see `wlb.parallel.gloo`). So there is one Gloo group of all
 ranks. It connects two ranks when they first communicate. Sums and tables run along a tree, so a
-rank of 8,192 needs dozens of sockets. A full mesh would need 8,191, and rank 0's store would send
-4.4 TB of addresses (`host_cost` computes both).
+rank of 8,192 needs dozens of sockets. If all pairs of ranks were connected, a rank would need 8,191
+sockets, and the store on rank 0 would send 4.4 TB of addresses (`host_cost` computes both).
 """
 
 import resource
@@ -19,20 +19,24 @@ from torch.distributed import distributed_c10d
 from wlb.plan import UserError
 
 HOSTS = "hosts"
-"""Description of the Gloo group of all ranks, by which `host_group` finds it."""
+"""The `group_desc` of the Gloo group of all ranks, by which `host_group` finds the group."""
 MOST_TIMED = 64
-"""Most ranks that send their timelines directly to rank 0 (`wlb.train.telemetry.ranks`)."""
-_OTHER_FILES = {"cpu": 128, "cuda": 512}
-"""Open files of a rank besides its Gloo sockets, by device.
+"""Most ranks that send the timeline of their steps to rank 0 (`wlb.train.telemetry.ranks`).
 
-These are logs and stores, and on CUDA the driver, NCCL's bootstrap and its sockets within a node.
+Each of them takes a socket of rank 0.
+"""
+_OTHER_FILES = {"cpu": 128, "cuda": 512}
+"""How many files a rank may have open besides its Gloo sockets, by device.
+
+These are logs and token stores, and on CUDA also files of the driver and sockets of NCCL.
 """
 
 
 def new_host_group(timeout_s: float) -> None:
-    """Make the group that `host_group` finds, if the default group is NCCL.
+    """Make a Gloo group of all ranks for CPU tensors and objects, which `host_group` returns.
 
-    All ranks call it after `init_process_group`.
+    All ranks call this after `init_process_group` if the default group uses NCCL. `timeout_s` is
+    the number of seconds that a collective may wait for other ranks.
     """
     dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=HOSTS)
 
@@ -45,7 +49,11 @@ def destroy_gloo_groups() -> None:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for CPU tensors and objects; None without torch.distributed."""
+    """Return the Gloo group of all ranks, for CPU tensors and objects.
+
+    This is the group that `new_host_group` made, or else the default group. Returns None if
+    torch.distributed is not running.
+    """
     if not dist.is_initialized():
         return None
     groups = distributed_c10d._world.pg_map
@@ -55,8 +63,8 @@ def host_group() -> dist.ProcessGroup | None:
 def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
     """Reduce a CPU tensor over all ranks, in place.
 
-    Takes 2 * log2(ranks) messages one after the other. Gloo's all-reduce, a ring, would take
-    2 * (ranks - 1).
+    The longest chain of messages that wait for each other has 2 * log2(ranks) messages. In Gloo's
+    all-reduce, which is a ring, it would have 2 * (ranks - 1).
 
     Args:
         x: Tensor with the same shape on all ranks.
@@ -64,7 +72,8 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
     """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, theirs = 1, torch.empty_like(x)
-    # In round k the ranks whose k-th bit is set send to the rank 2^k below and are done.
+    # In round k, a rank whose number has bit k set sends to the rank that is lower by 2^k and is then
+    # done.
     while step < size:
         if rank & step:
             dist.send(x, dst=rank - step, group=group)
@@ -77,9 +86,9 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
 
 
 def gather_rows(own: Tensor) -> Tensor | None:
-    """Gather a CPU row [W] of every rank: [ranks, W] on rank 0, None on others.
+    """Gather a CPU tensor of shape [W] from every rank; returns [ranks, W] on rank 0, else None.
 
-    Uses a tree, because the root of Gloo's gather connects to every rank.
+    The values travel along a tree, because in Gloo's gather the root connects to every rank.
     """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, rows = 1, own[None].contiguous()
@@ -101,26 +110,29 @@ class HostCost(NamedTuple):
 
     sockets: int  # sockets of a rank other than 0
     root_sockets: int  # sockets of rank 0
-    messages: int  # messages one after the other, for a sum over all ranks
-    store_requests: int  # requests of all ranks to the store
-    store_bytes: int  # bytes of those requests
-    full_mesh_sockets: int  # for comparison: sockets of a rank if one group connected everybody
-    full_mesh_bytes: int  # for comparison: bytes of the store's requests then
+    messages: int  # messages of a sum over all ranks that wait for each other (longest chain)
+    store_requests: int  # requests that all ranks send to the store
+    store_bytes: int  # bytes of the rank addresses that those requests carry
+    full_mesh_sockets: int  # for comparison: sockets of a rank if one group connected all pairs
+    full_mesh_bytes: int  # for comparison: bytes of the store's requests in that case
 
 
 _ADDRESS_BYTES, _PAIR_BYTES = 170, 8
-"""Bytes of a rank's entry in the store, and of each of its pairs in a full mesh (measured)."""
+"""Measured sizes in the rendezvous store: bytes of a rank's entry, and of each pair of ranks.
+
+Entries for pairs exist only if a group connects all pairs of ranks at once.
+"""
 
 
 def host_cost(world_size: int) -> HostCost:
-    """Compute the cost of a job of `world_size` ranks.
+    """Compute what the Gloo groups and the store of a job of `world_size` ranks cost.
 
-    There are two Gloo groups, for hosts and for checkpoints. Each connects a rank with the ranks
-    2^k before and after it, because Gloo's barrier and broadcast, rings and the trees above need no
-    others. For a moment a pair may have two sockets, if both sides connect at the same time. In
-    addition rank 0 gathers checkpoints' plans from everybody in both groups
-    (torch.distributed.checkpoint saves on one and loads on the other), hosts the store, and
-    receives timelines.
+    There are two Gloo groups: one for CPU tensors and one for checkpoints. Each connects a rank
+    with the ranks whose numbers differ by a power of two, because Gloo's barrier and broadcast, its
+    rings and the trees in this file need no other connections. A pair may briefly have two sockets
+    if both sides connect at the same time. In addition, rank 0 gathers the plans of checkpoints
+    from every rank in both groups (torch.distributed.checkpoint saves with one group and loads with
+    the other), hosts the store, and receives timelines of steps.
     """
     n = world_size
     peers = {(sign * 2**k) % n for k in range((n - 1).bit_length()) for sign in (1, -1)} - {0}
@@ -133,7 +145,7 @@ def host_cost(world_size: int) -> HostCost:
         sockets=each,
         root_sockets=root,
         messages=2 * (n - 1).bit_length(),
-        # Each rank sets its keys in the store, and waits for and reads the keys of others.
+        # Each rank writes its keys to the store; for each key of another rank it waits and reads.
         store_requests=2 * (2 * n + 2 * lookups),
         store_bytes=(2 * n + lookups) * _ADDRESS_BYTES,
         full_mesh_sockets=n - 1 + listener,
@@ -142,13 +154,18 @@ def host_cost(world_size: int) -> HostCost:
 
 
 def open_files_needed(rank: int, world_size: int, device: str) -> int:
-    """Return how many files and sockets a rank on "cpu" or "cuda" may have open at once."""
+    """Return the most files and sockets that a rank has open at once; device is "cpu" or "cuda"."""
     cost = host_cost(world_size)
     return (cost.sockets if rank else cost.root_sockets) + _OTHER_FILES[device]
 
 
 def allow_open_files(rank: int, world_size: int, device: str) -> None:
-    """Raise this process's soft limit on open files, if its sockets may exceed it (1,024 is usual).
+    """Raise this process's soft limit on open files (usually 1,024) if its sockets may exceed it.
+
+    Args:
+        rank: This rank.
+        world_size: Number of all ranks.
+        device: "cpu" or "cuda".
 
     Raises:
         UserError: The hard limit is too low.

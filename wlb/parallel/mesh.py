@@ -32,25 +32,27 @@ from wlb.spec.run import ParallelSpec
 AXES = ("pp", "dp", "cp", "tp")
 """Axes of the mesh, outermost first."""
 FSDP = "fsdp"
-"""The axis of dp and cp, flattened."""
+"""Name of the axis that combines dp and cp."""
 HSDP = ("replicate", "shard")
-"""The axis `fsdp` as (copies of the parameters, shards of one copy)."""
+"""The two axes into which HSDP divides `fsdp`: copies of the parameters, and shards of a copy."""
 EXPERT_COPIES, EXPERT_SHARD, EP = "expert_replicate", "expert_shard", "ep"
-"""Axes of the mesh of experts, which divides dp x cp x tp.
+"""The three axes into which the mesh of experts divides the ranks of dp x cp x tp.
 
-They are (copies of experts, FSDP shards of equal experts, different experts). As in torchtitan, the
-copies of experts are the copies of other parameters (HSDP), so an EP group lies within one copy.
-Without HSDP the first axis is missing.
+Ranks along EP have different experts. Ranks along EXPERT_SHARD have FSDP shards of the same experts.
+Ranks along EXPERT_COPIES have copies of the same shards; this axis exists only with HSDP. As in
+torchtitan, HSDP copies experts together with the other parameters, so the ranks of an EP group
+belong to one copy.
 """
 KV_HEAD, KV_COPY = "kv_head", "kv_copy"
-"""The axis tp as (different KV heads, copies of one head), if tp exceeds the number of KV heads.
+"""The two axes into which tp is divided if there are more TP ranks than KV heads.
 
-Neighbours hold copies of the same head, because their query heads read the same keys.
+Ranks along KV_HEAD have different KV heads, and ranks along KV_COPY have copies of the same head.
+Neighbouring TP ranks have the same head, because their query heads read the same keys.
 """
 
 
 class Coordinates(NamedTuple):
-    """A rank's index along each axis."""
+    """A rank's index along each axis of the mesh."""
 
     tp: int
     cp: int
@@ -59,7 +61,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
-    """Return a rank's place in the mesh; tp varies fastest, then cp, pp and dp."""
+    """Return a rank's index along each axis of the mesh; tp varies fastest, then cp, pp and dp."""
     if not 0 <= rank < parallel.world_size:
         raise UserError(f"rank {rank} is outside the {parallel.world_size} ranks of {parallel}")
     rank, tp = divmod(rank, parallel.tp)
@@ -70,7 +72,7 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The 4-D mesh seen from one rank."""
+    """The 4-D mesh of all ranks, with the index and groups of the rank on which it was built."""
 
     parallel: ParallelSpec  # degrees of all axes
     device: torch.device  # device of this rank
@@ -118,17 +120,17 @@ class Mesh:
 
     @property
     def shard_rank(self) -> int:
-        """This rank's index among the ranks that share a copy."""
+        """This rank's index among the ranks that share one copy of the parameters."""
         return self.fsdp_rank % self.shard_size
 
     @property
     def replica(self) -> int:
-        """Index of the copy of the parameters of which this rank has a shard."""
+        """Index of the parameters' copy of which this rank has a shard; 0 without HSDP."""
         return self.fsdp_rank // self.shard_size
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Axes of `experts` other than pp. Only for a model with experts."""
+        """Names of the axes of `experts` other than pp. Only for a model with experts."""
         assert self.experts is not None
         return (self.experts.mesh_dim_names or ())[1:]
 
@@ -138,12 +140,12 @@ class Mesh:
 
     @property
     def link_before(self) -> dist.ProcessGroup:
-        """The group of this rank and the previous pipeline rank; the ring wraps around."""
+        """The group of this rank and the previous pipeline rank; the first's previous is the last."""
         return self._link((self.at.pp - 1) % self.parallel.pp)
 
     @property
     def link_after(self) -> dist.ProcessGroup:
-        """The group of this rank and the next pipeline rank; the ring wraps around."""
+        """The group of this rank and the next pipeline rank; the last one's next is the first."""
         return self._link(self.at.pp)
 
     def _link(self, link: int) -> dist.ProcessGroup:
@@ -151,11 +153,11 @@ class Mesh:
 
 
 def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
-    """List the name and group of each communicator that steps use.
+    """Return the (name, group) of each of this rank's communicators that a training step uses.
 
     Groups of one rank are left out, and a group with several names is listed once. The order is the
-    same on all ranks. torch also makes groups for `pp`, for `dp`, and with HSDP for `fsdp`; nothing
-    uses those.
+    same on all ranks. torch also makes groups for `pp`, for `dp`, and with HSDP for `fsdp`, which
+    nothing uses.
     """
     groups: list[tuple[str, dist.ProcessGroup | None]] = [("world", dist.group.WORLD)]
     groups += [*mesh.links.items(), *((axis, mesh.group(axis)) for axis in ("tp", "cp"))]
@@ -184,7 +186,8 @@ def build_mesh(
         parallel: Degrees of all axes. Their product must be the number of ranks.
         device: Device of this rank.
         shard_size: Ranks that share one copy of the weights, a divisor of dp * cp. 0 means all.
-        model: The model, if it may have experts or copies of KV heads, which need more groups.
+        model: The model, whose experts or copies of KV heads may need more groups. With None these
+            groups are not made.
 
     Raises:
         UserError: The degrees do not multiply to the number of running ranks.
@@ -214,11 +217,14 @@ def build_mesh(
 
 
 def _group_of(parts: list[list[int]], name: str) -> dist.ProcessGroup:
-    """Make groups of disjoint `parts` of all ranks and return this rank's; a collective call."""
+    """Make one group for each part in `parts`, and return the group that contains this rank.
+
+    This is a collective call. The parts must be disjoint and together contain all ranks.
+    """
     world = dist.group.WORLD
     assert world is not None
     if world.bound_device_id is not None:
-        # One ncclCommSplit makes the communicators of all parts, as torch does for a mesh.
+        # With NCCL, one ncclCommSplit makes the communicators of all parts, as torch does for a mesh.
         made = dist.split_group(split_ranks=parts, group_desc=name)
     else:
         own = next(part for part in parts if dist.get_rank() in part)
@@ -241,7 +247,7 @@ def _experts(
 
 
 def _kv_heads(tp: DeviceMesh, copies: int) -> DeviceMesh:
-    # Unflatten instead of building a new mesh, for the reason given in `_sharding`.
+    # Unflatten the axis instead of building a new mesh, for the reason given in `_sharding`.
     return tp._unflatten(0, (tp.size() // copies, copies), (KV_HEAD, KV_COPY))
 
 
@@ -251,15 +257,21 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
         raise UserError(
             f"fsdp.shard_size = {shard_size} does not divide the {fsdp.size()} ranks of dp x cp"
         )
-    # Unflatten instead of building a new mesh, because FSDP must find the root mesh to combine
-    # the axis with tp.
+    # Unflatten the axis instead of building a new mesh: FSDP combines these axes with tp, for which
+    # both must come from the same root mesh.
     return fsdp if copies == 1 else fsdp._unflatten(0, (copies, shard_size), HSDP)
 
 
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
-    """Set the timeout of collectives, of the groups of all ranks or of all groups of a mesh.
+    """Set the timeout of collectives in all groups of a mesh, or without it in the groups of all ranks.
 
-    Without it torch gives each new group half an hour, whatever the default group has.
+    Otherwise torch gives each new group a timeout of half an hour, whatever timeout the default
+    group has.
+
+    Args:
+        timeout_s: Seconds that a collective may wait for other ranks.
+        mesh: The mesh. None sets the timeout of the default group and of the Gloo group of all
+            ranks.
     """
     for group in [dist.group.WORLD, host_group()] if mesh is None else mesh.groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -1,9 +1,10 @@
 """Pipeline parallelism by torch's schedules, with a different length for every micro-batch.
 
-torch sizes receive buffers by micro-batch 0 and does not support variable shapes
+torch allocates all receive buffers with the shape of micro-batch 0 and does not support other shapes
 (https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
 receive is posted and drops it after the backward pass. Every rank knows the lengths from the plan,
-so no shapes are sent. Transfers use the communicator of their link (`wlb.parallel.mesh`).
+so no shapes are sent. Each link between two pipeline ranks has its own communicator
+(`wlb.parallel.mesh`).
 
 All overridden methods are private to torch. tests/parity checks them on each supported version.
 """
@@ -36,21 +37,22 @@ from wlb.spec import Schedule
 
 
 class VarLenStage(PipelineStage):
-    """A pipeline stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
+    """A pipeline stage that sends and receives activations [rows[i], width] for micro-batch i.
 
     Args:
         module: The stage's part of the model, called with tokens or rows, and the micro-batch's
             `Rows`.
         index: Index of the stage in the pipeline.
-        num_stages: Stages of the pipeline.
+        num_stages: Number of stages of the pipeline.
         mesh: The ranks.
         width: Channels of a row.
         dtype: Dtype of activations and their gradients.
-        queue: Where the stage's layers put weight gradients, if the schedule splits backward.
-        watchers: Observers of the chunks.
+        queue: Where the stage's layers put the computation of weight gradients. None unless the
+            schedule computes them in separate passes (zero bubble).
+        watchers: Observers of the stage's passes.
     """
 
-    rows: list[int]  # rows that each micro-batch exchanges; set before a step
+    rows: list[int]  # rows that stages exchange for each micro-batch; set before each step
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class VarLenStage(PipelineStage):
         self._queue, self._watchers = queue, watchers or Watchers()
         self._before, self._after = mesh.link_before, mesh.link_after
         self._rows_record: dict[str, Any] = {}
-        # With static metadata torch need not run the model to infer shapes. It uses only the number
-        # of axes and the dtype.
+        # Give torch example tensors, so that it need not run the model to infer shapes. Of these
+        # tensors it uses only the number of axes and the dtype.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(1, dtype=torch.long, device="meta")
         super().__init__(
@@ -94,33 +96,33 @@ class VarLenStage(PipelineStage):
             info.buffer = torch.empty(0, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate the buffer of a micro-batch's activation, and return the receive."""
+        """Allocate the buffer for a micro-batch's activation, and return the receive operation."""
         if not self.is_first:
             infos = self.args_recv_info[fwd_chunk_id]
             self._allocate(infos, self.rows[fwd_chunk_id], requires_grad=self.has_backward)
         return _over(self._before, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the send of a micro-batch's activation."""
+        """Return the operation that sends a micro-batch's activation to the next stage."""
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate the buffer of an activation's gradient, and return the receive."""
+        """Allocate the buffer for the gradient of a micro-batch's output, and return the receive."""
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
         return _over(self._after, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the send of an activation's gradient."""
+        """Return the operation that sends a micro-batch's input gradient to the previous stage."""
         return _over(self._before, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, **options: Any
     ) -> Any:
         """Run the forward pass of a micro-batch."""
-        # Hide `Rows` from torch's bookkeeping of kwargs, because the zero-bubble code of torch 2.11
-        # fails on arguments that are not tensors.
+        # Do not pass `Rows` to torch's code, because the zero-bubble code of torch 2.11 fails on
+        # keyword arguments that are not tensors. `forward_maybe_with_nosync` adds it to the call.
         self._rows_record = kwargs or {}
         first = Part.EMBEDDING if self.is_first else Part.LAYERS
         with self._chunk(Pass.FORWARD, fwd_chunk_id, first):
@@ -130,7 +132,7 @@ class VarLenStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
-        """Call the module with the micro-batch's `Rows`."""
+        """Call the module, adding the micro-batch's `Rows` that `forward_one_chunk` has stored."""
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
@@ -157,34 +159,40 @@ class VarLenStage(PipelineStage):
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
         if self._watchers.timer is not None:
-            # On the first stage the timer still counts the embedding, where backward ended.
+            # On the first stage the backward pass ended with the embedding, so the timer still counts
+            # time as embedding. The weight gradients belong to the layers.
             self._watchers.timer.switch(Part.LAYERS)
         return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return nothing: the links are already connected by `wlb.parallel.connect`.
+        """Return no operations, because `wlb.parallel.connect` has already connected the ranks.
 
-        torch 2.11 would connect the group of the axis pp, which carries no transfers.
+        torch 2.11 would connect the group of the axis pp, over which we send nothing.
         """
         return []
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Disabled: torch 2.11 checks inputs and outputs against one static shape; ours vary."""
+        """Check nothing: torch 2.11 would compare all inputs with one shape, but our shapes vary."""
 
     _validate_fwd_outputs = _validate_fwd_input
 
 
 def _over(link: dist.ProcessGroup, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-    """Move transfers, which all have the same peer, to the communicator of a link."""
+    """Return the same send and receive operations over the communicator `link`.
+
+    All operations must be between the two ranks of the link.
+    """
     assert link.size() == 2, "with more ranks, transfers could block each other"
     return [dist.P2POp(op.op, op.tensor, op.peer, link) for op in ops]
 
 
 class LateWeights(ScheduleInterleavedZeroBubble):
-    """Interleaved zero-bubble that delays weight passes by `rank * weight_delay` input passes.
+    """An interleaved zero-bubble schedule that runs weight-gradient passes later than torch's.
 
-    torch's schedule is `weight_delay = 1`. If attention dominates the backward pass, weight passes
-    are short, and rank r needs more of them to fill its idle time at the end of a step.
+    Pipeline rank r begins weight-gradient passes after `r * weight_delay` input-gradient passes, and
+    then alternates. torch's schedule is `weight_delay = 1`. If attention dominates the backward
+    pass, weight-gradient passes are short, and a rank must save up more of them to fill its idle
+    time at the end of a step.
     """
 
     def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:
@@ -193,8 +201,8 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
         actions = [a for a in super()._calculate_single_rank_operations(rank) if a is not None]
-        # Keep the order of all other actions; after each input pass insert the next weight pass, as
-        # soon as enough input passes have run.
+        # Keep the order of all other actions. When enough input-gradient passes have run, insert one
+        # weight-gradient pass after each further one.
         weights = [a for a in actions if a.computation_type == BACKWARD_WEIGHT]
         out: list[_Action | None] = []
         num_inputs = num_weights = 0
@@ -211,13 +219,13 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
 
 def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
-    """Gather a stage's parameters only before its first pass, and drop them after its last.
+    """Return the actions with one FSDP gather per stage before its first pass in the step.
 
-    torch keeps the parameters of at most three stages of a rank and gathers the others anew each
-    time.
+    The stage's parameters are dropped after its last pass. torch's schedules keep the parameters of
+    at most three of a rank's stages at a time, and gather the others before each of their passes.
 
     Args:
-        actions: A rank's actions of a schedule, in order.
+        actions: The actions of one rank in a schedule, in order.
     """
     gathers: dict[int, int] = {}
     drops: dict[int, int] = {}
@@ -236,7 +244,7 @@ def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
 
 @dataclass(slots=True, kw_only=True)
 class Pipeline:
-    """This rank's stages, and one torch schedule for each number of micro-batches."""
+    """Runs this rank's pipeline stages, with a torch schedule for each number of micro-batches."""
 
     stages: list[VarLenStage]
     schedule: Schedule
@@ -246,21 +254,21 @@ class Pipeline:
     def run(
         self, tokens: list[Tensor] | None, rows: Sequence[Any], num_rows: list[int], *, train: bool
     ) -> list[Tensor]:
-        """Run forward, and backward if `train`, of all micro-batches.
+        """Run the forward passes of all micro-batches, and with `train` also the backward passes.
 
         Args:
-            tokens: Tokens [T_local] of each micro-batch on the first stage, else None.
+            tokens: Tokens [T_local] of each micro-batch on the first pipeline rank, else None.
             rows: The `Rows` of each micro-batch.
-            num_rows: Rows that stages exchange for each micro-batch, T_local / tp.
-            train: Whether to run backward.
+            num_rows: Number of rows that stages exchange for each micro-batch, T_local / tp.
+            train: Whether to run backward passes.
 
         Returns:
-            The losses on the last stage, else an empty list.
+            The loss of each micro-batch on the last stage's rank, else an empty list.
         """
         if len(rows) not in self._schedules:
             self._schedules[len(rows)] = self._new_schedule(len(rows))
         schedule = self._schedules[len(rows)]
-        # schedule.eval() sets the same field around step().
+        # Set the field that schedule.eval() would set, because that method also calls step().
         schedule._has_backward = train
         for stage in self.stages:
             stage.has_backward = train
@@ -276,7 +284,7 @@ class Pipeline:
         return losses
 
     def _new_schedule(self, n: int) -> Any:
-        # The last stage's output is the loss itself.
+        # The output of the last stage is the loss itself, so the loss function returns it unchanged.
         options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         stages: Any = self.stages
         match self.schedule:
@@ -295,12 +303,13 @@ class Pipeline:
 
 
 def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    """Replaces the vote of torch >= 2.12 on whether shapes must be inferred; ours never must.
+    """Set all stages to static shapes, in place of the vote of ranks in torch 2.12 and later.
 
-    The vote sends messages through all stages and reads the result on the host, before a schedule's
-    first step and whenever training and evaluation alternate
+    In that vote the ranks decide whether torch must infer shapes, which it never must here. The
+    vote sends messages through all stages and reads the result on the host, before a schedule's
+    first step and whenever a run changes between training and evaluation
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py). It
-    also connects neighbours, which `wlb.parallel.connect` has already done.
+    also connects neighbouring ranks, which `wlb.parallel.connect` has already done.
     """
     from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.12
 

@@ -13,18 +13,18 @@ import numpy.typing as npt
 from wlb.plan import IGNORE, IntArray, Layout, MicroBatch, RankSpans, ShardingPlan
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
-"""Reads tokens by document id, first token, and token behind the last one."""
+"""A function (document, start, stop) that returns the tokens [start, stop) of a document."""
 
 
 class TokenReader(Protocol):
-    """Source of document tokens; `wlb.data.reader` has implementations."""
+    """Reads tokens of documents; `wlb.data.reader` has implementations."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
         """Return tokens [start, stop) of the document with this id in the plan."""
         ...
 
     def length(self, document: int) -> int:
-        """Return the number of tokens of a document."""
+        """Return the number of tokens of the document with this id in the plan."""
         ...
 
 
@@ -44,11 +44,11 @@ def rank_tokens(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Return the input tokens of the rank's rows, shape [T_local]; padding is token 0.
+    """Return the input tokens of a CP rank's rows, shape [T_local]; padding is token 0.
 
     Args:
         micro_batch: The micro-batch.
-        sharding: Its spans on all CP ranks.
+        sharding: The micro-batch's spans on all CP ranks.
         rank: The CP rank.
         local_tokens: T_local, padding included.
         reader: Source of tokens.
@@ -64,16 +64,16 @@ def rank_labels(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Return the labels of the rank's rows, shape [T_local]: each token's next token.
+    """Return the labels of a CP rank's rows, shape [T_local]: for each token the next token.
 
     The next token is read from the document even if the piece or span ends before it. The label is
-    IGNORE for padding, for the last token of a document, and for tokens that a `LabelReader` marks
-    as no targets. With Layout.JOINED the last token of a document predicts the next document's
-    first token.
+    IGNORE for padding, for the last token of a document, and where a `LabelReader` says that the
+    next token is no target. With Layout.JOINED the label of a document's last token is the next
+    document's first token.
 
     Args:
         micro_batch: The micro-batch.
-        sharding: Its spans on all CP ranks.
+        sharding: The micro-batch's spans on all CP ranks.
         rank: The CP rank.
         local_tokens: T_local, padding included.
         reader: Source of tokens.
@@ -103,7 +103,7 @@ def _read_into(
             tokens = read(piece.document, piece.start + start + shift, min(end, length))
             out[put : put + tokens.size] = tokens
             put += stop - start
-            # A following piece that starts inside its document has no first token to predict.
+            # The next piece must start at its document's first token; otherwise it gives no label.
             is_followed = index + 1 < len(pieces) and pieces[index + 1].start == 0
             if is_joined and end > length and is_followed:
                 after = pieces[index + 1]

@@ -1,9 +1,9 @@
 """Tensor parallelism with sequence parallelism (TP+SP), computed on local tensors.
 
 Between blocks a rank has 1/tp of the rows. The first linear layers of a block gather all rows and
-compute 1/tp of the columns. Its last linear layer reduce-scatters partial sums into rows. Backward
-gathers a layer's input a second time, as in Megatron; keeping it would take 1.5 to 2.4 times the
-activation memory at tp 8 to 16.
+compute 1/tp of the columns. The block's last linear layer reduce-scatters partial sums into rows.
+Backward gathers a layer's input a second time, as in Megatron. If forward kept the gathered input,
+activations would take 1.5 to 2.4 times the memory at tp 8 to 16.
 
 Shapes: T rows of the CP rank, S = T / tp rows of this rank, C channels, F columns of this rank.
 """
@@ -32,11 +32,11 @@ from wlb.parallel.deferred import WeightQueue, plain_product, product
 from wlb.parallel.mesh import KV_COPY, Mesh
 
 KEYS = ("k_proj", "v_proj")
-"""Projections to K and V, of which TP ranks may hold copies."""
+"""Names of the projections to K and V, of which TP ranks may hold copies."""
 COLUMN = ("q_proj", *KEYS, "gate_proj", "up_proj", "lm_head", "embed_tokens")
-"""Modules whose weights are divided by output (column-parallel)."""
+"""Names of modules whose weights are divided along the output axis (column-parallel)."""
 ROW = ("o_proj", "down_proj")
-"""Modules whose weights are divided by input (row-parallel)."""
+"""Names of modules whose weights are divided along the input axis (row-parallel)."""
 
 
 class TpPlacement(NamedTuple):
@@ -48,7 +48,7 @@ class TpPlacement(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        """Whether a sum over all elements must skip this part, because another rank counts it."""
+        """Whether this rank's part is a copy, which a sum over all ranks must not count again."""
         return self.copies is not None and dist.get_rank(self.copies) > 0
 
     def part_of(self, value: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ class TpPlacement(NamedTuple):
 
 
 def placement(name: str, mesh: Mesh) -> TpPlacement:
-    """Return the placement over TP ranks of the parameter with this name.
+    """Return how the parameter with this name is placed on TP ranks.
 
-    If there are more TP ranks than KV heads (`Mesh.kv_heads`), a rank has one whole head of the
-    projections to K and V, and the other ranks of its group `kv_copy` have the same head.
+    If there are more TP ranks than KV heads (`Mesh.kv_heads`), each rank has one whole head of the
+    projections to K and V, and the other ranks of its group `kv_copy` have copies of this head.
     """
     module, tp = name.split(".")[-2], mesh.device_mesh["tp"]
     if ".linear_attn." in name:
@@ -81,13 +81,17 @@ def placement(name: str, mesh: Mesh) -> TpPlacement:
 
 
 class Products(NamedTuple):
-    """Matrix products with the collective before or after them, without autograd."""
+    """Tensor-parallel matrix products with their collectives, forward and backward, no autograd.
+
+    `gathered` layers gather rows before the product (column-parallel). `scattered` layers
+    reduce-scatter rows after it (row-parallel).
+    """
 
     num_ranks: int
     group_name: str
 
     def size(self) -> int:
-        """Return the number of ranks; makes this a `wlb.parallel.collectives.Group`."""
+        """Return the number of TP ranks, as `wlb.parallel.collectives.Group` requires."""
         return self.num_ranks
 
     def gathered_backward(
@@ -97,13 +101,13 @@ class Products(NamedTuple):
         weights_FC: Sequence[Tensor],
         begun: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of x_SC and of the weights.
+        """Return the gradient of x_SC and of each weight, for several layers of the same input.
 
         Args:
             grads_TF: Gradient of each layer's output.
             x_SC: Input of the layers, 1/tp of the rows.
             weights_FC: Weight of each layer.
-            begun: Results of `begin_backward` if it has run; otherwise empty.
+            begun: Results of `begin_backward` for the last layer; empty if that has not run.
         """
         if begun:
             # The last layer's part of the gradient is already in dx_TC; add the others.
@@ -121,7 +125,12 @@ class Products(NamedTuple):
     def begin_backward(
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Start the work of backward that does not need the other layers' gradients.
+        """Start the work of backward that needs only the gradient of the last layer's output.
+
+        Args:
+            grad_TF: Gradient of the last layer's output.
+            x_SC: Input of the layers, 1/tp of the rows.
+            weight_FC: Weight of the last layer.
 
         Returns:
             The last layer's part of the gradient of all rows, and the started gather of x_SC.
@@ -130,7 +139,14 @@ class Products(NamedTuple):
         return grad_TF @ weight_FC, gathering
 
     def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
-        """Start to compute the gradient of x_SC; call `wait` on it as late as possible."""
+        """Compute the gradient of all rows, start to reduce-scatter it, and return it in transfer.
+
+        Call `wait` on the result, the gradient of x_SC, as late as possible.
+
+        Args:
+            grads_TF: Gradient of each layer's output.
+            weights_FC: Weight of each layer.
+        """
         dx_TC = grads_TF[0] @ weights_FC[0]
         for grad, weight in zip(grads_TF[1:], weights_FC[1:], strict=True):
             dx_TC.addmm_(grad, weight)
@@ -141,17 +157,18 @@ class Products(NamedTuple):
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gathered gradient of the output, [T, C], and the gradient of x_TF."""
+        """Return the output's gradient for all rows [T, C], and the gradient of x_TF."""
         grad_TC = all_gather(grad_SC, self)
         return grad_TC, grad_TC @ weight_CF
 
 
 class _FanOut:
-    """Collects the gradients of several linear layers of the same rows, one layer at a time.
+    """Collects in backward the output gradients of several linear layers with the same input.
 
-    The first gradient to arrive starts the gather of x_SC, which the weights' gradients need. Each
-    adds its part of the rows' gradient at once. Therefore the product for Q is computed while the
-    gradients of K and V travel between CP ranks (`wlb.parallel.context.op`).
+    The first gradient that arrives starts the gather of the input x_SC, which the weights'
+    gradients need. For each gradient the layer's part of the input's gradient is computed at once.
+    Therefore Q's part is computed while the gradients of K and V still travel between CP ranks
+    (`wlb.parallel.context.op`).
     """
 
     def __init__(self, ops: "TensorParallelOps", parameters: Sequence[Tensor]) -> None:
@@ -163,7 +180,14 @@ class _FanOut:
         self._gathering: Tensor | None = None
 
     def receive(self, i: int, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor) -> None:
-        """Take the gradient of layer i's output, and add its part of the rows' gradient."""
+        """Store the gradient of layer i's output, and add the layer's part of the input's gradient.
+
+        Args:
+            i: Index of the layer.
+            grad_TF: Gradient of the layer's output.
+            x_SC: Input of the layers.
+            weight_FC: Weight of the layer.
+        """
         self._grads[i] = grad_TF
         if self._dx_TC is not None:
             self._dx_TC.addmm_(grad_TF, weight_FC)
@@ -176,9 +200,9 @@ class _FanOut:
             self._dx_TC = grad_TF @ weight_FC
 
     def finish(self) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return the gradients of x_SC and of the weights.
+        """Return the gradients of x_SC and of the weights, when all layers' gradients have arrived.
 
-        The latter are None if they are put into the queue.
+        The weights' gradients are None if their computation is put into the queue of `ops`.
         """
         assert self._x_SC is not None
         assert self._dx_TC is not None
@@ -192,8 +216,9 @@ class _FanOut:
 class _GatherRows(torch.autograd.Function):
     """Gathers x_SC once for several linear layers (`_FanProduct`), which run one after the other.
 
-    Autograd runs its backward after theirs. Then the rows' gradient is complete in `fan` and is
-    reduce-scattered once, hidden behind the products of the weights' gradients.
+    Autograd runs the backward of this function after the backward of those layers. By then the
+    gradient of all rows is complete in `fan`. It is reduce-scattered once, during the products that
+    give the weights' gradients.
     """
 
     @staticmethod
@@ -209,10 +234,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _FanProduct(torch.autograd.Function):
-    """One of the linear layers.
+    """Linear layer `i` of several layers with the same input, which `_GatherRows` has gathered.
 
-    Saves only the weight and x_SC, a tensor that all layers share. Its backward passes the gradient
-    to `fan` instead of returning it.
+    Saves only the weight and x_SC, which all layers share. Its backward gives the gradient of its
+    output to `fan` instead of returning gradients.
     """
 
     @staticmethod
@@ -230,7 +255,7 @@ class _FanProduct(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Reduce-scatters rows; backward all-gathers."""
+    """Reduce-scatters rows over the group; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, x_TC: Tensor) -> Tensor:
@@ -243,7 +268,12 @@ class _Scatter(torch.autograd.Function):
 
 
 def vocabulary_shard(group: dist.ProcessGroup, padded_size: int) -> VocabularyShard:
-    """Return this rank's contiguous 1/tp of the padded vocabulary."""
+    """Return this rank's contiguous 1/tp of the padded vocabulary.
+
+    Args:
+        group: The tp group.
+        padded_size: Vocabulary entries, padded to a multiple of tp.
+    """
     return VocabularyShard(
         offset=dist.get_rank(group) * (padded_size // group.size()),
         gather=partial(all_gather, group=group),
@@ -254,17 +284,18 @@ def vocabulary_shard(group: dist.ProcessGroup, padded_size: int) -> VocabularySh
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's plain tensor of a parameter or gradient."""
+    """Return this rank's part of a parameter or gradient as a plain tensor, if it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorParallelOps(Ops):
-    """How layers apply their weights over a tp group of at least 2 ranks.
+    """Applies the weights of layers with tensor and sequence parallelism, on at least 2 TP ranks.
 
     Args:
         group: The tp group.
         padded_vocab_size: Vocabulary entries, padded to a multiple of tp.
-        queue: Receives the weight gradients of linear layers. None computes them in backward.
+        queue: Receives the computation of linear layers' weight gradients, to run it later. None
+            computes them in backward.
     """
 
     def __init__(
@@ -275,7 +306,11 @@ class TensorParallelOps(Ops):
         self.vocabulary = vocabulary_shard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
-        """Look up this rank's entries, and reduce-scatter the rows over the vocabulary's shards."""
+        """Return the embeddings of this rank's 1/tp of the rows, [S, C].
+
+        Each rank looks up the tokens in its part of the vocabulary, for all rows; a reduce-scatter
+        adds up the results.
+        """
         weight = local_tensor(embedding.weight)
         index = tokens_T - self.vocabulary.offset
         here = (index >= 0) & (index < weight.shape[0])
@@ -284,23 +319,23 @@ class TensorParallelOps(Ops):
         return out
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
-        """Normalise this rank's rows."""
+        """Apply RMSNorm to this rank's rows."""
         assert isinstance(norm.weight, DTensor)
-        # A rank's norm sees only 1/tp of the rows, so its gradient is one term of a sum over tp.
-        # `finish_gradients` computes the sums of all norms at once. With
-        # grad_placements=[Partial()] FSDP would make one all-reduce per norm.
+        # A rank's norm sees only 1/tp of the rows, so the gradient of its weight is one term of a
+        # sum over TP ranks. `finish_gradients` computes these sums for all norms in one all-reduce.
+        # With grad_placements=[Partial()] FSDP would make one all-reduce per norm.
         weight = norm.weight.to_local()
         return normalise(norm, x_TC, weight, fused=self.fused)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Gather the rows once, and apply column-parallel linear layers to them."""
+        """Gather the rows once, and yield the output [T, F] of each column-parallel linear layer."""
         # A rank has all rows of its columns, so a bias's gradient needs no sum over ranks.
         outputs = self._fan_products(x_TC, *linears)
         for linear, out_TF in zip(linears, outputs, strict=True):
             yield out_TF if linear.bias is None else out_TF + local_tensor(linear.bias)
 
     def _fan_products(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """`fan_out` without biases."""
+        """Yield the outputs of `fan_out` before biases are added."""
         parameters = [linear.weight for linear in linears]
         weights = [local_tensor(parameter) for parameter in parameters]
         fan = _FanOut(self, parameters)
@@ -309,7 +344,7 @@ class TensorParallelOps(Ops):
             yield _FanProduct.apply(fan, i, gathered, x_TC.detach(), weight.detach())  # pyright: ignore[reportReturnType]
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply a row-parallel linear layer, and reduce-scatter the sum by rows."""
+        """Apply a row-parallel linear layer, and reduce-scatter the sum over ranks: [S, C]."""
         return product(
             x_TC,
             local_tensor(linear.weight),
@@ -325,18 +360,17 @@ class TensorParallelOps(Ops):
         dx_SC: Tensor,
         gathering: Tensor | None,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Finish the gradients of x_SC and of the weights, whose collectives have started.
+        """Wait for the gradient of x_SC, and compute the weights' gradients or queue that work.
 
         Args:
-            parameters: The layers' weights.
+            parameters: Weights of the layers, which share the input x_SC.
             grads_TF: Gradient of each layer's output.
             x_SC: Input of the layers.
             dx_SC: Gradient of x_SC, still in a reduce-scatter.
-            gathering: All ranks' rows of x_SC, still in an all-gather. Not read with a queue.
+            gathering: All ranks' rows of x_SC, still in an all-gather. Unused if there is a queue.
 
         Returns:
-            The gradient of x_SC and the weights' gradients. The latter are None with a queue, which
-            receives the work instead.
+            The gradient of x_SC, and each weight's gradient, or None for each if there is a queue.
         """
         if self.queue is None:
             assert gathering is not None
@@ -352,14 +386,21 @@ class TensorParallelOps(Ops):
         grad_TC, dx_TF = self.products.scattered_backward(grad_SC, weight_CF)
         if self.queue is None:
             return dx_TF, grad_TC.t() @ x_TF
-        # To save memory, queue the scattered gradient, and gather it a second time later.
+        # To save memory, keep only this rank's rows of the gradient in the queue, and gather the
+        # rows of all ranks a second time when the weight's gradient is computed.
         self._defer([parameter], grad_SC, lambda grad_TC: [grad_TC.t() @ x_TF])
         return dx_TF, None
 
     def _defer(
         self, parameters: Sequence[Tensor], rows: Tensor, compute: Callable[[Tensor], list[Tensor]]
     ) -> None:
-        """Queue `compute`, which gets all ranks' rows and returns the gradients of `parameters`."""
+        """Queue the computation of the gradients of `parameters`.
+
+        Args:
+            parameters: The weights.
+            rows: This rank's rows, which are gathered before `compute` is called.
+            compute: Returns the gradients from all ranks' rows.
+        """
 
         def weight_gradients(gathering: Tensor | None) -> list[Tensor]:
             assert gathering is not None

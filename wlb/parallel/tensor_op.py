@@ -1,11 +1,13 @@
-"""The products of tensor parallelism as custom ops, for layers that torch.compile compiles.
+"""Tensor-parallel matrix products as custom ops, for layers that torch.compile compiles.
 
 The ops contain their collectives, so that the compiler cannot merge the gathers of forward and
 backward. In eager mode the autograd functions of `wlb.parallel.tensor` pass gradients to each other
-through a Python object, which torch.compile cannot trace. Here a gradient travels through a slot
-instead: `gather_rows` returns a tensor with the product's shape but without memory, the product
-takes it, and the product's backward returns the real gradient as the gradient of the slot. The
-backward of `gather_rows` then finds all of them. Shapes: as in `wlb.parallel.tensor`.
+through a Python object, which torch.compile cannot trace. Here gradients travel through **slots**
+instead. A slot is a tensor without memory that has the shape of a product. `gather_rows` returns a
+slot for each product, and the product takes it as an argument. In backward, the product returns the
+gradient of its output as the gradient of the slot. So the backward of `gather_rows` gets the
+gradients of all products, and computes all other gradients from them. Shapes: as in
+`wlb.parallel.tensor`.
 """
 
 from collections.abc import Iterator
@@ -19,23 +21,31 @@ from wlb.parallel.tensor import Products, TensorParallelOps, local_tensor
 
 
 def _rows_like(x_SC: Tensor, num_ranks: int, width: int) -> Tensor:
-    """Allocate all ranks' rows with this width."""
+    """Allocate a tensor for the rows of all `num_ranks` ranks, with `width` columns."""
     return x_SC.new_empty((num_ranks * x_SC.shape[0], width))
 
 
 def _begins_early(weights_FC: list[Tensor]) -> bool:
-    """Return whether the last layer's backward starts before the other gradients have arrived.
+    """Return whether the last layer's backward starts before the other layers' gradients arrive.
 
-    With Q, K and V it does: Q's gradient is computed while the gradients of K and V travel between
-    CP ranks. It costs one more tensor of all rows.
+    This is so for the three projections to K, V and Q: Q's part of the input's gradient is computed
+    while the gradients of K and V travel between CP ranks. It costs one more tensor of all rows.
+
+    Args:
+        weights_FC: Weights of the layers with the same input.
     """
     return len(weights_FC) > 2
 
 
 def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
-    """Make slots: tensors without memory, through which backward passes gradients.
+    """Make slots: tensors without memory, whose gradients carry the gradients of products.
 
     There is one for each layer's output, and two for the results of `begin_backward` if it runs.
+
+    Args:
+        x_SC: Input of the layers, 1/tp of the rows.
+        weights_FC: Weight of each layer.
+        num_ranks: Number of TP ranks.
     """
     num_rows, width = num_ranks * x_SC.shape[0], x_SC.shape[1]
     widths = [w.shape[0] for w in weights_FC] + [width] * 2 * _begins_early(weights_FC)
@@ -49,9 +59,16 @@ def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return all ranks' rows, and a slot (see the module) for the product with each weight.
+    """Gather all ranks' rows; returns them and a slot for the product with each weight.
 
-    The rows are not differentiable; gradients arrive through the slots.
+    A slot is a tensor without memory. In backward its gradient is the gradient of the product. The
+    rows themselves are not differentiable.
+
+    Args:
+        x_SC: This rank's rows.
+        weights_FC: Weights of the layers that read the rows.
+        num_ranks: Number of TP ranks.
+        group_name: Name of the tp group.
     """
     x_TC = all_gather(x_SC, Products(num_ranks, group_name))
     return x_TC, _slots_like(x_SC, weights_FC, num_ranks)
@@ -59,7 +76,11 @@ def gather_rows(
 
 @custom_op("slotted_product", fake=lambda x, weight, _: _rows_like(x, 1, weight.shape[0]))
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
-    """Return the product, [T, F]; in backward its gradient becomes the gradient of the slot."""
+    """Return x_TC times the transposed weight, [T, F].
+
+    slot_TF is the slot that `gather_rows` made for this product. In backward the gradient of the
+    product becomes the gradient of the slot.
+    """
     return x_TC @ weight_FC.t()
 
 
@@ -73,7 +94,12 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def begin_backward(
     grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Run `Products.begin_backward`; only gathered_backward may read the second result."""
+    """Run `Products.begin_backward` for the last layer.
+
+    Returns:
+        The last layer's part of the gradient of all rows, and the gathered rows, still in transfer,
+        which only `gathered_backward` may read.
+    """
     return Products(num_ranks, group_name).begin_backward(grad_TF, x_SC, weight_FC)
 
 
@@ -81,7 +107,17 @@ def begin_backward(
 def early_product(
     x_TC: Tensor, weight_FC: Tensor, slots: list[Tensor], x_SC: Tensor, n: int, group_name: str
 ) -> Tensor:
-    """Return the last layer's product, whose backward starts early; takes the last three slots."""
+    """Return the product of the last layer, [T, F], whose backward starts early (`_begins_early`).
+
+    Args:
+        x_TC: All ranks' rows.
+        weight_FC: Weight of the layer.
+        slots: The last three slots of `gather_rows`: for the product's gradient, and for the two
+            results of `begin_backward`.
+        x_SC: This rank's rows.
+        n: Number of TP ranks.
+        group_name: Name of the tp group.
+    """
     return x_TC @ weight_FC.t()
 
 
@@ -105,10 +141,11 @@ early_product.register_autograd(_differentiate_early, setup_context=_keep_early)
 def gathered_backward(
     grads_TF: list[Tensor], x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of x_SC and of the weights.
+    """Return the gradient of x_SC, and the gradient of each weight.
 
     Args:
-        grads_TF: Gradient of each layer's output, then the results of `begin_backward`, if it ran.
+        grads_TF: Gradient of each layer's output, followed by the two results of `begin_backward`
+            if it ran.
         x_SC: Input of the layers.
         weights_FC: Weight of each layer.
         num_ranks: Ranks of the tp group.
@@ -146,7 +183,7 @@ def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name:
 def product_scatter_backward(
     grad_SC: Tensor, x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x_TF and of the weight."""
+    """Return the gradients of x_TF and of the weight for `product_scatter`."""
     products = Products(num_ranks, group_name)
     grad_TC, dx_TF = products.scattered_backward(grad_SC, weight_CF)
     return dx_TF, grad_TC.t() @ x_TF
@@ -179,5 +216,5 @@ class TracedTensorParallelOps(TensorParallelOps):
             yield early_product(gathered, weights[-1].detach(), slots[-3:], x_TC.detach(), *where)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply a row-parallel linear layer, and reduce-scatter the sum by rows."""
+        """Apply a row-parallel linear layer, and reduce-scatter the sum over ranks: [S, C]."""
         return product_scatter(x_TC, local_tensor(linear.weight), *self.products)

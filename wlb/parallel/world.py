@@ -1,4 +1,4 @@
-"""This process among all ranks: its launcher, its device, start and end of torch.distributed.
+"""Where this process stands among all ranks, its device, and how torch.distributed starts and ends.
 
 `discover` finds out whether torchrun or Slurm started this process, `choose_device` chooses CPU or
 CUDA, and `init` starts torch.distributed. No other file reads the environment.
@@ -25,23 +25,23 @@ from wlb.parallel.wait_signals import ended_by_signals
 from wlb.plan import UserError
 from wlb.spec.run import Device
 
-# Slurm numbers its batch, interactive and external steps from here on. They are no srun steps, so
-# their variables do not describe ranks.
+# Slurm gives its batch, interactive and external steps numbers from this one up. srun did not start
+# these steps, so their variables do not describe ranks.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
 class Origin(StrEnum):
-    """The launcher that started this process."""
+    """What started this process."""
 
     TORCHRUN = "torchrun"
     SLURM = "slurm"
-    SPAWNED = "spawned"  # another process of wlb
-    SINGLE = "single"  # none: one process alone
+    SPAWNED = "spawned"  # another process of wlb, which started the ranks itself
+    SINGLE = "single"  # no launcher: the run has one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among all ranks.
+    """This process's rank, its node, and how it finds the other ranks.
 
     Ranks find each other at master_address:master_port or through rendezvous_file. A single rank
     needs neither.
@@ -74,10 +74,16 @@ class World:
 
 
 def discover() -> World | None:
-    """Read the world from the variables of torchrun or srun; None if neither started this process.
+    """Read this process's `World` from the environment variables that torchrun or srun has set.
 
-    RANK and WORLD_SIZE alone do not mean torchrun: enroot's hook for PyTorch images sets both in
-    srun tasks, without the number of ranks on the node.
+    If RANK and WORLD_SIZE are set but LOCAL_WORLD_SIZE is not, the process was not started by
+    torchrun: enroot's hook for PyTorch images sets only the first two in srun tasks.
+
+    Returns:
+        The world, or None if neither launcher started this process.
+
+    Raises:
+        UserError: RANK and WORLD_SIZE do not fit the srun step to which this process belongs.
     """
     env = os.environ
     is_given = "RANK" in env and "WORLD_SIZE" in env
@@ -123,7 +129,8 @@ def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
     job, step = _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
     starts = _number(env, "SLURM_RESTART_COUNT", 0)
-    # The port is below the ephemeral range and differs between the steps and the starts of a job.
+    # Choose a port below the range that the system gives to other programs. It differs between the
+    # steps of a job and between restarts, so that a port in use by an earlier one is not taken again.
     port = 15_000 + (31 * job + 997 * starts + step) % 15_000
     first = first_host(hosts) if hosts else ""
     return World(
@@ -146,7 +153,7 @@ def first_host(nodelist: str) -> str:
         return nodelist.partition(",")[0]
     inside, _, rest = rest.partition("]")
     host = prefix + re.split("[,-]", inside, maxsplit=1)[0]
-    # Up to the next comma, a suffix or a second bracket still belongs to this host.
+    # Text after the bracket, up to the next comma, still belongs to this host's name.
     return host + first_host(rest) if rest and not rest.startswith(",") else host
 
 
@@ -197,10 +204,10 @@ def choose_device(
 ) -> DeviceChoice:
     """Choose CUDA if every rank of this machine gets a GPU, else the CPU.
 
-    Sets `CUDA_DEFAULTS` before it counts devices. It does not create a CUDA context.
+    Sets the variables of `CUDA_DEFAULTS` before it counts GPUs. Does not create a CUDA context.
 
     Args:
-        requested: The configured device.
+        requested: The value of `run.device`. With `auto` the number of GPUs decides.
         local_ranks: Ranks on this machine.
         one_gpu_each: Whether the launcher lets each rank see only one GPU.
 
@@ -210,7 +217,7 @@ def choose_device(
     if requested == Device.CPU:
         return DeviceChoice("cpu", "run.device = cpu was asked for")
     if torch.backends.cuda.is_built():
-        # Set variables now, because the driver may read them when devices are first counted.
+        # Set the variables now, because the driver may read them when GPUs are first counted.
         set_cuda_defaults()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = 1 if one_gpu_each else local_ranks
@@ -249,10 +256,10 @@ def select_device(device: torch.device) -> None:
 
 
 def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """Make a pool of one thread whose current device is `device`.
+    """Make a pool of one thread whose current device is `device`; `name` prefixes the thread's name.
 
-    A new thread starts with GPU 0. A stream or event that it used there would cost each rank a
-    context of about 0.5 GiB, all on one GPU.
+    The current device of a new thread is GPU 0. If it made a stream or event there, each rank would
+    create a CUDA context of about 0.5 GiB on that one GPU.
     """
     return ThreadPoolExecutor(
         1, thread_name_prefix=name, initializer=select_device, initargs=(device,)
@@ -261,10 +268,15 @@ def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 
 @contextmanager
 def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterator[None]:
-    """Run the block with torch.distributed (`init`), and destroy it afterwards.
+    """Run the block with torch.distributed, which starts before it and ends after it.
 
-    After an exception, only groups that can be destroyed without waiting for other ranks are
-    destroyed, because the other ranks may never join a collective that this rank's GPU has started.
+    After an exception, only Gloo groups are destroyed on CUDA. Destroying an NCCL group would wait
+    for collectives that this rank's GPU has started, and other ranks may never join them.
+
+    Args:
+        world: This process among all ranks.
+        device: This rank's device.
+        timeout_s: Seconds that a collective may wait for other ranks.
     """
     init(world, device, timeout_s=timeout_s)
     try:
@@ -283,10 +295,11 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
 
     On CUDA a Gloo group for CPU tensors and objects is added (`wlb.parallel.host`).
 
-    Because `device_id` is given, torch makes the communicator of all ranks at once and splits the
-    mesh's groups off it, with one ncclCommSplit per axis (torch 2.11 and 2.13 alike; neither has
-    run here on a GPU). All transfers of a group then share its communicator and stream and wait for
-    each other, so each link of a pipeline has a separate group (`wlb.parallel.mesh`).
+    Because `device_id` is given, torch makes the NCCL communicator of all ranks immediately, and
+    makes the mesh's groups from it with one ncclCommSplit per axis. This was read in the sources of
+    torch 2.11 and 2.13; it has not run here on a GPU. All transfers of a group then share its
+    communicator and stream and wait for each other, so each link between two pipeline ranks has a
+    separate group (`wlb.parallel.mesh`).
 
     All Gloo groups are destroyed when Python exits, because a Gloo worker that is still alive then
     can abort the process (https://github.com/pytorch/pytorch/issues/65237). NCCL groups are left
@@ -295,10 +308,11 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     Args:
         world: This process among all ranks.
         device: This rank's device.
-        timeout_s: How long a collective may wait for other ranks.
+        timeout_s: Seconds that a collective may wait for other ranks.
 
     Raises:
-        UserError: Too few files may be open, or the port on which ranks find each other is taken.
+        UserError: The limit on open files is too low, or another program uses the port on which
+            ranks find each other.
     """
     is_cuda = device.type == "cuda"
     allow_open_files(world.rank, world.world_size, device.type)
@@ -326,35 +340,41 @@ CUDA_DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
 }
-"""Variables for ranks on CUDA, unless the user has set them; slurm/environment.sh has the same.
+"""Environment variables for ranks on CUDA, which are set unless the user has set them.
 
-- Expandable segments: steps differ in length, which would fragment segments of fixed size.
-- Connections: a device has 8 hardware queues by default and 32 at most. Streams that share a queue
+slurm/environment.sh sets the same ones.
+
+- Expandable segments: steps need tensors of different sizes, which would fragment the allocator's
+  segments if these had a fixed size.
+- Connections: a process has 8 hardware queues by default and 32 at most. Streams that share a queue
   wait for each other, and a rank has a stream for computing, one for each communicator and several
-  for FSDP2. (Megatron advises 1, for overlap that relies on the order of launches. FSDP2's gathers
-  would then wait behind the kernels that they should hide under.)
-- Cache: FlashAttention-4 stores what it compiles, and later starts on the node read it.
+  for FSDP2. (Megatron advises 1, for overlap that relies on the order of launches. With 1, FSDP2's
+  gathers would wait for the kernels during which they should run.)
+- Cache: FlashAttention-4 stores the kernels that it compiles, and later runs on the node read them.
 """
 _OLD_NAMES = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
-"""Older names of variables, which torch still reads if the new one is not set."""
+"""The older name of each variable, which torch still reads if the new one is not set."""
 
 
 def set_cuda_defaults() -> None:
-    """Set those `CUDA_DEFAULTS` that are not set. Call it before CUDA is initialised.
+    """Set each variable of `CUDA_DEFAULTS` that is not set yet. Call it before CUDA is initialised.
 
-    Child processes inherit them. The allocator reads its variable when it is first used.
+    Child processes inherit the variables. torch's CUDA allocator reads its variable when it first
+    allocates memory.
     """
     _set_unless_given(CUDA_DEFAULTS)
 
 
 def set_flight_records(prefix: str) -> None:
-    """Make NCCL record its last operations and write them to `prefix`N when a collective times out.
+    """Make NCCL groups record their last 2,000 operations, and write them when a collective hangs.
 
-    N is the rank. Variables that the user has set remain. NCCL reads them when a group is made.
+    When a collective times out, each rank writes its record to the path `prefix` followed by its
+    rank. torch reads the variables that this sets when it makes a group. Variables that the user has
+    set remain.
     """
     _set_unless_given(
         {
@@ -366,17 +386,17 @@ def set_flight_records(prefix: str) -> None:
 
 
 def _set_unless_given(variables: Mapping[str, str]) -> None:
-    """Set the variables that the user has set neither by this name nor by an old one."""
+    """Set each variable, unless the user has set it under its present or its older name."""
     for name, value in variables.items():
         if name not in os.environ and _OLD_NAMES.get(name, name) not in os.environ:
             os.environ[name] = value
 
 
 def one_gloo_worker(*, is_one_machine: bool = False) -> None:
-    """Give each Gloo group of this process one worker (`wlb.parallel.gloo`); `init` calls this.
+    """Give each Gloo group of this process one worker thread (`wlb.parallel.gloo` says why).
 
-    Call it yourself if another library, such as accelerate, starts torch.distributed. Groups use
-    the network interfaces of GLOO_SOCKET_IFNAME.
+    `init` calls this. Call it yourself if another library, such as accelerate, starts
+    torch.distributed. Groups use the network interfaces that GLOO_SOCKET_IFNAME names.
 
     Args:
         is_one_machine: Whether all ranks are on this machine, so that loopback suffices.
@@ -387,9 +407,9 @@ def one_gloo_worker(*, is_one_machine: bool = False) -> None:
 
 @contextmanager
 def _free_port(world: World) -> Iterator[None]:
-    """Turn torch's error about a port that is taken into a UserError.
+    """Raise a UserError in place of torch's error if another program uses the rendezvous port.
 
-    Only rank 0 listens, so only rank 0 gets the error.
+    Only rank 0 listens on the port, so only rank 0 gets this error.
     """
     try:
         yield
@@ -416,13 +436,14 @@ def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
 
 
 def _store_of_attempt(world: World, timeout: timedelta) -> Any:
-    """Connect to the store of torchrun's agent, with keys of this attempt (--max-restarts).
+    """Connect to the store of torchrun's agent, with key names that contain the number of restarts.
 
-    With a static rendezvous the store still has the addresses of ranks that have ended.
+    torchrun restarts failed ranks up to --max-restarts times. With a static rendezvous its store
+    then still has the addresses of ranks that have ended; the key names keep attempts apart.
     """
     attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
     host, port = world.master_address, world.master_port
-    # torch exports both without naming them in __all__.
+    # Type checkers do not find TCPStore and PrefixStore, because torch does not list them in __all__.
     c10d: Any = dist
     store = c10d.TCPStore(host, port, is_master=False, timeout=timeout)
     return c10d.PrefixStore(f"attempt{attempt}", store)
@@ -439,8 +460,8 @@ def shutdown() -> None:
 def threads_per_rank(local_world_size: int) -> int:
     """Return the number of CPU threads for each rank.
 
-    The usable cores are divided among this machine's ranks. OMP_NUM_THREADS is an upper limit if
-    set.
+    This process's usable cores are divided by `local_world_size`, the ranks on this machine. If
+    OMP_NUM_THREADS is set, it is an upper limit.
     """
     share = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -453,14 +474,17 @@ def environment(**overrides: str) -> dict[str, str]:
 
 
 def adopt_environment(variables: Mapping[str, str]) -> None:
-    """Replace this process's environment; a forked rank would otherwise keep the fork server's."""
+    """Replace this process's whole environment by `variables`.
+
+    A rank that is forked from a fork server would otherwise keep the server's environment.
+    """
     os.environ.clear()
     os.environ.update(variables)
 
 
 @contextmanager
 def temporary_environment(**overrides: str) -> Iterator[None]:
-    """Set variables for processes that are started inside the block."""
+    """Set environment variables inside the block, for processes that are started there."""
     before = {name: os.environ.get(name) for name in overrides}
     os.environ.update(overrides)
     try:

@@ -36,7 +36,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Shapes of q, [T, num_heads, head_dim], and of k and v, [T, num_kv_heads, head_dim]."""
+    """Shapes of attention's inputs on one TP rank; values that do not fit raise UserError.
+
+    q has shape [T, num_heads, head_dim], and k and v have shape [T, num_kv_heads, head_dim].
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -58,16 +61,17 @@ class HeadShape:
 
 
 class KvGather(NamedTuple):
-    """Started transfers of K and V: the results of `gather_kv`."""
+    """K and V of other ranks, still in transfer: the results of `gather_kv`."""
 
     rows_R2GD: list[Tensor]  # K and V of each stage; still in transfer
     slots: list[Tensor]  # tensors without memory; their gradients carry dK and dV in backward
 
 
 class GatherAgain(NamedTuple):
-    """What the end of a layer needs to gather K and V a second time, for backward."""
+    """What the end of a layer needs so that its backward can gather K and V a second time."""
 
-    slots_R2GD: list[Tensor]  # carry the gathered rows to attention's backward, as gradients
+    # tensors without memory; in backward their gradients are the gathered rows
+    slots_R2GD: list[Tensor]
     k_TGD: Tensor  # local keys, which are sent
     v_TGD: Tensor
 
@@ -80,7 +84,7 @@ class ContextAttention:
     which checks nothing, because it compares the digests of whole plans.
     """
 
-    segments: Segments  # segments of the first call, which has all queries
+    segments: Segments  # segments of the first attention call, which has all queries
     num_rows: int  # T, padding included
     heads: HeadShape
     backend: str  # name of the attention kernel, a key of `BACKENDS`
@@ -90,10 +94,10 @@ class ContextAttention:
     fused: bool = False  # let a Triton kernel add the gradients of K and V
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
-        """Start the exchange of K and V.
+        """Start the exchange of K and V, and return it; None with one CP rank.
 
-        The result must be passed to a call with the same k and v, which waits for it and frees it.
-        Returns None with one CP rank.
+        Pass the result to `attend` (or `__call__`) with the same k and v, which waits for the
+        transfers and frees their buffers.
         """
         self._check_keys(k_TGD, v_TGD)
         if self.exchange is None:
@@ -104,7 +108,13 @@ class ContextAttention:
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None = None
     ) -> Tensor:
-        """Compute attention, [T, H, D].
+        """Return attention's output, [T, H, D].
+
+        Args:
+            q_THD: Queries of this rank's rows.
+            k_TGD: Keys of this rank's rows.
+            v_TGD: Values of this rank's rows.
+            begun: Result of `begin` for the same k and v. None starts the exchange here.
 
         Raises:
             UserError: q, k or v do not have the declared shape, dtype or device. It is raised
@@ -115,15 +125,17 @@ class ContextAttention:
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None
     ) -> tuple[Tensor, GatherAgain | None]:
-        """Compute attention, and return what `add` needs to gather K and V again in backward.
+        """Return attention's output [T, H, D], and what `add` needs to gather K and V again.
 
-        The second result is None if backward keeps the gathered rows or there is one CP rank.
+        The second result is None if received rows are kept for backward or there is one CP rank.
+        Arguments and errors are those of `__call__`.
         """
         try:
             self._check("q", q_THD, self.heads.num_heads)
             self._check_keys(k_TGD, v_TGD)
         except UserError:
-            # Wait for the transfers, because their buffers must outlive them.
+            # Wait for the transfers before raising, because their buffers must not be freed while
+            # data still arrive.
             if begun is not None:
                 for rows in begun.rows_R2GD:
                     wait(rows)
@@ -147,10 +159,13 @@ class ContextAttention:
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
-        """Return x + y, the end of a layer; backward starts there to gather K and V again.
+        """Return x + y, the last operation of a layer; its backward starts to gather K and V again.
 
-        If `attended` is None this is a plain sum, and attention's backward starts the gather if it
-        needs one.
+        Args:
+            x_SC: Residual stream.
+            y_SC: Output of the layer's last branch.
+            attended: Second result of `attend`. With None this is a plain sum, and attention's
+                backward starts the gather if it needs one.
         """
         if attended is None or self.exchange is None:
             return x_SC + y_SC
@@ -162,7 +177,7 @@ class ContextAttention:
 
     @property
     def indices(self) -> list[Tensor]:
-        """Tensors on the device that the custom ops take besides q, k and v."""
+        """All tensors of offsets and indices on the device that attention's custom ops read."""
         if self.exchange is None:
             return [self.segments.cu_seqlens_q, self.segments.cu_seqlens_k]
         return self.exchange.tensors
@@ -204,9 +219,10 @@ class ContextAttention:
             heads: Shapes of q, k and v.
             backend: Name of the attention kernel.
             device: Where q, k and v are.
-            keep_gathered_kv: Keep the gathered K and V for backward.
+            keep_gathered_kv: Keep the received K and V for backward instead of gathering them
+                twice.
             fused: Let a Triton kernel add the gradients of K and V.
-            on_device: `rows.arrays()` as tensors, if the caller has already copied them.
+            on_device: `rows.arrays()` as tensors on the device. None copies them here.
             scores: The mask's window and the cap on scores. The window must equal that of `rows`.
         """
         if len(rows.stages) > 1:
@@ -247,9 +263,9 @@ class ContextAttention:
     ) -> "ContextAttention":
         """Make attention of a micro-batch that `sharding_plan` divides over the ranks of `group`.
 
-        A collective call: if one rank has a bad argument or the arguments differ, every rank raises
-        instead of hanging. The call waits for the device, so make one per micro-batch, not one per
-        layer.
+        This is a collective call: if one rank has a bad argument or the arguments differ, every
+        rank raises an error instead of hanging. The call waits for the device, so call it once per
+        micro-batch and not once per layer.
 
         Args:
             sharding_plan: The spans of all CP ranks.
@@ -260,15 +276,16 @@ class ContextAttention:
             dtype: Dtype of q, k and v.
             device: Where q, k and v are.
             backend: An attention kernel, or a value of `kernels.attention` that selects one.
-            deterministic: As `kernels.deterministic`. Used only where `backend` is a configured
-                value.
-            row_multiple: T is padded to a multiple of this.
+            deterministic: As `kernels.deterministic`. Used only if `backend` is a value of
+                `kernels.attention`.
+            row_multiple: T, the number of rows, is padded to a multiple of this.
             keep_gathered_kv: Keep the gathered K and V for backward instead of gathering them
                 twice.
             fused: As `kernels.fused`: whether a Triton kernel adds the gradients of K and V.
-            overlap: Compute attention over local keys during the exchange, as `cp.overlap_stages` >
-                0.
-            stages: Stages of the exchange if `overlap` is set. A sliding window always has one.
+            overlap: Compute attention over local keys during the exchange, as with
+                `cp.overlap_stages` > 0.
+            stages: Number of stages of the exchange if `overlap` is set. With a sliding window the
+                exchange always has one stage.
             scores: The mask's window and the cap on scores.
 
         Raises:
@@ -288,7 +305,7 @@ class ContextAttention:
             declared |= _identity(sharding_plan) | {"rows": num_rows} | options
             declared |= {"device": device.type, "backend": backend, "scores": str(scores)}
         except Exception as error:
-            # Catch everything: the other ranks are about to wait for this one in `agree`.
+            # Catch every error and pass it to `agree`, in which the other ranks wait for this one.
             problem = error
         agree(declared | {"keep_gathered_kv": keep_gathered_kv}, problem, group=group)
         assert heads is not None
@@ -344,7 +361,7 @@ def _resolved(
 
 
 def _check_gives_lse(backend: str, device: torch.device) -> None:
-    # Only outputs that come with their log-sum-exp can be merged.
+    # Results of several calls can be merged only if each comes with its log-sum-exp.
     if device.type != "cpu" and backend.startswith("sdpa"):
         raise UserError(
             f"cp.overlap_stages needs the log-sum-exp of attention's rows, which {backend} does "
@@ -353,13 +370,13 @@ def _check_gives_lse(backend: str, device: torch.device) -> None:
 
 
 def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -> Tensor:
-    """Select a rank's rows from a packed [S, ...] tensor.
+    """Return a CP rank's rows of a packed tensor [S, ...], shape [num_rows, ...].
 
     Args:
         packed: A tensor with one row for each token of the micro-batch.
         plan: The sharding of the micro-batch.
         rank: The CP rank whose rows are taken.
-        num_rows: T. Rows behind the rank's tokens are zero.
+        num_rows: Rows of the result, T. The rows after the rank's tokens are zero.
     """
     index = torch.from_numpy(plan.for_rank(rank).token_index).to(packed.device)
     out = packed.new_zeros((num_rows, *packed.shape[1:]))

@@ -17,9 +17,9 @@ ROWS = 6
 
 
 def example() -> ShardingPlan:
-    """Shard documents a, b and c of 5, 3 and 3 tokens over two ranks.
+    """Return a sharding of documents a, b and c, of 5, 3 and 3 tokens, over two ranks.
 
-    Rank 0 has both ends of a, and b. Rank 1 has the middle of a, and c.
+    Rank 0 has both ends of a, and all of b. Rank 1 has the middle of a, and all of c.
     """
     return ShardingPlan(
         strategy="by hand",
@@ -32,7 +32,7 @@ def example() -> ShardingPlan:
 
 
 def text() -> str:
-    """Describe the example for each kind of exchange and each rank."""
+    """Return the text that the module prints: index arrays by kind of exchange and rank."""
     plan = example()
     local = names(plan)
     lines = ["row     " + " ".join(f"{row:2}" for row in range(ROWS))]
@@ -51,7 +51,10 @@ def text() -> str:
 
 
 def names(plan: ShardingPlan) -> list[list[str]]:
-    """Name the token in each row of each rank: a0 is the first token of a, -- is padding."""
+    """Return the name of the token in each row, by rank.
+
+    For example "a0" is the first token of document a, and "--" is padding.
+    """
     out: list[list[str]] = []
     for rank in range(plan.cp):
         spans = plan.for_rank(rank).spans
@@ -63,7 +66,14 @@ def names(plan: ShardingPlan) -> list[list[str]]:
 def _read(
     mine: RankExchange, exchange: ContextExchange, rank: int, local: list[list[str]]
 ) -> Iterator[str]:
-    """Say in words which keys each segment's queries see, stage by stage."""
+    """Yield lines that say which keys the queries of each segment attend to, stage by stage.
+
+    Args:
+        mine: The rank's part of the exchange.
+        exchange: The exchange for all ranks.
+        rank: The CP rank.
+        local: The result of `names`.
+    """
     for s, stage in enumerate(mine.stages):
         rows = local[rank]
         if stage.transfer != Transfer.OWN:

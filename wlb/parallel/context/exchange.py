@@ -1,10 +1,10 @@
-"""The exchange of one rank as arguments of custom ops.
+"""One rank's exchange of keys and values in a form that custom ops can take as arguments.
 
 A custom op takes only tensors, strings and numbers. `flatten` turns a rank's stages into three such
 arguments, and `stages_of` restores the stages inside an op. Everything that differs between
-micro-batches is in tensors, so one compiled graph serves all of them: index arrays on the device,
-and the numbers that the host needs (splits of all-to-alls, lengths of the longest segments) in one
-tensor on the host, so reading them never waits for the device.
+micro-batches is in tensors, so one compiled graph serves all micro-batches. Index arrays are on the
+device. Values that the host needs (splits of all-to-alls, lengths of the longest segments) are in
+one tensor on the host, so reading them never waits for the device.
 """
 
 from collections.abc import Mapping
@@ -20,45 +20,47 @@ from wlb.parallel.context.rows import ON_DEVICE, RankExchange, Transfer
 
 
 class FlatExchange(NamedTuple):
-    """A rank's exchange as three arguments of custom ops."""
+    """A rank's exchange of keys and values, as three arguments that custom ops can take."""
 
     # On the device: the tensors of every stage, in the order of `DeviceStage`'s fields. With the
     # `needed` exchange `RankExchange.returned` follows.
     tensors: list[Tensor]
-    # On the host, one row for each stage: max_q, max_k, sliding window, rows received from each
-    # rank, rows sent to each rank.
+    # int64 on the host, with one row for each stage. The columns are: most queries and most keys of
+    # a segment, size of the sliding window, then for each rank the number of rows received from it,
+    # then for each rank the number of rows sent to it.
     numbers: Tensor
     # The number of ranks and each stage's `Transfer`, such as "2 own needed needed".
     layout: str
 
 
 class DeviceStage(NamedTuple):
-    """A `RankStage` inside a custom op. Fields that are None are absent from the flat form."""
+    """A `RankStage` as a custom op sees it, with tensors on the device in place of arrays."""
 
     transfer: Transfer
     cp: int  # number of CP ranks
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    index_K: Tensor  # row of each key, `RankStage.kv_index`
-    inverse_UR: Tensor  # key that uses each row, `RankStage.inverse`
+    index_K: Tensor  # for each key the row that it is copied from, `RankStage.kv_index`
+    inverse_UR: Tensor  # for each row the keys that are copied from it, `RankStage.inverse`
     query_rows: Tensor | None  # local rows of the call's queries; None means all rows
     sent_N: Tensor | None  # local rows that are sent; None unless the transfer is NEEDED
 
     @property
     def num_rows(self) -> int:
-        """R, the rows in which the call looks up its keys: those received, or the local rows."""
+        """R, the number of rows in which the call finds its keys (received rows or local rows)."""
         return self.inverse_UR.shape[1]
 
     @property
     def num_sent(self) -> int:
-        """Local rows that this rank sends and whose gradients return to it."""
+        """Number of local rows that this rank sends, and whose gradients return to it."""
         return self.num_rows // self.cp if self.sent_N is None else self.sent_N.shape[0]
 
     def segments(self, numbers: list[int], softcap: float) -> Segments:
         """Return the segments of the stage's attention call.
 
         Args:
-            numbers: The stage's row of `FlatExchange.numbers`.
+            numbers: The row of `FlatExchange.numbers` for this stage; its first values are the
+                longest segment's queries and keys, and the size of the sliding window.
             softcap: Cap on scores, 0 for none.
         """
         max_q, max_k, sliding = numbers[:3]
@@ -66,7 +68,11 @@ class DeviceStage(NamedTuple):
         return Segments.of(*offsets, max_q, max_k, sliding, softcap, is_causal=is_causal)
 
     def splits(self, numbers: list[int]) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows received from each rank and sent to each rank."""
+        """Return how many rows come from each rank, and how many go to each rank.
+
+        Args:
+            numbers: The row of `FlatExchange.numbers` for this stage.
+        """
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 
 
@@ -84,7 +90,7 @@ def flatten(
         rows: Index arrays of one rank.
         on_device: The same arrays as tensors on the device, by the names of `RankExchange.arrays`.
         backend: Name of the attention kernel.
-        device: Where offsets are copied to.
+        device: Device to which the offsets of segments are copied.
         scores: The mask's window and the cap on scores.
     """
     tensors: list[Tensor] = []
@@ -113,14 +119,21 @@ def flatten(
 
 
 def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Tensor | None]:
-    """Restore the stages, in the order of their calls, and `RankExchange.returned`.
+    """Restore the stages and `RankExchange.returned` (None for an all-gather) from the flat form.
 
     Reads only shapes, so it also works on fake tensors.
+
+    Args:
+        tensors: As `FlatExchange.tensors`.
+        layout: As `FlatExchange.layout`.
+
+    Returns:
+        The stages in the order of their attention calls, and `RankExchange.returned`.
     """
     cp, *transfers = layout.split()
     left, stages = list(tensors), list[DeviceStage]()
     for transfer in map(Transfer, transfers):
-        # The order is the one in which `flatten` appends: two offsets, then `ON_DEVICE`.
+        # `flatten` appends tensors in this order: two tensors of offsets, then those in `ON_DEVICE`.
         fixed = (left.pop(0), left.pop(0), left.pop(0), left.pop(0))
         query_rows = left.pop(0) if stages else None
         sent = left.pop(0) if transfer == Transfer.NEEDED else None
@@ -131,7 +144,7 @@ def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Te
 def to_device(
     arrays: Mapping[str, np.ndarray[Any, Any]], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copy int64 arrays to `device` in one asynchronous transfer from pinned memory."""
+    """Copy int64 arrays to `device` in one asynchronous transfer; returns tensors by name."""
     if not arrays:
         return {}
     flat = copy_to_device(np.concatenate([a.reshape(-1) for a in arrays.values()]), device)

@@ -1,10 +1,11 @@
-"""What linear-attention layers need of earlier tokens where context parallelism cuts documents.
+"""Context parallelism of linear attention: a span gets what it needs of its document's earlier part.
 
-A span that starts inside a document needs two things of the tokens before it, so each layer has two
-exchanges. First come the latest rows, which the convolution reads. Then come the summaries of the
-document's earlier spans, which a rank composes from the beginning of the document. The plan
-(`wlb.plan.rank_summaries`) fixes all sizes, so ranks exchange no shapes. Gradients return the same
-way, and are added in the order of ranks that the plan gives, so their bits repeat.
+A span that starts inside a document needs two things from the tokens before it, so each layer has
+two exchanges. The first one brings the last few rows before the span, which the convolution reads.
+The second one brings the summaries of the document's earlier spans, from which the rank computes
+the state before its span. The plan (`wlb.plan.rank_summaries`) fixes all sizes, so ranks exchange
+no shapes. Gradients return the same way. They are added in a fixed order of ranks, so results are
+the same to the bit in every run.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +25,14 @@ _collectives = torch.ops._c10d_functional
 
 
 class _SharedRows(NamedTuple):
-    """Rows of this rank that spans need, on this rank or on others: `RowsOf` on the device.
+    """Index tensors of an exchange of rows between CP ranks: `RowsOf` on the device.
 
-    A span finds its rows in a **pool**: the local rows that are needed, then the rows received.
+    A span finds the rows that it needs in a **pool** of rows: first the local rows that any span
+    needs, then the rows received from other ranks.
     """
 
-    kept: Tensor  # local rows that are in the pool
-    sent: tuple[Tensor, ...]  # for each rank the places in `kept` that it receives, without repeats
+    kept: Tensor  # indices of the local rows that are in the pool
+    sent: tuple[Tensor, ...]  # for each rank the entries of `kept` sent to it; no entry repeats
     received: list[int]  # number of rows that come from each rank
 
     @classmethod
@@ -44,16 +46,17 @@ class _SharedRows(NamedTuple):
         )
 
     def filled(self, kept: Tensor, group: str) -> Tensor:
-        """Return the pool: these local rows and, behind them, the rows that other ranks send.
+        """Return the pool: the local rows `kept`, followed by the rows that other ranks send.
 
-        Collective: ranks that neither send nor receive must call it too.
+        This is a collective call: ranks that neither send nor receive must call it too. `group` is
+        the name of the CP group.
         """
         flat: Tensor = _Exchange.apply(kept.flatten(1), self, group)  # pyright: ignore[reportAssignmentType]
         return flat.view(-1, *kept.shape[1:])
 
 
 class _Exchange(torch.autograd.Function):
-    """Append the rows that other ranks send (all-to-all); gradients return the same way."""
+    """Appends to local rows the rows that other ranks send; gradients return the same way."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, pool: _SharedRows, group: str) -> Tensor:
@@ -68,8 +71,8 @@ class _Exchange(torch.autograd.Function):
         splits = [index.shape[0] for index in pool.sent]
         back = _all_to_all(grads[0][ctx.num_kept :], splits, pool.received, ctx.group)
         grad = grads[0][: ctx.num_kept].clone()
-        # Add one rank's gradients at a time. No index repeats within a rank, so the order of the
-        # sum is fixed and its bits repeat.
+        # Add one rank's gradients at a time. No index repeats within a rank, so the order of
+        # additions is fixed, and so is the result to the bit.
         for index, part in zip(pool.sent, back.split(splits), strict=True):
             grad.index_add_(0, index, part)
         return grad, None, None
@@ -83,29 +86,31 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) 
 class _Composition(NamedTuple):
     """How a rank computes the state before each of its spans from the summaries of earlier spans.
 
-    All documents advance together: step i composes the i-th summary of every document that has one.
-    Documents are sorted by their number of summaries, most first, so that those of a step are
-    always the first ones. Each step begins by copying the states that some span needs.
+    All documents advance together: step i applies the i-th summary of every document that has one
+    to the document's state. Documents are sorted by their number of summaries, most first, so the
+    documents of a step are always a prefix of them. After each step the states that some span needs
+    are copied.
     """
 
-    read: Tensor  # place in the pool of each summary, step by step
+    read: Tensor  # index of each summary in the pool of summaries, step by step
     sizes: list[int]  # number of documents in each step
-    reads: tuple[Tensor, ...]  # for each step the documents of which a span needs the new state
-    state_of: Tensor  # for each span its place among the copied states; place 0 is zeros
+    reads: tuple[Tensor, ...]  # for each step the documents whose new state a span needs
+    state_of: Tensor  # for each span the index of its copied state; index 0 is a state of zeros
 
     @classmethod
     def of(cls, found: IntArray, num_spans: int, device: torch.device) -> "_Composition":
-        """Plan the composition.
+        """Make the index tensors from the summaries that each span needs.
 
         Args:
-            found: Places of the summaries before each span, `RowsOf.found`.
-            num_spans: Spans of the rank, including one of padding if there is any.
+            found: For each span the indices of its earlier summaries in the pool, in order; -1
+                fills the rest of a row (`RowsOf.found`).
+            num_spans: Number of spans of the rank, including the span of padding if there is one.
             device: Where the index tensors are copied to.
         """
         count = (found >= 0).sum(axis=1)
         cut = np.flatnonzero(count)
-        # The place of its first summary identifies a document. The document's last span on this
-        # rank needs every summary that its other spans need.
+        # A document is identified by the index of its first summary. Of a document's spans on this
+        # rank, the last one needs every summary that the others need.
         names, document = np.unique(found[cut, 0] if cut.size else cut, return_inverse=True)
         most = np.zeros(names.size, np.int64)
         np.maximum.at(most, document, count[cut])
@@ -118,8 +123,7 @@ class _Composition(NamedTuple):
         ordered = count[last]
         sizes = [int((ordered > step).sum()) for step in range(int(ordered.max(initial=0)))]
         read = [found[last[:size], step] for step, size in enumerate(sizes)]
-        # Group spans by the number of summaries before them, which is the step that makes their
-        # state.
+        # Group spans by the number of summaries before them: that many steps make their state.
         reads = [document[count[cut] == step] for step in range(1, len(sizes) + 1)]
         order = np.argsort(count[cut], kind="stable")
         state_of = np.zeros(num_spans, np.int64)
@@ -132,9 +136,12 @@ class _Composition(NamedTuple):
         )
 
     def states(self, pool: Tensor, num_keys: int) -> Tensor:
-        """Return the state before each span [S, H, K, V], from summaries [N, H, K, K + V].
+        """Return the state before each span, [S, H, K, V].
 
-        A summary holds a transition matrix [K, K] and the state [K, V] that the span adds.
+        Args:
+            pool: Summaries of spans, [N, H, K, K + V]. A summary has a transition matrix [K, K] and
+                the state [K, V] that its span adds.
+            num_keys: K, the columns of the transition matrix.
         """
         parts = pool.index_select(0, self.read).split(self.sizes)
         nothing = pool.new_zeros(1, *pool.shape[1:3], pool.shape[3] - num_keys)
@@ -144,19 +151,19 @@ class _Composition(NamedTuple):
             transition, own = part.split([num_keys, part.shape[-1] - num_keys], -1)
             state = transition @ state[: part.shape[0]] + own
             found.append(state.index_select(0, spans))
-        # The empty sum keeps the pool in the graph where no span reads it, because other ranks wait
-        # for this rank in the exchange of gradients.
+        # Adding an empty sum keeps the pool in autograd's graph even if no span reads it. Otherwise
+        # this rank would not join the exchange of gradients, and other ranks would wait for it.
         return torch.cat(found).index_select(0, self.state_of) + pool[:0].sum()
 
 
 class SpansBefore:
-    """Brings linear layers what stands before their spans, over a CP group.
+    """Gives linear-attention layers the rows and states before their spans, over a CP group.
 
     Implements `wlb.model.delta_net.Before`.
 
     Args:
-        made: This rank's part of the plan.
-        num_rows: Rows of the rank. Rows behind its spans are padding, which counts as one more
+        made: Which rows and summaries this rank sends and receives.
+        num_rows: Rows of the rank. The rows after its spans are padding, which counts as one more
             span.
         group: The CP group.
         device: Where the rows are.
@@ -168,36 +175,42 @@ class SpansBefore:
         self.layout = span_layout(made, num_rows, device)
         self._group = group.group_name
         num_spans = len(self.layout.lengths)
-        # 1. The convolution's rows: where each span finds them in the pool. A row of zeros is
-        # appended to the pool, and -1 (nothing before the span) becomes its place.
+        # 1. Find in the pool the rows that the convolution needs before each span. A row of zeros is
+        # appended to the pool, and -1 (no row before the span) becomes the index of that row.
         self._latest = _SharedRows.of(made.latest, device)
         found = np.full((num_spans, made.latest.found.shape[1]), -1, np.int64)
         found[: made.latest.found.shape[0]] = made.latest.found
         num_pool = made.latest.kept.size + int(made.latest.received.sum())
         self._found = tuple(_index(column, device) for column in (found % (num_pool + 1)).T)
-        # 2. Which spans this rank summarises, and how it composes the summaries.
+        # 2. Find which spans this rank summarises, and how it composes the summaries it receives.
         self._before = _SharedRows.of(made.before, device)
         self._made: SpanMembers = self.layout.members(made.before.kept)
         self._composed = _Composition.of(made.before.found, num_spans, device)
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """Return the latest rows before each span, [S, count, D]; missing ones are zero."""
+        """Return the last `count` rows before each span, [S, count, D]; zeros where there are none.
+
+        Args:
+            rows_TD: The convolution's input on this rank.
+            layout: Unused, because the plan has fixed where spans are.
+            count: Rows that the convolution reads before a row.
+        """
         assert len(self._found) == count, "the plan was made for another convolution"
         pool = self._latest.filled(rows_TD.index_select(0, self._latest.kept), self._group)
         pool = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
-        # Select one column at a time. No row repeats within one (except the zeros), so the order in
-        # which backward adds gradients is fixed.
+        # Select one column at a time. Within a column no row repeats (except the row of zeros), so
+        # the order in which backward adds gradients is fixed.
         return torch.stack([pool.index_select(0, column) for column in self._found], 1)
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
-        """Return the state before each span [S, H, K, V]."""
+        """Return the state before each span, [S, H, K, V], after exchanging summaries."""
         made = rule.summaries(self._made)
         pool = self._before.filled(torch.cat(made, -1), self._group)
         return self._composed.states(pool, made.transition_SHKK.shape[-1])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All index tensors, for callers that copy them on another stream."""
+        """All index tensors, for callers that must record them on the stream that reads them."""
         pools = [t for pool in (self._latest, self._before) for t in (pool.kept, *pool.sent)]
         composed = [self._composed.read, *self._composed.reads, self._composed.state_of]
         members = [*self._made.steps, self._made.chunks, self._made.rows]
@@ -212,10 +225,10 @@ def linear_rows(
     device: torch.device,
     backend: LinearBackend = LinearBackend.TORCH,
 ) -> tuple[LinearRows, list[Tensor]]:
-    """Return what linear layers need of a micro-batch, and its index tensors.
+    """Return the inputs of linear-attention layers for a micro-batch, and their index tensors.
 
     Args:
-        made: This rank's part of the plan.
+        made: Which rows and summaries this rank sends and receives.
         num_rows: Rows of the rank, with padding.
         group: The CP group. None means one rank, whose spans are whole documents.
         device: Where the rows are.
@@ -229,7 +242,7 @@ def linear_rows(
 
 
 def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
-    """Return the layout of a rank's spans. Padding rows form one more span."""
+    """Return the layout of a rank's spans; rows after them, up to `num_rows`, form one more span."""
     padding = num_rows - int(made.lengths.sum())
     return SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
 

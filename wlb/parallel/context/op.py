@@ -17,9 +17,12 @@ read; its gradient is the buffer of a transfer.
 
 `AddAndGatherAgain` uses slots in the same way for the second gather of K and V in backward.
 
-Each op stands together with the shapes of its results ("fake"), what it saves, and its derivative.
+For each op the file has its computation, the function that makes empty results for tracing
+("fake"), the function that saves tensors for backward, and the derivative, in this order.
+
 Shapes, besides those of `attention`: R rows that arrive in a stage, N rows sent in all stages
-(`needed` exchange), K keys of segments, U uses of a row, W receivers of a row.
+(`needed` exchange), K keys of all segments, U the most segments of a rank that read one row, W the
+most ranks to which one row is sent.
 """
 
 from typing import Any
@@ -48,7 +51,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
-    """Return the stages that have a transfer, which are all except local keys."""
+    """Return the stages of the exchange that have a transfer: all except the call over local keys."""
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]
 
@@ -56,10 +59,17 @@ def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
 def _start(
     both_T2GD: Tensor, tensors: list[Tensor], numbers: Tensor, layout: str, group_name: str
 ) -> list[Tensor]:
-    """Start the transfers of K and V, and return a [R, 2, G, D] buffer for each that has one.
+    """Start the transfers of K and V, and return one [R, 2, G, D] buffer for each transfer.
 
-    Only the ops of attention may read the buffers, because they wait first. `numbers` is on the
-    host, so reading the splits does not wait for the device.
+    Only the ops of attention may read the buffers, because they wait for the transfers first.
+
+    Args:
+        both_T2GD: Local K and V, stacked.
+        tensors: As `FlatExchange.tensors`.
+        numbers: As `FlatExchange.numbers`. It is on the host, so reading how many rows go to each
+            rank does not wait for the device.
+        layout: As `FlatExchange.layout`.
+        group_name: Name of the CP group.
     """
     stages = _travelling(tensors, layout)
     started: list[Tensor] = []
@@ -80,10 +90,17 @@ def _start(
 def _start_return(
     dkv_R2GD: Tensor, stage: DeviceStage, numbers: list[int], group_name: str
 ) -> Tensor:
-    """Start to send a stage's gradients back to the ranks that hold the rows.
+    """Start to send the gradients of a stage's rows back to the ranks that have the rows.
 
-    A reduce-scatter adds them up if all ranks received all rows. Otherwise an all-to-all brings the
-    gradients of each receiver, one after the other, and `receive_kv_gradient` adds them up.
+    If all ranks received all rows, a reduce-scatter also adds the gradients up. Otherwise an
+    all-to-all returns the gradients from each receiver separately, and `receive_kv_gradient` adds
+    them up.
+
+    Args:
+        dkv_R2GD: Gradients of the rows of K and V that this rank received.
+        stage: The stage of the exchange.
+        numbers: The row of `FlatExchange.numbers` for this stage.
+        group_name: Name of the CP group.
     """
     # A bfloat16 sum would round once per rank, so its error would grow with CP.
     dkv_R2GD = dkv_R2GD.to(sum_dtype(dkv_R2GD))
@@ -94,17 +111,20 @@ def _start_return(
 
 
 def _rows_like(x_TGD: Tensor, num_rows: int) -> Tensor:
-    """Allocate a [num_rows, 2, G, D] buffer for rows of K and V."""
+    """Allocate a [num_rows, 2, G, D] buffer for rows of K and V with the heads of `x_TGD`."""
     return x_TGD.new_empty((num_rows, 2, *x_TGD.shape[-2:]))
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Make a [num_rows, 2, G, D] tensor without memory, whose gradient alone is used."""
+    """Make a slot: a [num_rows, 2, G, D] tensor without memory, of which only the gradient is used."""
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
 def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
-    """Make the slots of `gather_kv`: one for each stage with a transfer, and one for local keys."""
+    """Make slots (tensors without memory) for the gradients of K and V that backward computes.
+
+    There is one for the rows sent in each of `stages`, and one for local keys.
+    """
     num_rows = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
     return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in num_rows]
 
@@ -140,13 +160,15 @@ def gather_kv(
         fused: Let a Triton kernel add the gradients.
 
     Returns:
-        The buffers, and the slots whose gradients are those of the local K and V. Each stage has a
-        slot for the gradients that are sent back to this rank: [T, 2, G, D] over all stages, or
-        [N, 2, G, D] if receivers are not added up yet. The last slot, [T, 2, G, D], is for
-        gradients that did not travel.
+        The buffers, and slots: tensors without memory, whose gradients in backward are the
+        gradients of the local K and V. Each stage has a slot for the gradients that other ranks
+        send back. Together the slots of all stages have T rows for an all-gather, or N rows for a
+        `needed` exchange, where a row has one gradient from each rank that received it. The last
+        slot, [T, 2, G, D], is for the gradients from the call over local keys.
     """
-    # Its backward waits for the gradients, and autograd runs nodes made later first. That is why Q
-    # is projected after this op: backward of the projection then hides the transfer.
+    # The backward of this op waits for the gradients. Autograd runs the nodes of later operations
+    # first. Therefore the model projects Q after this op: the backward of that projection then runs
+    # while the gradients travel.
     slots = _gradient_slots(k_TGD, _travelling(tensors, layout))
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name), slots
 
@@ -171,15 +193,17 @@ def receive_kv_gradient(
     dtype: torch.dtype,
     fused: bool,
 ) -> Tensor:
-    """Wait for the gradients that attention's backward sent, and return them as [T, 2, G, D].
+    """Wait for the gradients of K and V that other ranks send back; return sums [T, 2, G, D].
 
     Args:
-        returning: Gradients of each stage, still in transfer.
-        own_T2GD: Gradients that did not travel; they are added last.
-        returned_WT: `RankExchange.returned`. With the `needed` exchange the gradients of a row's
-            receivers are added here in float32, in the order of stages and ranks.
+        returning: Gradients of the rows sent in each stage, still in transfer.
+        own_T2GD: Gradients from the call over local keys, which are added last. None without such
+            a call.
+        returned_WT: `RankExchange.returned`, which says where the gradients of each local row are.
+            They are added in float32, in the order of stages and ranks. None for an all-gather,
+            whose gradients arrive already added up.
         dtype: Dtype of the result.
-        fused: Let a Triton kernel add them.
+        fused: Let a Triton kernel add the gradients.
     """
     stages = [_collectives.wait_tensor(x) for x in returning]
     arrived = torch.cat(stages) if len(stages) > 1 else stages[0]
@@ -201,7 +225,7 @@ def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _receive(ctx: Any, _: Any, slots: list[Tensor | None]) -> tuple[Any, ...]:
     none = ([None] * ctx.num_tensors, *(None,) * 4)
     *returning, own_T2GD = slots
-    # Nothing differentiated attention's output.
+    # Attention's output was not part of the loss, so there are no gradients.
     if returning[0] is None:
         return None, None, *none
     dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
@@ -227,28 +251,39 @@ def gather_kv_again(
     layout: str,
     group_name: str,
 ) -> list[Tensor]:
-    """Start to gather K and V a second time, for backward.
+    """Start to receive K and V of other ranks a second time, during backward.
 
-    grad_SC is not read. It makes the gather depend on the backward pass; otherwise the compiler
-    would run it in forward and keep the result.
+    Args:
+        grad_SC: Any gradient of the backward pass. Its values are not read. It makes the gather
+            depend on the backward pass; otherwise the compiler would run the gather in forward and
+            keep the result.
+        k_TGD: Local keys.
+        v_TGD: Local values.
+        tensors: As `FlatExchange.tensors`.
+        numbers: As `FlatExchange.numbers`.
+        layout: As `FlatExchange.layout`.
+        group_name: Name of the CP group.
+
+    Returns:
+        A [R, 2, G, D] buffer for each transfer, still in transfer.
     """
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
-    """Add x + y at the end of a layer; backward starts to gather the layer's K and V again.
+    """Return x + y at the end of a layer; backward starts to gather the layer's K and V again.
 
     The arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, then the
-    slots of `context_attend` and the tensors of the exchange. The gathered rows travel to
-    attention's backward as the gradients of the slots, while the MLP and the output projection
-    compute.
+    `num_slots` slots that `context_attend` returned, and the tensors of the exchange. Backward
+    passes the gathered rows to attention's backward as the gradients of these slots. Meanwhile the
+    backward of the MLP and of the output projection runs.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Return x + y, and save what the gather needs."""
-        # torch.compile (2.13) drops the first argument of a forward that is called with as many
-        # arguments as it has parameters, so this one takes them as *arguments.
+        """Return x + y, and save what the gather in backward needs."""
+        # If forward is called with exactly as many arguments as it has parameters, torch.compile
+        # (2.13) drops the first one. Therefore forward takes all of them as *arguments.
         x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, *rest = arguments
         ctx.static, ctx.num_slots = (layout, group_name), num_slots
         ctx.save_for_backward(k_TGD, v_TGD, numbers, *rest[num_slots:])
@@ -256,11 +291,12 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Start the gather, and pass on the gradient to x and y."""
+        """Start the gather, and return the sum's gradient for both x and y."""
         (grad_SC,) = grads
         k_TGD, v_TGD, numbers, *tensors = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_slots
-        # Argument 8 is the first slot: without it attention has no backward that needs the rows.
+        # Argument 8 is the first slot. If it needs no gradient, attention has no backward, and
+        # nobody needs the rows.
         if ctx.needs_input_grad[8]:
             gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, tensors, numbers, *ctx.static)
         return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(tensors)
@@ -272,26 +308,36 @@ class AddAndGatherAgain(torch.autograd.Function):
 def segment_keys(
     kv_R2GD: Tensor, index_K: Tensor, segments: Segments, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return K and V as the backend reads them: the whole buffer, or the keys of each segment."""
+    """Return K and V in the form that the attention kernel reads.
+
+    Args:
+        kv_R2GD: Rows of K and V, received or local.
+        index_K: Row of each key, segment by segment.
+        segments: Segments of the attention call.
+        backend: Name of the kernel. Some kernels look up keys in the whole buffer; for the others
+            the keys of each segment are copied out of it.
+    """
     if not reads_buffer(segments, backend):
         kv_R2GD = kv_R2GD.index_select(0, index_K)
     return kv_R2GD[:, 0], kv_R2GD[:, 1]
 
 
 def reads_buffer(segments: Segments, backend: str) -> bool:
-    """Return whether the backend looks up keys in the buffer itself, so that none are copied."""
+    """Return whether the kernel looks up keys in the buffer of rows, so that no keys are copied."""
     return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
 
 
 def gradients_by_row(
     dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
 ) -> Tensor:
-    """Add up the gradients of all keys that use a row, in float32; returns [R, 2, G, D].
+    """Return the gradients of rows of K and V, [R, 2, G, D]: sums over the keys copied from a row.
+
+    A row is copied once for each segment that attends to it. The sums are in float32.
 
     Args:
         dk_KGD: Gradient of each key.
         dv_KGD: Gradient of each value.
-        inverse_UR: The keys that use each row, `RankStage.inverse`.
+        inverse_UR: For each row the keys that were copied from it, `RankStage.inverse`.
         fused: Use one Triton kernel, which makes no copies and gives the same bits.
     """
     if fused:
@@ -299,7 +345,7 @@ def gradients_by_row(
     shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
     total = dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
     for i, grad_KGD in enumerate((dk_KGD, dv_KGD)):
-        # Rows without a use read an appended row of zeros.
+        # Rows from which no key (or no further key) was copied read an appended row of zeros.
         used = torch.cat([grad_KGD, grad_KGD.new_zeros((1, *grad_KGD.shape[1:]))])
         total[:, i] = used.index_select(0, inverse_UR[0])
         for index_R in inverse_UR[1:]:
@@ -310,7 +356,14 @@ def gradients_by_row(
 def _merge(
     out_THD: Tensor, lse_HT: Tensor, other: tuple[Tensor, Tensor], query_rows: Tensor
 ) -> None:
-    """Merge the result of a later attention call into the results so far, in place."""
+    """Merge the result of a later attention call into the results of earlier calls, in place.
+
+    Args:
+        out_THD: Output of the earlier calls, for all queries.
+        lse_HT: Log-sum-exp of the earlier calls.
+        other: Output and log-sum-exp of the later call, for some queries.
+        query_rows: Rows of these queries in `out_THD`.
+    """
     other_THD, other_HT = other
     # The denominator of the softmax over all keys is the sum of both calls' denominators.
     before_HT = lse_HT.index_select(1, query_rows)
@@ -347,16 +400,16 @@ def context_attend(
     keep_gathered: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute attention stage by stage, waiting for each stage's keys just before its call.
+    """Compute attention with one call per stage, waiting for a stage's keys just before its call.
 
-    The output is differentiable in q and in the slots of `begun`; k and v get their gradients
-    through those slots.
+    The output is differentiable in q and in the slots of `begun`. The gradients of k and v travel
+    as the gradients of those slots, so k and v themselves get none here.
 
     Args:
         q_THD: Queries.
         k_TGD: Local keys.
         v_TGD: Local values.
-        begun: Both results of `gather_kv`, concatenated.
+        begun: Both results of `gather_kv`, concatenated: the buffers in transfer, then the slots.
         tensors: As `FlatExchange.tensors`.
         numbers: As `FlatExchange.numbers`.
         layout: As `FlatExchange.layout`.
@@ -364,7 +417,7 @@ def context_attend(
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
         keep_gathered: Keep the received rows for backward. Otherwise backward gathers them again.
-        fused: Let a Triton kernel add the gradients of a row's uses.
+        fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
 
     Returns:
         The output [T, H, D], the log-sum-exp [H, T], and the slots [R, 2, G, D] through which
@@ -376,7 +429,7 @@ def context_attend(
     out_THD: Tensor | None = None
     lse_HT: Tensor | None = None
     for stage, of_stage in zip(stages, numbers.tolist(), strict=True):
-        # 1. Wait for the stage's keys. The calls before this one have hidden the transfer.
+        # 1. Wait for the stage's keys. They travelled while earlier calls ran.
         segments, rows = stage.segments(of_stage, softcap), stage.query_rows
         is_own = stage.transfer == Transfer.OWN
         kv = torch.stack([k_TGD, v_TGD], 1) if is_own else _collectives.wait_tensor(left.pop(0))
@@ -385,7 +438,8 @@ def context_attend(
         q = q_THD if rows is None else q_THD.index_select(0, rows)
         out, lse = forward(backend, q, *keys, segments)
         del kv, keys, q
-        # 3. Merge. If several results are merged, sum in float32 and round once at the end.
+        # 3. Merge the result with those of earlier calls. With three or more calls, sum in float32
+        # and round once at the end.
         if out_THD is None or lse_HT is None or rows is None:
             merged_in = sum_dtype(out) if len(stages) > 2 else out.dtype
             out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
@@ -414,19 +468,21 @@ def _stage_backward(
         stage: The stage of the call.
         segments: Its segments.
         local: Local k and v, read by the call over local keys.
-        left: Received rows of the stages that remain; the first one is removed.
-        of_queries: Gradient of the output, q, output and log-sum-exp of all queries.
+        left: Received rows of this stage and of the stages after it. The call removes the first
+            entry, its own.
+        of_queries: For all queries: gradient of the output, q, output and log-sum-exp.
         backend: Name of the attention kernel.
-        fused: Let a Triton kernel add the gradients of a row's uses.
+        fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
 
     Returns:
-        dQ, and dK and dV as one tensor [R, 2, G, D]. The latter is in float32, unless the backend
-        wrote gradients of the buffer itself.
+        dQ, and dK and dV as one tensor [R, 2, G, D]. The latter is in float32, unless the kernel
+        read keys from the buffer of rows and returned the gradients of its rows.
     """
     is_own = stage.transfer == Transfer.OWN
     kv = torch.stack(local, 1) if is_own else _collectives.wait_tensor(left.pop(0))
     keys = segment_keys(kv, stage.index_K, segments, backend)
-    # Free the buffer if the gather started here. Autograd keeps one of AddAndGatherAgain alive.
+    # Drop the reference to the buffer. This frees it if the gather started in this op; if it started
+    # in AddAndGatherAgain, autograd keeps it alive.
     del kv
     grad, q, out, lse = of_queries
     if (rows := stage.query_rows) is not None:
@@ -471,25 +527,25 @@ def context_attend_backward(
     group_name: str,
     fused: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute dQ, and start to send dK and dV of each stage back to their ranks.
+    """Compute dQ, and start to send each stage's dK and dV back to the ranks that have the rows.
 
     Args:
         grad_THD: Gradient of the output.
-        saved: q, output and log-sum-exp. k and v follow if a call reads local keys or the rows must
-            be gathered here.
-        arriving: Received rows of each stage. If empty, K and V are gathered here.
+        saved: q, output and log-sum-exp. Local k and v follow if a call reads local keys or if this
+            op must gather the rows.
+        arriving: Received rows of each stage. If empty, this op gathers K and V.
         tensors: As `FlatExchange.tensors`.
         numbers: As `FlatExchange.numbers`.
         layout: As `FlatExchange.layout`.
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
-        fused: Let a Triton kernel add the gradients of a row's uses.
+        fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
 
     Returns:
-        dQ, and a list of gradients of K and V in float32. Those of each transfer come first, and
-        only `receive_kv_gradient` may read them. Those of local keys come last, if they have a
-        call.
+        dQ, and a list of gradients of K and V in float32. First come the gradients that each
+        transfer returns, which only `receive_kv_gradient` may read. The last entry has the
+        gradients of local keys, if local keys have a call.
     """
     q_THD, out_THD, lse_HT, *local = saved
     left = list(arriving)
@@ -498,12 +554,12 @@ def context_attend_backward(
     of_queries = [grad_THD, q_THD, out_THD, lse_HT]
     stages, _ = stages_of(tensors, layout)
     both = list(zip(stages, numbers.tolist(), strict=True))
-    # The first call gives dQ of all queries. Later calls give dQ of some; with more than one of
-    # them, add those up in float32 (`several`).
+    # The first call gives dQ of all queries, and later calls give dQ of some queries. If there are
+    # two or more later calls, add their results up in float32 (`several`).
     dq_THD = one = rows = None
     several = q_THD.new_zeros(q_THD.shape, dtype=sum_dtype(q_THD)) if len(stages) > 2 else None
     gradients: list[Tensor] = []
-    # Local keys come last, so that the gradients of other ranks' keys travel meanwhile.
+    # Process local keys last, so that the gradients of other ranks' keys travel meanwhile.
     for stage, of_stage in sorted(both, key=lambda pair: pair[0].transfer == Transfer.OWN):
         segments = stage.segments(of_stage, softcap)
         dq, dkv_R2GD = _stage_backward(
@@ -527,12 +583,12 @@ def context_attend_backward(
 
 
 def _sum_of_queries(dq_THD: Tensor, later: Tensor | None, rows: Tensor | None) -> Tensor:
-    """Add up the gradients of Q and round once.
+    """Add up the gradients of Q from all attention calls, and round once.
 
     Args:
         dq_THD: Gradient from the first call, which has all queries.
-        later: Gradient from the later calls; None if there are none.
-        rows: Queries to which `later` belongs; None if it has all of them.
+        later: Gradient from the later calls. None if there are none.
+        rows: Rows of the queries to which `later` belongs. None if it has all queries.
     """
     if later is None:
         return dq_THD
@@ -562,7 +618,7 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     no_rows = [None] * ctx.num_travelling
     rest = ([None] * ctx.num_tensors, *(None,) * 7)
-    # Nothing differentiated the output, and the log-sum-exp has no derivative.
+    # The output was not part of the loss, and the log-sum-exp has no derivative.
     if grad_THD is None:
         return None, None, None, [*no_rows, *no_rows, None], *rest
     q_THD, out_THD, lse_HT, numbers, *kept = ctx.saved_tensors

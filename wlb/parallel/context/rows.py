@@ -2,13 +2,13 @@
 
 Attention of a micro-batch has one call for each stage of the exchange. The first call is causal
 and has all queries. A later call has only the queries that see keys of its stage; all these keys
-come before the queries, so it needs no mask. The results of the calls are merged. There are three
-forms:
+come before the queries, so it needs no mask. The results of the calls are merged. The stages have
+one of three forms:
 
-    gather                one stage: an all-gather, and a call over all keys
-    needed                one stage: an all-to-all of the rows that are read, and the same call
-    own, then either      a call over local keys, which needs no transfer; then
-                          `cp.overlap_stages` stages, each hidden by the call before it
+    gather                one stage: an all-gather, then one attention call over all keys
+    needed                one stage: an all-to-all of the rows that are read, then the same call
+    own, then gather      first a call over local keys, which needs no transfer; then
+    or needed             `cp.overlap_stages` stages, each travelling while the call before it runs
 
 Local rows are the tokens of the rank's spans in order, then padding up to T rows. The padding is
 an attention segment by itself, so that no token attends to it. NumPy only.
@@ -35,7 +35,8 @@ class Transfer(StrEnum):
 class RankStage:
     """A stage on one rank: a transfer of R rows of K and V, and an attention call over K keys.
 
-    kv_index and inverse are None with one CP rank, whose R = T local rows are the keys.
+    A row that several segments attend to is copied once for each of them, so there can be more keys
+    than rows. With one CP rank kv_index and inverse are None, because the local rows are the keys.
     """
 
     transfer: Transfer
@@ -45,14 +46,14 @@ class RankStage:
     cu_seqlens_q: IntArray  # offsets of the call's segments, shape [num_segments + 1]
     cu_seqlens_k: IntArray
     query_rows: IntArray | None  # local rows of the call's queries, shape [T2]; None means all rows
-    kv_index: IntArray | None  # received row that holds each key, segment by segment, shape [K]
-    # Two spans of a document read the same rows. inverse[u, r] is the key that uses row r for the
-    # u-th time, or K if there is none; backward adds up gradients with it. Shape [U, R].
+    kv_index: IntArray | None  # row that each key is copied from, segment by segment, shape [K]
+    # inverse[u, r] is the (u + 1)-th key that is copied from row r, or K if there are fewer. Backward
+    # adds up the gradients of these keys. Shape [U, R], where U is the most copies of a row.
     inverse: IntArray | None
 
 
 ON_DEVICE = ("kv_index", "inverse", "query_rows", "sent_rows")
-"""Arrays of a stage that custom ops take after its offsets, in the order of `DeviceStage`."""
+"""Fields of `RankStage` that are copied to the device for custom ops, in `DeviceStage`'s order."""
 STAGE_ARRAYS = ("received", "sent", "sent_rows", "query_rows", "cu_seqlens_q", "cu_seqlens_k")
 STAGE_ARRAYS += ("kv_index", "inverse")
 
@@ -64,8 +65,8 @@ class RankExchange:
     positions: IntArray  # position of each local row in its document, shape [T]
     stages: tuple[RankStage, ...]
     # Only for NEEDED. A local row may go to several ranks, and each of them returns a gradient.
-    # returned[w, t] is where the w-th gradient of row t stands among the N rows sent in all
-    # stages, or N if there is none. Shape [W, T].
+    # returned[w, t] is the index of the (w + 1)-th gradient of local row t among the N rows sent in
+    # all stages, or N if there are fewer. Shape [W, T], where W is the most ranks that get one row.
     returned: IntArray | None = None
 
     @property
@@ -75,7 +76,7 @@ class RankExchange:
         return stage
 
     def __str__(self) -> str:
-        """Print every array of every stage on a line of its own."""
+        """Return a text with every array of every stage on a line of its own."""
         lines: list[str] = []
         for s, stage in enumerate(self.stages):
             lines.append(f"stage {s}: {stage.transfer}")
@@ -89,7 +90,10 @@ class RankExchange:
         return "\n".join(lines)
 
     def arrays(self) -> Iterator[tuple[str, IntArray]]:
-        """Yield the names and index arrays that attention needs on the device."""
+        """Yield (name, array) of all index arrays that attention needs on the device.
+
+        The name is a field's name and the number of its stage, such as "kv_index 0".
+        """
         for s, stage in enumerate(self.stages):
             for name in ON_DEVICE:
                 if (array := getattr(stage, name)) is not None:
@@ -99,9 +103,9 @@ class RankExchange:
 
 
 def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
-    """Compute the index arrays of one rank.
+    """Compute one CP rank's part of a micro-batch's exchange of keys and values.
 
-    Costs a few passes over the micro-batch's tokens.
+    Costs a few numpy passes over the micro-batch's tokens.
 
     Args:
         exchange: The exchange of the micro-batch, for all ranks.
@@ -130,17 +134,18 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
         )
         return RankExchange(positions=positions, stages=(stage,))
 
-    # 1. Find the row of every key that the rank's spans see. Rows are numbered over all ranks.
+    # 1. Find the row of every key that the rank's spans attend to. Rows are numbered over all ranks.
     base = spans.piece_offsets[spans.piece]
     key = sharding.gathered_rows(num_rows)[ranges(base + first_key, base + spans.stop)]
-    # 2. Find the place of those rows among the rows that arrive in all stages.
+    # 2. Find the index of those rows among the rows that arrive in all stages.
     here = exchange.travels.of(exchange.travels.reader == rank)
     came = ranges(here.holder * num_rows + here.first, here.holder * num_rows + here.last)
     place = np.full(cp * num_rows, -1, np.int64)
     place[came] = np.arange(came.size)
     rows = exchange.rows
     first_row = offsets_of(rows[:, rank].sum(axis=1))
-    # 3. Assign each key to a call, and find its row there. Padding belongs to the first call.
+    # 3. Assign each key to an attention call, and find its row among that call's rows. Padding
+    # belongs to the first call.
     padding = rank * num_rows + np.arange(num, num_rows)
     call, row, padding_row = np.zeros_like(key), place[key], place[padding]
     if exchange.own_first:
@@ -190,26 +195,27 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
                 inverse=_inverse(spans, index, of_span, num_rows=here_rows),
             )
         )
-    # 5. Find the gradients that return for each local row.
+    # 5. For each local row, find the gradients that other ranks return.
     sent_rows = [stage.sent_rows for stage in stages if stage.sent_rows is not None]
     returned = _uses(np.concatenate(sent_rows), num_rows=num_rows) if sent_rows else None
     return RankExchange(positions=positions, stages=tuple(stages), returned=returned)
 
 
 def _written(array: IntArray) -> str:
-    """Format an array: blanks between numbers, slashes between rows of a matrix."""
+    """Format an array as text, with blanks between numbers and slashes between rows of a matrix."""
     return " / ".join(" ".join(map(str, row.tolist())) for row in np.atleast_2d(array))
 
 
 def _offsets(sizes: IntArray, padding: int) -> IntArray:
-    """Return the offsets of segments of these sizes, with one more segment for padding, if any."""
+    """Return the offsets of segments of these sizes; `padding` > 0 rows make one more segment."""
     return offsets_of(np.append(sizes, padding) if padding else sizes)
 
 
 def _uses(index: IntArray, *, num_rows: int) -> IntArray:
-    """Return, in uses[w, row], the place where `index` names a row for the w-th time.
+    """Return for each row where it occurs in `index`, shape [most occurrences, num_rows].
 
-    Where it names the row less often, the entry is index.size.
+    Entry [w, row] is the position of the row's (w + 1)-th occurrence, or index.size if it occurs
+    less often.
     """
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=num_rows)
@@ -222,20 +228,23 @@ def _uses(index: IntArray, *, num_rows: int) -> IntArray:
 def _inverse(
     spans: RankSpans, kv_index: IntArray, num_keys: IntArray, *, num_rows: int
 ) -> IntArray:
-    """Compute `RankStage.inverse`. U is the largest number of spans of one piece on this rank.
+    """Compute `RankStage.inverse`: for each row the keys that are copied from it, shape [U, R].
+
+    U is the largest number of spans of one piece on this rank, because each of these spans copies
+    the piece's rows once.
 
     Args:
         spans: The rank's spans.
         kv_index: Row of each key, span by span, then the rows of padding.
-        num_keys: Keys of each span in this call, shape [num_spans].
-        num_rows: R, the rows that the call's keys are looked up in.
+        num_keys: Number of keys of each span in this call, shape [num_spans].
+        num_rows: R, the number of rows from which the call copies its keys.
     """
     order = np.lexsort((spans.start, spans.piece))
     piece = spans.piece[order]
     first = np.searchsorted(piece, piece, side="left")
     nth = np.empty(piece.size, np.int64)
     nth[order] = np.arange(piece.size) - first
-    # The n-th span of a document on this rank is the n-th user of that document's rows.
+    # The n-th span of a document on this rank makes the n-th copy of that document's rows.
     use = np.zeros(kv_index.size, np.int64)
     use[: int(num_keys.sum())] = np.repeat(nth, num_keys)
     num_uses = int(nth.max(initial=0)) + 1
