@@ -1,9 +1,10 @@
 """Policy `examples`: a fixed number of whole documents a micro-batch, as in usual fine-tuning.
 
-These are the baselines RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing Training
-Efficiency Using Packing with Flash Attention". With `Layout.SEPARATE` it is their online mini-batch
-packing. GroupByLength works as in Hugging Face's trainer: the documents of 50 steps are sorted from
-long to short. Here they are consecutive documents of the shuffled stream.
+It implements the baselines RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing
+Training Efficiency Using Packing with Flash Attention". With `Layout.SEPARATE` it is the online
+mini-batch packing of the same paper. GroupByLength works as in Hugging Face's trainer: the
+documents of 50 steps are sorted from long to short. Here these are consecutive documents of the
+shuffled stream.
 
 Guarantees: every micro-batch has exactly `examples` documents, except in the flush. Only documents
 longer than the window are cut. Cost: a sort of the waiting documents.
@@ -19,7 +20,8 @@ from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, check_at_least
 
 STEPS_SORTED = 50
-"""Number of steps whose documents are sorted together, as in transformers' LengthGroupedSampler."""
+"""Number of steps whose documents are sorted together if `by_length` is set. It is the value of
+LengthGroupedSampler in Hugging Face's transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,16 @@ class ExamplesPacker(PolicyPacker):
         return plans, self._carry(held, carry.next_step + len(plans))
 
     def _steps(self, order: IntArray) -> list[list[list[int]]]:
-        """Return `steps[s][i]`, the rows in micro-batch i of step s.
+        """Divide documents into steps of N micro-batches.
 
-        The micro-batches of an incomplete last step get equally many documents, give or take one.
+        If too few documents are left for the last step, its micro-batches get equally many of them,
+        or one more.
+
+        Args:
+            order: Indices of the documents, in the order in which they are trained.
+
+        Returns:
+            `steps[s][i]`: indices of the documents in micro-batch i of step s.
         """
         num, size = self.num_micro_batches, self.per_step
         steps = (order[start : start + size] for start in range(0, order.size, size))

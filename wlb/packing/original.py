@@ -4,10 +4,11 @@ It has two ways to cut documents:
 
 - `WindowCut.ANYWHERE` is the usual loader of Megatron and torchtitan. It concatenates documents and
   cuts the stream every C tokens.
-- `WindowCut.SHORT` is the loader of the paper's Plain-4D, as far as it can be inferred. Each
-  document goes whole to the first open window with room. Windows are filled up by cutting short
-  documents (at most C / 8 tokens), or documents of any length once 4 N windows are open. It keeps
-  documents as long as the window whole, as in Figure 3, and reproduces Table 2.
+- `WindowCut.SHORT` is the loader of the paper's Plain-4D, as far as it can be inferred. A window is
+  open until it is full. Each document goes whole to the first open window that has room for it.
+  Windows are filled up by cutting short documents (at most C / 8 tokens), or documents of any
+  length once 4 N windows are open. Documents as long as the window stay whole, as in the paper's
+  Figure 3. With this rule, packing reproduces the paper's Table 2.
 
 Guarantees: windows have exactly C tokens, except in the flush. Cuts lose no token and no label.
 Cost: a few NumPy passes. `SHORT` loops over the documents, and over up to 4 N windows for each.
@@ -27,15 +28,16 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
 MOST_OPEN = 4
-"""`WindowCut.SHORT` keeps up to this many windows open for each micro-batch of a step."""
+"""With `WindowCut.SHORT`, at most this many windows for each micro-batch of a step stay open. Then
+documents of any length are cut to fill them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalPacker(PolicyPacker):
     """Fills windows of C tokens in stream order.
 
-    Its carry has the pieces behind the last full step. They are in slot 0, or with
-    `WindowCut.SHORT` in the slot with the index of their open window.
+    Its carry has the pieces that come after the last full step. They are in slot 0, or, with
+    `WindowCut.SHORT`, in the slot whose number is the index of their open window.
     """
 
     policy: ClassVar[str] = "original"
@@ -73,9 +75,9 @@ class OriginalPacker(PolicyPacker):
         lengths = stream.length.tolist()
         parts: list[Part] = []
         first = 0
-        # Put carried pieces back into their open windows, which are their slots. A carry from
-        # `WindowCut.ANYWHERE` or from a larger context window has slots with more tokens than a
-        # window; its pieces are placed like new ones.
+        # Put the pieces of the carry back into their open windows: slot i is window i. In a carry
+        # that was made with `WindowCut.ANYWHERE` or with a larger context window, a slot may have
+        # more tokens than a window. Pieces of such a carry are placed like new ones.
         held_tokens = np.bincount(carry.slot, carry.pieces.length)
         if (held_tokens <= self.options.context_window).all():
             for row, window in enumerate(carry.slot.tolist()):
@@ -102,12 +104,12 @@ class OriginalPacker(PolicyPacker):
         held: Pieces,
         slot: IntArray | None,
     ) -> Pushed:
-        """Return the plans of steps with N windows each, and the carry.
+        """Return the plans of steps with N windows each, and the new carry.
 
         Args:
             carry: The previous carry.
-            pieces: The pieces from which the rows choose.
-            rows: Rows of `pieces` in each window.
+            pieces: The pieces of all windows.
+            rows: Indices of the pieces in each window.
             held: The pieces that wait.
             slot: Slot of each waiting piece; None puts all in slot 0.
         """
@@ -119,22 +121,28 @@ class OriginalPacker(PolicyPacker):
 
 @dataclass(slots=True)
 class _OpenWindows:
-    """Windows in the order they were opened. The first `num_full` of them are full."""
+    """Windows that documents are put into, in the order in which they were opened.
+
+    The first `num_full` windows are full. The others are called open.
+    """
 
     size: int  # tokens of a window
     most_open: int  # number of open windows from which documents of any length are cut
     room: list[int] = field(default_factory=list[int])  # free tokens of each window
-    num_full: int = 0  # number of full windows before the first one that is not full
+    num_full: int = 0  # number of full windows before the first window that is not full
 
     def put_into(self, window: int, length: int) -> None:
-        """Put a part of `length` tokens into this window, and open it if its index is new."""
+        """Put `length` tokens into the window with this index, and open it if it is new."""
         self.room += [self.size] * (window + 1 - len(self.room))
         self.room[window] -= length
         while self.num_full < len(self.room) and not self.room[self.num_full]:
             self.num_full += 1
 
     def add(self, length: int) -> Iterator[tuple[int, int]]:
-        """Place a document and yield (first token, window) of each part, one unless it is cut."""
+        """Place a document of `length` tokens, and yield (first token, window) of each part of it.
+
+        A document that is not cut is a single part.
+        """
         still_open = range(self.num_full, len(self.room))
         for window in still_open:
             if self.room[window] >= length:

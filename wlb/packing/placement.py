@@ -2,11 +2,12 @@
 
 `place` takes documents in the given order, with heaps that find the least work and the fewest
 tokens. A heap takes microseconds for each document, but a global batch may have hundreds of
-thousands of tiny documents of equal length. Runs of equal documents are therefore placed together:
-sorting the loads that each micro-batch would reach gives the same choices as the loop.
+thousands of tiny documents of equal length. Runs of equal documents are therefore placed together.
+List the loads that each micro-batch has before it takes its first, second, ... document. The
+smallest loads of this list, in ascending order, are the choices that the loop would make:
 
     two micro-batches with loads 0 and 5, four documents of work 2:
-    loads before each placement: 0, 2, 4 in the first one, 5, 7, ... in the second one
+    loads before each placement: 0, 2, 4, ... in the first one, 5, 7, ... in the second one
     sorted: 0 (first), 2 (first), 4 (first), 5 (second)
 """
 
@@ -19,7 +20,8 @@ import numpy as np
 from wlb.plan import IntArray
 
 LEAST = 64
-"""Placing equal documents together is faster for runs of this length and of twice the bins."""
+"""Equal documents are placed together if there are at least this many, and at least twice as many
+as micro-batches. Fewer are placed faster one by one."""
 _MOST_LOAD = 1 << 61
 
 
@@ -37,8 +39,9 @@ def place(
     A document goes to the micro-batch with least work, or, if it does not fit there, to the one
     with the fewest tokens. If it does not fit there either, it is left over.
 
-    The minima come from heaps with one entry for each micro-batch, in O(log N) a document. Work and
-    tokens only grow, so an outdated entry is a lower bound; it is updated when it reaches the top.
+    Heaps with one entry for each micro-batch find the least work and the fewest tokens, in O(log N)
+    a document. Work and tokens of a micro-batch only grow, so an outdated entry is a lower bound.
+    It is updated when it reaches the top.
 
     Args:
         lengths: Tokens of each document, shape [n].
@@ -46,12 +49,12 @@ def place(
         num_micro_batches: N, the number of micro-batches.
         s_max: Most tokens of a micro-batch.
         step_tokens: Most tokens of all micro-batches together. None = no cap.
-        second: Work of each document at another price, scaled to the same sum
-            (`wlb.packing.base.comparable`). A micro-batch's work is then the larger of its two
-            sums.
+        second: Work of each document at a second price of attention, scaled so that its sum equals
+            the sum of `workloads` (`wlb.packing.base.comparable`). The work of a micro-batch is
+            then the larger of its two sums. None = one price.
 
     Returns:
-        The rows of each micro-batch, and the rows that are left over.
+        The indices of the documents in each micro-batch, and those of the documents left over.
     """
     others = workloads if second is None else second
     placed = _Placement(lengths, workloads, others, num=num_micro_batches, s_max=s_max)
@@ -65,30 +68,36 @@ def place(
 
 
 class _Placement:
-    """Micro-batches that are being filled with documents.
+    """Micro-batches that are being filled with documents, as `place` describes.
 
-    `one` and `two` are the work of each document at two prices, shape [n].
+    Args:
+        lengths: Tokens of each document.
+        one: Work of each document.
+        two: Work of each document at a second price.
+        num: Number of micro-batches.
+        s_max: Most tokens of a micro-batch.
     """
 
     def __init__(
         self, lengths: list[int], one: list[int], two: list[int], *, num: int, s_max: int
     ) -> None:
         self.lengths, self.one, self.two, self.s_max = lengths, one, two, s_max
-        self.rows: list[list[int]] = [[] for _ in range(num)]  # rows in each micro-batch
-        self.rest: list[int] = []  # rows left over
+        self.rows: list[list[int]] = [[] for _ in range(num)]  # documents in each micro-batch
+        self.rest: list[int] = []  # documents left over
         self.room = 0  # tokens that the step may still take
-        # Of each micro-batch: its loads at both prices, the larger of them, and its tokens.
+        # For each micro-batch: its work at both prices, the larger of the two, and its tokens.
         self._loads = [0] * num, [0] * num
         self._work, self._size = [0] * num, [0] * num
         # Heaps of (work, micro-batch) and (tokens, micro-batch), whose entries may be outdated.
         self._by_work = [(0, i) for i in range(num)]
         self._by_size = [(0, i) for i in range(num)]
-        # The shortest document from each row on: if even that fits nowhere, none of the rest does.
+        # Tokens of the shortest document that is still to be placed, by index of the next document.
+        # If even this one fits nowhere, no other document does.
         backwards = np.array([*lengths, s_max + 1], np.int64)[::-1]
         self._shortest = np.minimum.accumulate(backwards)[::-1].tolist()
 
     def each(self, first: int, stop: int) -> None:
-        """Place rows [first, stop) one by one, as `place` describes."""
+        """Place the documents with indices [first, stop) one by one, as `place` describes."""
         # Locals are faster than attributes in this loop.
         rows, rest, (one, two), work = self.rows, self.rest, self._loads, self._work
         size, by_work, by_size, s_max = self._size, self._by_work, self._by_size, self.s_max
@@ -118,22 +127,22 @@ class _Placement:
         self.room = room
 
     def together(self, first: int, num: int) -> int:
-        """Place equal documents by least work, and return how many were placed.
+        """Place documents of equal length and work at once, and return how many were placed.
 
-        It ends before the first document that does not fit the micro-batch with least work, because
-        that one needs the second rule (fewest tokens).
+        Each goes to the micro-batch that then has least work. The method stops before the first
+        document that does not fit there, because that one goes by the second rule (fewest tokens).
 
         Args:
-            first: Row of the first document.
-            num: Number of equal documents from there on.
+            first: Index of the first document.
+            num: Number of equal documents that begin with this one.
         """
         length, a, b = self.lengths[first], self.one[first], self.two[first]
         num = min(num, self.room // length)
         one, two = self._loads
         if not num or not fits_64_bits([*one, *two], max(a, b), num):
             return 0
-        # Find each document's micro-batch as if there were no S_max, then end at the first document
-        # that would exceed it.
+        # Find each document's micro-batch as if there were no S_max. Then drop the first document
+        # that would exceed S_max, and all after it.
         target = least_loaded(one, a, num, room=[num] * len(one), other=(two, b))
         for i, size in enumerate(self._size):
             over = np.flatnonzero(target == i)[(self.s_max - size) // length :]
@@ -153,11 +162,13 @@ class _Placement:
 
 
 def runs_of(*columns: Sequence[int], num_bins: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of the runs of equal rows that are long enough to be placed together.
+    """Yield (first, stop) of each run of consecutive equal documents that is worth placing at once.
 
     Args:
-        columns: The table's columns, shape [n] each. Rows are equal if all columns are.
-        num_bins: Number of bins into which the rows are to be placed.
+        columns: Properties of the n documents, such as lengths and work, shape [n] each. Documents
+            are equal if they are equal in all properties.
+        num_bins: Number of bins into which the documents will be placed. A run must have at least
+            twice as many documents, and at least LEAST.
     """
     least = max(LEAST, 2 * num_bins)
     if len(columns[0]) < least:
@@ -177,20 +188,20 @@ def least_loaded(
     room: Sequence[int],
     other: tuple[Sequence[int], int] | None = None,
 ) -> IntArray:
-    """Put equal documents one after the other into the least loaded bin that has room.
+    """Put equal documents, one after the other, into the bin that then has least load and has room.
 
-    Totals must fit 64-bit integers (`fits_64_bits`).
+    Sums must fit 64-bit integers (`fits_64_bits`).
 
     Args:
         loads: Work in each bin so far.
         work: Work of each document.
         num: Number of documents.
         room: Number of documents that each bin may still take.
-        other: Loads of the bins and work of a document at a second price. A bin's load is then the
-            larger of the two.
+        other: A pair: the load of each bin, and the work of a document, at a second price. A bin's
+            load is then the larger of its two loads. None = one price.
 
     Returns:
-        The bin of each document. Fewer than `num` entries if all bins are full. Among equally
+        The bin of each document, fewer than `num` entries if all bins become full. Among equally
         loaded bins the first one is taken.
     """
     begin, steps = [np.array(loads, np.int64)], [work]
@@ -198,12 +209,12 @@ def least_loaded(
         begin.append(np.array(other[0], np.int64))
         steps.append(other[1])
     free = np.minimum(np.array(room, np.int64), num)
-    # No document is put into a bin whose load exceeds this level, as long as all bins have room:
-    # the least loaded bin is at most at the final mean.
+    # As long as all bins have room, the least loaded bin never has more than the final mean. So no
+    # document is put into a bin whose load exceeds this level.
     level = (sum(np.max(begin, axis=0).tolist()) + num * max(steps)) // len(free) + 1
     bins, load = _by_load(begin, steps, _entries(begin, steps, free, level))
-    # If some bins are full, the others take more than an even share and may exceed the level. Then
-    # list all placements that the room permits, which takes longer.
+    # If some bins become full, the others take more than an even share and may exceed the level.
+    # Then list all placements for which bins have room, which takes longer.
     if bins.size < min(num, int(free.sum())) or (load[:num] > level).any():
         bins, _ = _by_load(begin, steps, free)
     return bins[:num]
@@ -212,16 +223,16 @@ def least_loaded(
 def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """List the placements that bins could take, by the load that the bin has before each.
+    """List possible placements of equal documents into bins, by ascending load of the bin before.
 
     Args:
         begin: Loads of the bins at each price, shape [num_bins] each.
         steps: Work of a document at each price.
-        counts: Number of documents that each bin takes at most, shape [num_bins].
+        counts: Most documents that each bin takes, shape [num_bins].
 
     Returns:
-        The bin of each placement, and the bin's load before it at the worse price, both in
-        ascending order of loads, shape [sum of counts].
+        The bin of each placement, and the load of this bin before the placement (the larger one
+        over all prices). Both have shape [sum of counts].
     """
     bins = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -231,7 +242,14 @@ def _by_load(
 
 
 def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
-    """Return how many documents each bin can take while its load is at most `level`, [num_bins]."""
+    """Return how many documents each bin takes until its load exceeds a level, shape [num_bins].
+
+    Args:
+        begin: Loads of the bins at each price, shape [num_bins] each.
+        steps: Work of a document at each price.
+        free: Most documents that each bin takes, shape [num_bins].
+        level: The load up to which a bin takes another document.
+    """
     counts = free
     for load, step in zip(begin, steps, strict=True):
         if step:

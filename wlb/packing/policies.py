@@ -32,17 +32,18 @@ PACKERS: tuple[type[PolicyPacker], ...] = (
     SavedPacker,
     VarLenPacker,
 )
-"""Every policy's class, by which planners recognise the carry of a checkpoint."""
+"""The classes of all policies. Planners use them to check the carry of a checkpoint."""
 GIB = 1 << 30
 MOST_AUTOMATIC_WINDOWS = 2
-"""Largest S_max, in context windows, that `packing.s_max = 0` chooses. A larger one would leave too
-little memory for the other micro-batches of a step."""
+"""Largest S_max, in context windows, that is chosen with `packing.s_max = 0`. A larger one would
+leave too little memory for the other micro-batches of a step."""
 ROOM_OF_A_STEP = 1.1
-"""T should be at least this many global batches, so that steps catch up on delayed documents."""
+"""T should be at least this many global batches. Steps need more tokens than a global batch has, to
+catch up on delayed documents."""
 
 
 def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
-    """Return the options of a run's policies."""
+    """Return the options that all packing policies share, as the run's configuration sets them."""
     return PackerOptions(
         num_micro_batches=spec.num_micro_batches,
         num_windows=spec.num_windows,
@@ -54,7 +55,14 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
 
 
 def has_room(spec: RunSpec, section: PackingSection) -> bool:
-    """Return whether a step of `section` can take a global batch, and with `bounded` even more."""
+    """Return whether a step can have as many tokens as a global batch.
+
+    For the policy `bounded`, a step must be able to have more, so that it can catch up on delays.
+
+    Args:
+        spec: The run.
+        section: The [packing] section that is checked instead of the run's.
+    """
     if not section.varies_lengths:
         return True
     num = section.num_micro_batches or spec.num_windows
@@ -65,14 +73,21 @@ def has_room(spec: RunSpec, section: PackingSection) -> bool:
 
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
-    """Return the usual loader, which cuts documents wherever a window ends (`wlb.spec.USUAL`)."""
+    """Return a packer that works as the usual loader does, as a baseline for the run.
+
+    It cuts documents wherever a window ends (`wlb.spec.USUAL`).
+    """
     options = options_for(spec, cost)
     options = replace(options, num_micro_batches=spec.num_windows, layout=Layout.SEPARATE)
     return OriginalPacker(options=options)
 
 
 def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
-    """Return the packer of `spec.packing`; options that contradict each other are a UserError."""
+    """Return the packer that the run's [packing] section describes.
+
+    Raises:
+        UserError: If its options contradict each other.
+    """
     packing, options = spec.packing, options_for(spec, cost)
     match packing.policy:
         case Policy.ORIGINAL:
@@ -120,9 +135,9 @@ def _price_range(packing: PackingSection) -> PriceRange:
 def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
     """Return `spec` with `packing.s_max = 0` replaced by the best S_max that fits a device.
 
-    It tries S_max from 2 windows downwards in steps of 1/20. It takes the largest one that leaves
-    memory for steps of 1.1 global batches. If there is none, it takes the largest one with any T
-    above one global batch, since `caps_of` lowers T to what fits.
+    The function tries values of S_max from 2 windows downwards, in steps of 1/20 window. The best
+    one is the largest that leaves memory for steps of at least 1.1 global batches. If there is
+    none, it is the largest that leaves memory for more than one global batch.
 
     Args:
         spec: The run.
@@ -136,7 +151,7 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
     if not packing.takes_s_max_from_memory:
         return spec
     if not packing.varies_lengths:
-        # Policies that fill windows ignore s_max, so any valid value does.
+        # Policies that fill windows ignore s_max, so use any valid value.
         return check(replace(spec, packing=replace(packing, s_max=1.0)))
     planned = packing.memory_gib or planned_gib
     if not planned:
@@ -165,10 +180,13 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
 def first_with_room(alternatives: Sequence[RunSpec]) -> int:
     """Return the index of the first configuration whose steps have room for 1.1 global batches.
 
-    If there is none, it returns the first configuration that fits at all.
+    If there is none, return the index of the first configuration that fits the memory at all.
+
+    Args:
+        alternatives: Configurations of a run, the preferred one first.
 
     Raises:
-        UserError: The first configuration's error, if none fits.
+        UserError: If none of them fits. It is the error of the first configuration.
     """
     fitting: list[int] = []
     refused: list[UserError] = []
@@ -195,7 +213,14 @@ def _room(spec: RunSpec) -> int | None:
 
 
 def caps_of(spec: RunSpec) -> tuple[int, int | None]:
-    """Return (S_max, T) in tokens, as configured or lower if `packing.memory_gib` requires it."""
+    """Return S_max and T in tokens: as configured, or less if `packing.memory_gib` requires it.
+
+    Returns:
+        Most tokens of a micro-batch, and most tokens of a step (None = no limit).
+
+    Raises:
+        UserError: If a document of one window, or a global batch, would not fit the memory.
+    """
     s_max, step_tokens = spec.s_max, spec.packing.step_tokens_of(spec.tokens_per_step)
     if not spec.packing.memory_gib:
         return s_max, step_tokens

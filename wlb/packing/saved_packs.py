@@ -44,16 +44,17 @@ _FORMAT = 1  # version of the file's format
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packs:
-    """The packed steps of one epoch."""
+    """The packed steps of one epoch: which documents each micro-batch has."""
 
-    rows: IntArray  # the store's documents in training order, shape [num_documents]
-    # Micro-batch i has `rows[offsets[i]:offsets[i + 1]]`, shape [num_steps * N + 1].
+    rows: IntArray  # indices of the store's documents in training order, shape [num_documents]
+    # Micro-batch i of the epoch has the documents rows[offsets[i]:offsets[i + 1]]. Shape
+    # [num_steps * N + 1].
     offsets: IntArray
-    num_micro_batches: int  # N, of a step
-    context_window: int  # context window with which they were packed, in tokens
+    num_micro_batches: int  # N, micro-batches of a step
+    context_window: int  # context window with which the epoch was packed, in tokens
     layout: Layout  # which documents of a micro-batch attend to each other
     made_by: str  # policy that packed the epoch
-    lengths: int  # digest of the lengths of the store's documents
+    lengths: int  # hash of the lengths of the store's documents, to recognise the store
 
     def __post_init__(self) -> None:
         """Refuse packs that train a document twice, or whose offsets contradict themselves."""
@@ -127,7 +128,11 @@ class Packs:
 
     @classmethod
     def load(cls, path: str | Path) -> "Packs":
-        """Load packs; a file without packs, or with invalid ones, is a UserError."""
+        """Load packs from a file.
+
+        Raises:
+            UserError: If the file has no packs, or invalid ones.
+        """
         where, remedy = f"packing.packs: {path} holds no packs", "make them with `wlb pack`"
         try:
             data = load_arrays(path, where, remedy=remedy)
@@ -147,7 +152,12 @@ class Packs:
             )
 
     def check(self, source: Source, options: PackerOptions) -> None:
-        """Raise UserError unless the packs were made of this store and with these options."""
+        """Raise UserError unless the packs were made of this store and with these options.
+
+        Args:
+            source: The token store of the run.
+            options: The packing options of the run.
+        """
         if self.lengths != digest(source.lengths):
             raise UserError(
                 "packing.packs were made of another store (its documents' lengths differ); make "
@@ -193,9 +203,10 @@ class PackedBatches(SourceBatches):
         return {"step": 0, **self._identity}
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
-        """Return the batch after `state` and the next state, or None at the end of the epochs.
+        """Return the batch after `state` and the state after this batch; None after the last epoch.
 
-        A state of other packs or of another store is a UserError.
+        Raises:
+            UserError: If the state belongs to other packs or to another store.
         """
         packs, at = self.packs, self.num_batches(state)
         epoch, step = divmod(at, packs.num_steps)
@@ -213,7 +224,11 @@ class PackedBatches(SourceBatches):
         return GlobalBatch(index=at, documents=documents), {**self._identity, "step": at + 1}
 
     def num_batches(self, state: dict[str, Any]) -> int:
-        """Return the number of batches before `state`; a state of other packs is a UserError."""
+        """Return the number of batches that were read before `state`.
+
+        Raises:
+            UserError: If the state belongs to other packs or to another store.
+        """
         keys = "packing.packs and data.store"
         check_state(state, {"step"}, self._identity, what="packs", keys=keys)
         if type(state["step"]) is not int or not 0 <= state["step"] <= MOST_COUNT:
@@ -221,7 +236,7 @@ class PackedBatches(SourceBatches):
         return state["step"]
 
     def num_tokens(self, state: dict[str, Any]) -> int:
-        """Return the tokens of all documents in the batches before `state`."""
+        """Return the number of tokens in the batches that were read before `state`."""
         epoch, given = self._given(state)
         lengths = self.source.lengths[self.packs.rows]
         return epoch * int(lengths.sum()) + int(lengths[:given].sum())
@@ -232,7 +247,7 @@ class PackedBatches(SourceBatches):
         return at > 0 and at % self.packs.num_steps == 0
 
     def check_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
-        """Raise UserError if a piece is of no document in the batches before `state`."""
+        """Raise UserError if a piece belongs to a document that was not read before `state`."""
         epoch, given = self._given(state)
         rows, size = self.packs.rows, self.packs.rows.size
         place = np.zeros(size, np.int64)
@@ -241,7 +256,7 @@ class PackedBatches(SourceBatches):
         check_were_read(pieces, at, np.full(len(pieces), epoch * size + given))
 
     def _given(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Return how many epochs, and how many documents of the next one, precede `state`."""
+        """Return how much was read before `state`: whole epochs, and documents of the next one."""
         epoch, step = divmod(self.num_batches(state), self.packs.num_steps)
         return epoch, int(self.packs.offsets[step * self.packs.num_micro_batches])
 
@@ -256,7 +271,7 @@ class SavedPacker(PolicyPacker):
     packs: Packs  # the saved packs of the run
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plan of the saved step whose documents `batch` has, and an empty carry."""
+        """Return the plan of the saved step to which `batch` belongs, and an empty carry."""
         if len(carry.pieces):
             raise UserError(
                 f"{len(carry.pieces)} documents wait from a run with packing.policy = "

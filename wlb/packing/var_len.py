@@ -1,6 +1,7 @@
 """Policy `var_len`: variable-length packing with delayed outliers (Algorithm 1, Sections 4.1-4.3).
 
-1. A document of L_i <= length < L_{i+1} tokens goes to outlier queue i.
+1. Documents of at least L_1 tokens are outliers. One of L_i <= length < L_{i+1} tokens waits in
+   outlier queue i.
 2. A queue with N documents releases them, one for each micro-batch.
 3. Leftovers of the previous step are placed first, then new documents from long to short.
 4. Each goes to the micro-batch with the least work W_a + W_l (Eq. 2). If it does not fit there, it
@@ -22,7 +23,7 @@ gradient norm was three times that of other steps. `wlb plan` and the summaries 
 steps. To avoid them:
 
 - `packing.policy = "bounded"` makes a step only when enough tokens wait for one.
-- Empty `packing.queue_thresholds` delay nothing, but balance worse.
+- Empty `packing.queue_thresholds` (no outlier queues) delay nothing, but balance worse.
 - `training.loss_normalizer = "constant"` keeps such steps, but scales their gradients down with
   their number of tokens.
 """
@@ -68,13 +69,16 @@ class VarLenPacker(PolicyPacker):
     s_max: int  # most tokens of a micro-batch, at least the context window
     queue_thresholds: tuple[int, ...]  # L_1 < L_2 < ... in tokens; empty = nothing is delayed
     step_tokens: int | None = None  # T, most tokens of a step; None = no cap, as in the paper
-    # Follow the printed algorithm line by line, except that the end flushes: `<` S_max, one release
-    # a queue and batch, a step for every batch, no shuffling.
+    # Follow the printed algorithm line by line, except that the end of the data flushes what waits:
+    # micro-batches have fewer than S_max tokens, a queue releases at most N documents a batch,
+    # every batch makes a step, and pieces are not shuffled.
     literal: bool = False
-    # Every outlier waits so many steps instead of leaving when its queue has N, to study delay
-    # alone. If nothing else could be trained, the oldest leave earlier. 0 = until N wait.
+    # Number of steps that every outlier waits, to study the effect of delay alone. If nothing else
+    # could be trained, the oldest outliers leave earlier. 0 = outliers leave when their queue has N
+    # documents.
     hold: int = 0
-    # Work is balanced at the worst price of attention in this range.
+    # Micro-batches are balanced for the price of attention in this range at which they are most
+    # unequal.
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
@@ -132,7 +136,7 @@ class VarLenPacker(PolicyPacker):
             plan, now = self._step(pieces, work, now, held_tokens, step)
             plans.append(plan)
             step += 1
-            # A batch makes one step; only the flush makes as many as it takes.
+            # Make one step of each batch. Only the flush at the end of the data makes several.
             if batch is not None:
                 break
         waiting = np.concatenate([now, queued])
@@ -140,10 +144,16 @@ class VarLenPacker(PolicyPacker):
         return tuple(plans), self._carry(pieces.take(waiting), step, slot)
 
     def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
-        """Return a mask of the outliers that have waited for `hold` steps, shape [num_pieces].
+        """Return which outliers have waited for `hold` steps, a mask of shape [num_pieces].
 
-        If documents arrived (`has_come`) and all of them are outliers, the oldest outliers are due
-        at once, because nothing else could be trained.
+        If all waiting pieces are outliers, nothing else could be trained. Then the oldest outliers
+        leave although they have waited for fewer steps.
+
+        Args:
+            pieces: All waiting pieces.
+            queue: Outlier queue of each piece, 0 for pieces that are no outliers.
+            step: Index of the next step.
+            has_come: Whether documents arrived with this batch.
         """
         latest = step - self.hold
         if has_come and (queue > LEFTOVER).all():
@@ -159,21 +169,21 @@ class VarLenPacker(PolicyPacker):
         *,
         flush: bool,
     ) -> tuple[IntArray, IntArray]:
-        """Decide which rows are packed now.
+        """Decide which of the waiting pieces are packed now.
 
         Args:
             pieces: All waiting pieces.
-            queue: Outlier queue of each piece, 0 for ordinary ones.
+            queue: Outlier queue of each piece, 0 for pieces that are no outliers.
             is_leftover: Which pieces an earlier step left over.
-            is_due: Which outliers have waited long enough; read only if `hold` is set.
-            flush: Whether everything leaves.
+            is_due: Which outliers have waited long enough; used only if `hold` is set.
+            flush: Whether all pieces leave, because the data has ended.
 
         Returns:
-            Rows to pack (leftovers first, then the others from long to short), and rows that stay
-            in their queues.
+            Indices of the pieces to pack (leftovers first, then the others from long to short), and
+            indices of the pieces that stay in their queues.
         """
         num = self.num_micro_batches
-        # Ordinary pieces include former outliers of the carry if thresholds have changed since.
+        # These may include pieces that waited in a queue, if a resumed run has other thresholds.
         new = [np.flatnonzero((queue == 0) & ~is_leftover)]
         still_queued = [np.zeros(0, np.int64)]
         for i in range(1, len(self.queue_thresholds) + 1):
@@ -192,7 +202,18 @@ class VarLenPacker(PolicyPacker):
     def _step(
         self, pieces: Pieces, work: IntArray, now: IntArray, queued_tokens: int, step: int
     ) -> tuple[PackingPlan, IntArray]:
-        """Return the plan of a step from the rows `now`, and the rows that did not fit."""
+        """Pack one step.
+
+        Args:
+            pieces: All waiting pieces.
+            work: Work of each piece in ns.
+            now: Indices of the pieces to pack, in the order in which they are placed.
+            queued_tokens: Tokens that wait in the outlier queues.
+            step: Index of the step.
+
+        Returns:
+            The plan of the step, and the indices of the pieces that did not fit.
+        """
         length, packed = pieces.length[now], pieces.take(now)
         ends = comparable(self.price_range.ends(self.options, packed, work[now]))
         rows, rest = place(

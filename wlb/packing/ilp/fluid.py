@@ -1,16 +1,17 @@
 """Turns pieces into an integer linear program, and its solution back into micro-batches.
 
 Only long pieces are worth a binary variable for each micro-batch. Pieces shorter than
-`divisible_below` tokens are treated as a fluid: classes of similar length, of which any number of
-tokens may go to a micro-batch.
+`divisible_below` tokens are treated as a fluid: they are grouped into classes of similar length,
+and any number of a class's tokens may go to a micro-batch.
 
 - `items_of` makes the program. If the greedy packing cuts a long piece, the program places the
   parts as separate pieces.
-- `placed` makes micro-batches of a solution. It puts the short documents, longest first, where the
-  slowest micro-batch of the step leaves most time for each free token. On the fitted stream the
-  result is 0.03 to 0.14% above the lower bound.
+- `placed` turns a solution into micro-batches of whole documents. It places the short documents,
+  the longest first. Each goes to the micro-batch that has most time left for each free token,
+  before it takes as long as the slowest one of its step. With document lengths that are fitted to
+  the paper, the result is 0.03 to 0.14% above the lower bound.
 
-Only fixed-length windows cut documents, and at most num_micro_batches - 1 of them.
+Documents are cut only for windows of a fixed length, and then at most num_micro_batches - 1 times.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +24,16 @@ from wlb.packing.ilp.model import Assignment, FluidClass, Problem
 from wlb.plan import IntArray, Pieces, cut_at
 
 NUM_CLASSES = 4
-"""Number of fluid classes. The first has pieces of more than half of `divisible_below` tokens, the
-second of more than a quarter, and so on; the last has all shorter ones."""
+"""Number of classes into which short pieces are grouped by length. The first class has pieces of
+more than half of `divisible_below` tokens, the second of more than a quarter, and so on. The last
+class has all shorter pieces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The micro-batches to be filled."""
+    """How many micro-batches are to be filled, and how large they are."""
 
-    num_micro_batches: int  # over all steps
+    num_micro_batches: int  # number of micro-batches of all steps
     per_step: int  # micro-batches that share a step
     capacity: int  # most tokens of a micro-batch
     may_cut: bool  # whether documents may be cut, so that micro-batches are exactly full
@@ -43,19 +45,24 @@ class Items:
 
     pieces: Pieces
     cost_ns: IntArray  # cost of each piece, shape [num_pieces]
-    whole: list[int]  # rows of long pieces, which have binary variables, in descending length
-    fluid: list[list[int]]  # rows of short pieces by class, in descending length
+    # Indices of the long pieces, which have binary variables, in descending length.
+    whole: list[int]
+    # Indices of the short pieces of each class, in descending length.
+    fluid: list[list[int]]
     shape: Shape
     problem: Problem  # the program
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """Bound how much cost a packing can save by cutting pieces.
+        """Return the most, in ns, by which cuts can bring a packing below the program's lower bound.
 
-        The program's lower bound holds for packings that cut no piece. A packing with cuts can be
-        below it by at most the costs of the pieces that it cuts. This covers all packings that cut
-        at most num_micro_batches - 1 pieces, none more expensive than the most expensive piece that
-        `window` cuts.
+        The program's lower bound holds for packings that cut no piece. A packing with cuts can cost
+        less, but only by the cost of the pieces that it cuts. The result holds for all packings
+        that cut at most num_micro_batches - 1 pieces, if none of these pieces is more expensive
+        than the most expensive one that `window` cuts.
+
+        Args:
+            window: A packing of the pieces.
         """
         row, num_parts = np.unique(rows_of(self.pieces, window.pieces), return_counts=True)
         cut = row[num_parts > 1]
@@ -65,9 +72,11 @@ class Items:
 
 
 def rows_of(pieces: Pieces, parts: Pieces) -> IntArray:
-    """Return the row of `pieces` that each of `parts` belongs to, shape [num_parts].
+    """Return, for each part, the index of the piece to which it belongs, shape [num_parts].
 
-    `parts` are the same tokens in the same order, with more cuts.
+    Args:
+        pieces: The pieces.
+        parts: The same tokens in the same order, but some pieces are cut into several parts.
     """
     begins = np.cumsum(parts.length) - parts.length
     return np.searchsorted(np.cumsum(pieces.length), begins, side="right").astype(np.int64)
@@ -90,7 +99,8 @@ def items_of(
         divisible_below: Pieces of fewer tokens are treated as a fluid.
         cost: Returns the cost of each piece in ns.
     """
-    # 1. Cut long pieces where greedy cuts them, and divide the pieces into long ones and classes.
+    # 1. Cut long pieces where the greedy packing cuts them. Then divide the pieces into long pieces
+    # and classes of short ones.
     begins = np.cumsum(greedy.pieces.length) - greedy.pieces.length
     is_long = pieces.length[rows_of(pieces, greedy.pieces)] >= divisible_below
     pieces = cut_at(pieces, begins[is_long])
@@ -104,7 +114,7 @@ def items_of(
         fluid[min(halvings.bit_length() - 1, NUM_CLASSES - 1)].append(row)
     fluid = [rows for rows in fluid if rows]
     num_tokens = shape.num_micro_batches * shape.capacity
-    # 2. Make the program, and express the greedy packing in its variables.
+    # 2. Collect the data of the program, and express the greedy packing as a solution of it.
     return Items(
         pieces=pieces,
         cost_ns=cost_ns,
@@ -137,7 +147,17 @@ def _class_of(lengths: IntArray, cost_ns: IntArray) -> FluidClass:
 def _start(
     pieces: Pieces, cost_ns: IntArray, greedy: Window, whole: list[int], fluid: list[list[int]]
 ) -> Assignment:
-    """Express the greedy packing in the program's variables; a part costs its share of a piece."""
+    """Express the greedy packing as a solution of the program, from which the solver starts.
+
+    A part of a short piece is assumed to cost a share of the piece in proportion to its tokens.
+
+    Args:
+        pieces: The pieces that the program places.
+        cost_ns: Cost of each piece, shape [num_pieces].
+        greedy: The greedy packing of the same tokens.
+        whole: Indices of the long pieces.
+        fluid: Indices of the short pieces of each class.
+    """
     row_of, num = rows_of(pieces, greedy.pieces), len(greedy.rows)
     tokens = np.zeros((len(pieces), num))
     for j, parts in enumerate(greedy.rows):
@@ -151,9 +171,14 @@ def _start(
 
 
 def placed(items: Items, plan: Assignment) -> Window | None:
-    """Turn a solution of the program into micro-batches.
+    """Turn a solution of the program into micro-batches of documents.
 
-    Returns None if the short documents do not fit as the solution says, and may not be cut.
+    Args:
+        items: The pieces, and the program.
+        plan: A solution of the program.
+
+    Returns:
+        The micro-batches, or None if pieces do not fit and may not be cut.
     """
     shape, lengths = items.shape, items.pieces.length.tolist()
     filling = _MostHeadroomFirst(shape, items.problem.step_maxima_ns(plan))
@@ -174,7 +199,8 @@ def placed(items: Items, plan: Assignment) -> Window | None:
 class _MostHeadroomFirst:
     """Puts each short piece into the micro-batch with most headroom.
 
-    The headroom of a micro-batch is how far its cost is below the slowest one of its step, in ns.
+    The headroom of a micro-batch, in ns, is the cost of the slowest micro-batch of its step minus
+    its cost so far.
     """
 
     def __init__(self, shape: Shape, limits_ns: list[float]) -> None:
@@ -189,7 +215,15 @@ class _MostHeadroomFirst:
         self.headroom = limits_ns
 
     def add(self, length: int, cost: int) -> Iterator[tuple[int, int]]:
-        """Place a piece and yield (first token, micro-batch) of its parts; nothing if none fits."""
+        """Place a piece and yield (first token, micro-batch) of each of its parts.
+
+        A piece that is not cut is a single part. If the piece fits nowhere and may not be cut,
+        nothing is yielded.
+
+        Args:
+            length: Tokens of the piece.
+            cost: Cost of the piece in ns.
+        """
         order = sorted(range(len(self.room)), key=lambda j: (-self._rate(j), j))
         target = next((j for j in order if self.room[j] >= length), None)
         if target is not None:
@@ -206,5 +240,5 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return the headroom of micro-batch j, per free token if micro-batches must be full."""
+        """Return the headroom of micro-batch j, divided by its free tokens if it must become full."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

@@ -1,17 +1,25 @@
-"""Eq. 1 and Eq. 2 as an integer linear program over pieces, a fluid, and micro-batches.
+"""Packing as an integer linear program: Eq. 1 and Eq. 2 of the paper, with the PuLP package.
 
-    minimise   sum_s y_s          subject to  sum_j x_ij = 1              every piece is placed once
-               sum_i d_i x_ij + sum_k t_kj = C (or <= S_max)             j is full (or fits)
-               sum_i w_i x_ij + sum_k e_kj <= y_s                         j is of step s
-               sum_j t_kj = T_k, sum_j e_kj = E_k, lo_k t_kj <= e_kj <= hi_k t_kj, x_ij in {0, 1}
+A binary variable for each short document and micro-batch would make the program too large. So only
+long pieces have such variables. Short documents are grouped by length into classes, and the program
+may divide the tokens of a class freely, like a fluid.
 
-Piece i has d_i tokens and costs w_i. Variable x_ij says that it is in micro-batch j, and y_s is the
-cost of the slowest micro-batch of step s.
+    minimise   sum_s y_s          subject to
+    every long piece i is placed once:            sum_j x_ij = 1,  x_ij in {0, 1}
+    micro-batch j has C tokens (Eq. 1), or        sum_i d_i x_ij + sum_k t_kj = C
+    at most S_max tokens (Eq. 2):                                            <= S_max
+    no micro-batch j of step s costs over y_s:    sum_i w_i x_ij + sum_k e_kj <= y_s
+    all tokens and costs of class k are placed:   sum_j t_kj = T_k,  sum_j e_kj = E_k
+    they cost what documents of class k cost:     lo_k t_kj <= e_kj <= hi_k t_kj
 
-Class k of the fluid stands for many short documents, with T_k tokens that cost E_k together.
-Micro-batch j gets t_kj of its tokens, at a cost of e_kj, which is lo_k to hi_k ns for each token.
-Every packing of whole short documents satisfies these rows, so the program's optimum is a lower
-bound. Coefficients are scaled to be exact in the 13 digits of the file that CBC reads.
+Piece i has d_i tokens and costs w_i ns. Variable x_ij is 1 if it is in micro-batch j, and y_s is
+the cost of the slowest micro-batch of step s. Class k has T_k tokens that together cost E_k ns, and
+its documents cost between lo_k and hi_k ns a token. Micro-batch j gets t_kj of its tokens, which
+cost e_kj.
+
+Every packing of whole short documents satisfies these constraints, so the program's minimum is a
+lower bound on the cost of such packings. Coefficients are scaled so that 13 digits represent them
+exactly, which is what the file for the solver CBC has.
 """
 
 # PuLP ships no complete types; every value that leaves this file is a float, int or list.
@@ -32,16 +40,17 @@ TOLERANCE = 1e-6
 class Objective(StrEnum):
     """What the program minimises."""
 
-    # The slowest micro-batch of the window, as Eq. 1 and Eq. 2 are printed. If one document costs
-    # more than the mean load, nearly every packing is optimal by this objective.
+    # The cost of the slowest of all micro-batches that are packed together, as Eq. 1 and Eq. 2 are
+    # printed. If one document costs more than the mean micro-batch, nearly every packing is optimal
+    # by this objective.
     MAX = "max"
-    # The sum over steps of the slowest micro-batch, which is the time that the steps take.
+    # The sum over steps of the cost of the slowest micro-batch: the time that the steps take.
     SUM_OF_STEP_MAX = "sum_of_step_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FluidClass:
-    """Short documents of similar length, which the program divides freely."""
+    """Short documents of similar length, whose tokens the program may divide freely."""
 
     tokens: int  # total tokens of the documents
     cost_ns: int  # total cost of the documents
@@ -54,8 +63,9 @@ class Assignment:
     """A solution of the program: which micro-batch gets what."""
 
     bin_of: list[int]  # micro-batch of each long piece
-    tokens: list[list[float]]  # tokens[k][j]: tokens of fluid class k in micro-batch j
-    cost_ns: list[list[float]]  # cost_ns[k][j]: cost of fluid class k in micro-batch j
+    # For the classes of short documents that are divided freely (`FluidClass`):
+    tokens: list[list[float]]  # tokens[k][j]: tokens of class k in micro-batch j
+    cost_ns: list[list[float]]  # cost_ns[k][j]: cost of the tokens of class k in micro-batch j
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +75,7 @@ class Problem:
     lengths: list[int]  # tokens of the long pieces, in descending order
     costs_ns: list[int]  # costs of the long pieces, in the same order
     fluid: tuple[FluidClass, ...]  # classes of short pieces
-    num_micro_batches: int  # over all steps
+    num_micro_batches: int  # number of micro-batches of all steps
     per_step: int  # micro-batches that share a step
     capacity: int  # most tokens of a micro-batch
     full: bool  # whether the pieces have just enough tokens to fill all micro-batches
@@ -87,10 +97,11 @@ class Problem:
 
     @property
     def step_floors_ns(self) -> list[int]:
-        """Lower bounds on the cost of the s-th slowest step, from long pieces, [num_steps].
+        """Lower bound on the cost of the slowest step, the second slowest, ..., shape [num_steps].
 
-        Pieces longer than half a micro-batch cannot share one. So at most `per_step` of them share
-        a step, and the s-th slowest step costs at least as much as the (s * per_step)-th of them.
+        Pieces longer than half a micro-batch cannot share one, so a step has at most `per_step` of
+        them. Sort them by descending cost. Then the s-th slowest step (from 0) costs at least as
+        much as piece s * per_step of this order.
         """
         exclusive = [
             cost
@@ -103,16 +114,16 @@ class Problem:
 
     @property
     def trivial_bound_ns(self) -> int:
-        """Lower bound on the objective without solving the program.
+        """Lower bound on the objective in ns, which needs no solver.
 
-        It is the largest of three: the cost if all loads were equal, the cost of the dearest piece,
-        and the sum of `step_floors_ns`.
+        It is the largest of three values: the cost if all micro-batches cost the same, the cost of
+        the most expensive piece, and the sum of `step_floors_ns`.
         """
         mean = -(-self.total_ns // self.per_step)
         return max(mean, sum(self.step_floors_ns), max(self.costs_ns, default=0))
 
     def loads_ns(self, answer: Assignment) -> list[float]:
-        """Return the cost of each micro-batch, shape [num_micro_batches]."""
+        """Return the cost of each micro-batch in ns, for a solution of the program."""
         loads = [0.0] * self.num_micro_batches
         for cost, j in zip(self.costs_ns, answer.bin_of, strict=True):
             loads[j] += cost
@@ -121,7 +132,7 @@ class Problem:
         return loads
 
     def step_maxima_ns(self, answer: Assignment) -> list[float]:
-        """Return, for each micro-batch, the cost of the slowest one of its step."""
+        """Return, for each micro-batch, the cost in ns of the slowest micro-batch of its step."""
         loads, n = self.loads_ns(answer), self.per_step
         return [max(loads[j // n * n : j // n * n + n]) for j in range(self.num_micro_batches)]
 
@@ -131,12 +142,24 @@ class Solution:
     """What the solver found."""
 
     assignment: Assignment | None  # None if the solver found nothing
-    bound_ns: int  # lower bound on the program's objective
-    status: str  # "optimal" (to the gap), "feasible" (out of time), "nothing_found", "infeasible"
+    bound_ns: int  # no solution of the program has an objective below this
+    # "optimal" (within the limit for the gap), "feasible" (the time was up before that),
+    # "nothing_found" or "infeasible"
+    status: str
 
 
 def solve(problem: Problem, start: Assignment, *, solver: Solver, limits: SolverLimits) -> Solution:
-    """Solve the program from `start`, and return the best assignment found and a lower bound."""
+    """Solve the integer linear program of `problem`.
+
+    Args:
+        problem: The pieces and micro-batches.
+        start: A solution from which the solver starts, such as the greedy packing.
+        solver: The program that solves it.
+        limits: When the solver stops.
+
+    Returns:
+        The best assignment that was found, and a lower bound on the objective.
+    """
     model = _PulpProgram(problem)
     model.start_at(_relabelled(problem, start))
     outcome = run(model.program, solver, limits)
@@ -157,7 +180,7 @@ def _status(outcome: Outcome) -> str:
 
 
 def _relabelled(problem: Problem, start: Assignment) -> Assignment:
-    """Renumber the micro-batches of `start` so that it satisfies the rules of `_symmetry`."""
+    """Renumber the micro-batches of `start`, so that the constraints of `_symmetry` hold for it."""
     bins = list(range(problem.num_micro_batches))
     if problem.num_steps == 1:
         first = dict(zip(reversed(start.bin_of), reversed(range(len(start.bin_of))), strict=True))
@@ -174,12 +197,18 @@ def _relabelled(problem: Problem, start: Assignment) -> Assignment:
 
 
 class _PulpProgram:
-    """The PuLP program of a problem, with the variables x, t, e and y of the module docstring."""
+    """The PuLP program of a problem.
+
+    Variables are named as at the top of this file: x[i][j] is 1 if long piece i is in micro-batch
+    j, t[k][j] and e[k][j] are tokens and cost of fluid class k in micro-batch j, and y[s] is the
+    cost of the slowest micro-batch of step s.
+    """
 
     def __init__(self, problem: Problem) -> None:
         pulp = modeller()
         self.problem = problem
-        # Costs are scaled to a mean load of 1, and lengths by a power of two, which is exact.
+        # Divide costs by the mean cost of a micro-batch, and lengths by a power of two, so that the
+        # quotients are exact.
         self.cost_scale = max(1.0, problem.total_ns / problem.num_micro_batches)
         self.token_scale = float(1 << max(0, problem.capacity.bit_length() - 11))
         self._expression = pulp.LpAffineExpression
@@ -232,12 +261,13 @@ class _PulpProgram:
             self.program.addConstraint(self._sum([*load, (slowest, -1.0)]) <= 0)
 
     def _symmetry(self) -> None:
-        """Exclude solutions that only renumber micro-batches or steps.
+        """Add constraints that exclude solutions in which only the numbering is different.
 
         - With one step, piece i may only go to micro-batches 0 to i.
-        - With several steps, y_0 >= y_1 >= ..., so that y_s >= `step_floors_ns[s]` holds.
+        - With several steps, step s must cost at least as much as step s + 1. So the lower bounds
+          `step_floors_ns` can be added too.
 
-        Ordering the micro-batches inside steps as well was slower than no rule.
+        A further constraint on the order of micro-batches inside a step made solvers slower.
         """
         if self.problem.num_steps == 1:
             for i, row in enumerate(self.x):
@@ -249,7 +279,7 @@ class _PulpProgram:
             y.lowBound = floor / self.cost_scale
 
     def start_at(self, start: Assignment) -> None:
-        """Set the variables to the values of `start`."""
+        """Give the variables the values of `start`, from which the solver will begin."""
         for row, j in zip(self.x, start.bin_of, strict=True):
             for i, x in enumerate(row):
                 x.varValue = float(i == j)
@@ -265,7 +295,7 @@ class _PulpProgram:
             y.varValue = maximum / self.cost_scale
 
     def assignment(self) -> Assignment:
-        """Return the values of the variables, with binaries rounded."""
+        """Return the solution that the variables have now; each piece goes where x is largest."""
         capacity = self.problem.capacity
         return Assignment(
             bin_of=[max(range(len(row)), key=lambda j: row[j].varValue) for row in self.x],

@@ -5,13 +5,14 @@
   (Eq. 2).
 
 The solver starts from the greedy packing, and treats short documents as a fluid that divides
-freely. Deviations from the paper: the default objective is `Objective.SUM_OF_STEP_MAX`, because a
-single maximum no longer distinguishes packings once one document dominates, and the solver is CBC
-or HiGHS with a time limit.
+freely. There are two deviations from the paper. The default objective is
+`Objective.SUM_OF_STEP_MAX`, the sum over steps of the slowest micro-batch, because the maximum over
+all micro-batches is the same for nearly all packings if one document is very long. And the solver
+is CBC or HiGHS with a time limit.
 
-Guarantees: by its objective a packing is never slower than greedy, and `IlpReport.bound_ns` is a
-lower bound. A solve that ends by its time limit differs from host to host, so solve offline or on
-one rank.
+Guarantees: the objective of a packing is never worse than that of the greedy packing, and no
+packing has an objective below `IlpReport.bound_ns`. If the solver stops at its time limit, hosts
+may find different packings, so pack offline or on one rank.
 """
 
 import math
@@ -41,7 +42,8 @@ from wlb.packing.placement import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
 OPTIMAL_GAP = 1e-5
-"""A gap up to this is a rounding error, since solvers and bounds are accurate to 1e-6."""
+"""A packing whose relative gap to the lower bound is at most this counts as optimal. Solvers and
+bounds are accurate to 1e-6, so smaller gaps may be rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +52,10 @@ class IlpOptions:
 
     solver: Solver = Solver.HIGHS
     objective: Objective = Objective.SUM_OF_STEP_MAX
-    time_limit_s: float = 10.0  # time limit of the solver for each window
-    gap_limit: float = 1e-4  # stop at this relative gap between objective and bound
-    # Documents of fewer tokens are a fluid, longer ones have binary variables. None = C // 16;
-    # 0 = all documents have binary variables.
+    time_limit_s: float = 10.0  # time limit of the solver for the micro-batches packed together
+    gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
+    # Documents of fewer tokens are treated as a fluid that divides freely. Longer ones have a
+    # binary variable for each micro-batch. None = C // 16; 0 = all documents have such variables.
     divisible_below: int | None = None
     threads: int = 1
     seed: int = 0  # seed of the solver
@@ -70,43 +72,45 @@ class IlpOptions:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """Return `divisible_below` in tokens, with its default filled in."""
+        """Return `divisible_below` in tokens, with its default for this context window filled in."""
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpReport:
-    """How good the packing of a window is."""
+    """How good a packing is that the solver made of the documents of W global batches."""
 
     solver: Solver
-    # How the solver ended: "optimal" (to gap_limit, with short documents as a fluid), "feasible"
-    # (out of time), "nothing_found", or "infeasible", which would be an error of the solver.
+    # How the solver ended: "optimal" (within gap_limit, with short documents as a fluid),
+    # "feasible" (the time was up before that), "nothing_found", or "infeasible", which would be an
+    # error of the solver.
     status: str
     objective_ns: int  # objective of the packing that was returned
-    # Lower bound on the objective of every packing that cuts at most num_micro_batches - 1 pieces,
-    # none more expensive than the most expensive one that this packing cuts. Where greedy cuts a
-    # long document, its parts count as pieces.
+    # Lower bound on the objective of other packings of the same pieces. It holds for packings that
+    # cut at most num_micro_batches - 1 pieces, if none of these is more expensive than the most
+    # expensive piece that this packing cuts. If the greedy packing cuts a long document, its parts
+    # count as pieces.
     bound_ns: int
     greedy_objective_ns: int  # objective of the greedy packing
     # Whether the greedy packing was returned, because the solver's packing was no better after its
     # fluid was replaced by documents.
     kept_greedy: bool
     num_binaries: int  # number of binary variables in the program
-    time_s: float  # time to pack the window
+    time_s: float  # seconds that packing took
 
     @property
     def gap(self) -> float:
-        """Most that the objective could be improved, relative to it."""
+        """Upper limit on how much lower the objective could be: (objective - bound) / objective."""
         return (self.objective_ns - self.bound_ns) / max(1, self.objective_ns)
 
     @property
     def optimal(self) -> bool:
-        """Whether no packing that `bound_ns` covers is better."""
+        """Whether no packing is better, among those for which `bound_ns` holds."""
         return self.gap <= OPTIMAL_GAP
 
 
 ReportSink = Callable[[IlpReport], None]
-"""A function that receives the report of each window."""
+"""A function that is called with the report of each packing that the solver made."""
 
 
 def solve_fixed(
@@ -168,10 +172,17 @@ def _greedy_var_len(
     *,
     num_leftovers: int = 0,
 ) -> tuple[Window, Pieces]:
-    """Place pieces by Algorithm 1: leftovers first, then from long to short.
+    """Place pieces by Algorithm 1: leftovers first, then the others, each from long to short.
 
-    The first `num_leftovers` pieces are the leftovers. Returns the packing, and the pieces that do
-    not fit.
+    Args:
+        pieces: The pieces to pack.
+        options: Options of all policies.
+        num_micro_batches: Number of micro-batches.
+        s_max: Most tokens of a micro-batch.
+        num_leftovers: Number of pieces at the beginning that earlier steps left over.
+
+    Returns:
+        The packing, and the pieces that do not fit.
     """
     check_s_max(s_max, options)
     check_fits(pieces, s_max)
@@ -212,7 +223,7 @@ def _solve(
     if num < 1 or num % per_step:
         raise UserError(f"num_micro_batches = {num} is not a multiple of the {per_step} per step")
     if ilp.objective == Objective.MAX:
-        per_step = num  # a single maximum over the window is the sum over one large step
+        per_step = num  # the maximum over all micro-batches is the sum for one large step
     shape = Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)
     below = ilp.below(options.context_window)
     items = items_of(pieces, start, shape=shape, divisible_below=below, cost=cost)
@@ -238,25 +249,33 @@ def _solve(
 
 
 def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: int) -> int:
-    """Return the sum over steps of the slowest micro-batch.
+    """Return the sum over steps of the cost of the slowest micro-batch, in ns.
 
-    Steps group micro-batches by load, which minimises this sum.
+    Micro-batches are grouped into steps by descending cost, which minimises this sum.
+
+    Args:
+        window: The micro-batches.
+        cost: Returns the cost of each piece in ns.
+        per_step: Number of micro-batches in a step.
     """
     return sum(sorted(window.loads(cost(window.pieces)), reverse=True)[::per_step])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpFixedPacker(FixedPacker):
-    """Packs windows of C tokens by `solve_fixed`; steps and carry are as in `FixedPacker`."""
+    """Packs W global batches into windows of C tokens by the solver (`solve_fixed`).
+
+    The division into steps and the carry are the same as in `FixedPacker`.
+    """
 
     policy: ClassVar[str] = "ilp_fixed"
     ilp: IlpOptions = field(default_factory=IlpOptions)  # options of the solver
-    # Called with the report of each window. Reports are not part of a plan, because a plan must not
-    # depend on how long a solver took, and are not stored here, because `push` is pure.
+    # Called with the report of each packing. Reports are not part of a plan, because a plan must
+    # not depend on how long a solver took. They are not stored here either, because `push` is pure.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
-        """Pack `pieces` into windows of C tokens by the solver."""
+        """Pack `pieces` into `num_micro_batches` windows of C tokens by the solver."""
         window, report = solve_fixed(
             pieces, options=self.options, ilp=self.ilp, num_micro_batches=num_micro_batches
         )
@@ -269,10 +288,10 @@ class IlpFixedPacker(FixedPacker):
 class IlpVarLenPacker(PolicyPacker):
     """Packs W batches into W steps by the solver (Eq. 2); the steps come in a seeded random order.
 
-    Batches without documents do not count towards W, and steps without documents are left out.
-    Documents that greedy cannot place within S_max are left over and placed first in the next
-    window. In the carry, slot 0 has these leftovers, and slot i has the i-th batch of the next
-    window.
+    Batches without documents do not count towards W, and steps without documents are left out. If
+    the greedy packing cannot place a document, it is left over, and is placed first when the next W
+    batches are packed. In the carry, slot 0 has these leftovers, and slot i has the documents of
+    the i-th of the next W batches.
     """
 
     policy: ClassVar[str] = "ilp_var_len"
@@ -280,7 +299,7 @@ class IlpVarLenPacker(PolicyPacker):
     s_max: int  # most tokens of a micro-batch, at least the context window
     window_batches: int = 1  # W, global batches packed together
     ilp: IlpOptions = field(default_factory=IlpOptions)  # options of the solver
-    # Called with the report of each window, as in `IlpFixedPacker`.
+    # Called with the report of each packing, as in `IlpFixedPacker`.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -309,7 +328,17 @@ class IlpVarLenPacker(PolicyPacker):
     def _steps(
         self, pieces: Pieces, num_leftovers: int, num_steps: int, step: int
     ) -> tuple[tuple[PackingPlan, ...], Pieces]:
-        """Return the plans of a window, and the pieces left over."""
+        """Pack pieces into steps by the solver.
+
+        Args:
+            pieces: The pieces to pack.
+            num_leftovers: Number of pieces at the beginning that earlier steps left over.
+            num_steps: Number of steps to make.
+            step: Index of the first step.
+
+        Returns:
+            The plans of the steps, and the pieces that did not fit.
+        """
         num = self.num_micro_batches
         start, rest = _greedy_var_len(
             pieces, self.options, num_steps * num, self.s_max, num_leftovers=num_leftovers

@@ -1,7 +1,8 @@
-"""Runs a PuLP model on CBC or HiGHS. No other file uses their untyped interfaces.
+"""Runs a PuLP model with the solver CBC or HiGHS. No other file uses their untyped interfaces.
 
-A solve starts from the values of the model's variables. It ends at the relative gap or the time
-limit, so the same model may give other values on a slower machine. This file adds what PuLP lacks:
+The solver starts from the values of the model's variables. It stops when the relative gap between
+objective and lower bound is small enough, or at the time limit. So a slower machine may get another
+solution of the same model. This file adds what PuLP lacks:
 
 - A warm start for HiGHS, which is set between building the model and running it.
 - The lower bound on the objective, which is read from HiGHS's model or from CBC's log.
@@ -30,7 +31,7 @@ from wlb.data.leftovers import temporary_folder
 from wlb.plan import UserError
 
 _PRINTED = 0.0005
-"""Largest rounding error of a bound in CBC's log, which has three decimals."""
+"""Largest rounding error of a lower bound that CBC prints in its log, with three decimals."""
 _LOWER_BOUND = re.compile(r"^Lower bound:\s+(\S+)\s*$", re.MULTILINE)
 _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
@@ -44,26 +45,26 @@ class Solver(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverLimits:
-    """When a solve ends, and what it may use."""
+    """When the solver stops, and what it may use."""
 
-    time_limit_s: float
-    gap: float  # stop at this relative difference of objective and bound
+    time_limit_s: float  # most seconds
+    gap: float  # stop at this relative difference of objective and lower bound
     threads: int = 1
-    seed: int = 0
+    seed: int = 0  # seed of the solver's random decisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a solve ended."""
+    """How the solver ended."""
 
     has_values: bool  # whether a solution was found; its values are in the model's variables
-    is_proven: bool  # whether the solution is optimal to the gap
+    is_proven: bool  # whether the solution is proven optimal, within the limit for the gap
     is_infeasible: bool  # whether the model has no solution
     bound: float  # lower bound on the objective; -inf if the solver proved nothing
 
 
 def modeller() -> Any:
-    """Return the module pulp, or raise UserError if it is not installed."""
+    """Return the module of PuLP, with which programs are written; UserError if not installed."""
     return _module("pulp", "an ILP is modelled in the package")
 
 
@@ -89,8 +90,8 @@ def _module(name: str, purpose: str) -> ModuleType:
 
 def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
     highspy: Any = _module("highspy", 'solver = "highs" is the package')
-    # HiGHS keeps one pool of threads per process, and refuses to run with another number of
-    # threads.
+    # HiGHS has one pool of threads for the process, and refuses to run with a number of threads
+    # that differs from the last run's. Resetting the pool permits another number.
     highspy.Highs.resetGlobalScheduler(True)
     api = modeller().HiGHS(
         msg=False,
@@ -99,7 +100,8 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         timeLimit=limits.time_limit_s,
         random_seed=limits.seed % 2**31,
     )
-    # These are the steps of PuLP's solve(). The start must be set between building and running.
+    # These are the steps of PuLP's solve(), made one by one, because HiGHS takes the solution to
+    # start from only after the model is built.
     with _without_banner():
         api.createAndConfigureSolver(problem)
     api.buildSolverModel(problem)
@@ -117,7 +119,7 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
         for column, value in zip(columns, model.getSolution().col_value, strict=True):
             column.varValue = value
     is_proven = status == ended.kOptimal
-    # Without binaries there is no search tree, so the linear program's objective is the bound.
+    # Without binary variables there is no search, and the optimum itself is the lower bound.
     bound = info.mip_dual_bound if problem.isMIP() else info.objective_function_value
     return Outcome(
         has_values=has_values,
@@ -148,7 +150,7 @@ def _without_banner() -> Generator[None]:
 def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
     pulp = modeller()
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
-    # CBC takes a seed of 0 as the time of day.
+    # Avoid a seed of 0, for which CBC would use the time of day.
     seed = 1 + limits.seed % (2**31 - 1)
     with temporary_folder("solver") as folder:
         log = folder / "cbc.log"
@@ -175,8 +177,8 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
     is_proven = problem.sol_status == constants.LpSolutionOptimal
     # Subtract the rounding error, because a printed bound may have been rounded up.
     bounds = [float(bound) - _PRINTED for bound in _LOWER_BOUND.findall(text)]
-    # The search may end without a printed bound. The objective then is the bound up to the gap,
-    # since nodes within the gap may have been pruned.
+    # CBC may prove a solution optimal without printing a lower bound. Then no solution is better
+    # than this one by more than the gap.
     if is_proven and not bounds:
         bounds = [float(value) * (1 - limits.gap) for value in _OBJECTIVE.findall(text)]
     return Outcome(
