@@ -317,7 +317,7 @@ def test_lengths_that_are_none_are_refused_in_a_line(
         (["nope", "--synthetic", "wlb_paper"], "neither a preset"),
         (
             ["--synthetic", "wlb_paper", "--set", "packing.policy=bounded", "packing.s_max=1"],
-            "no room to catch up",
+            "no room for a global batch of",
         ),
     ],
 )

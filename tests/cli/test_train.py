@@ -138,9 +138,9 @@ def test_a_system_is_settings_that_set_comes_after(
 
 @pytest.mark.usefixtures("_no_ranks")
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    known = "known: usual, plain_4d, fixed_4d, paper, wlb"
+    known = "use one of usual, plain_4d, fixed_4d, paper, wlb"
     assert known in refused(["demo", "--system", "megatron"], capsys)
-    assert "paper has alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
+    assert "paper has the alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -163,7 +163,7 @@ BAD_INPUT = [
     (
         ["parallel.tp=3"],
         "parallel.tp = 3 is above model.num_kv_heads = 2 and not a multiple of it",
-        "use a multiple, or at most 2",
+        "set parallel.tp to a multiple of 2 or to at most that",
     ),
     (["parallel.pp=3"], "model.num_layers = 4 is not a multiple of pp 3", "stages"),
     (
@@ -233,10 +233,14 @@ def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         (
             2,
             ["parallel.tp=2", "parallel.pp=2"],
-            "too few ranks: tp 2 x cp 1 x pp 2 needs 4 ranks per pipeline, there are 2; start more",
+            "too few ranks: tp 2 x cp 1 x pp 2 needs 4 ranks per pipeline, but there are 2; start",
         ),
         (3, ["parallel.tp=2"], "3 ranks are not a multiple of tp 2 x cp 1 x pp 1 = 2"),
-        (2, ["parallel.dp=1"], "parallel.dp = 1 needs 1 ranks, there are 2; set parallel.dp = 2"),
+        (
+            2,
+            ["parallel.dp=1"],
+            "parallel.dp = 1 needs 1 ranks, but there are 2; set parallel.dp = 2",
+        ),
     ],
 )
 def test_ranks_of_torchrun_that_do_not_fit_are_refused(

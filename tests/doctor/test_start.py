@@ -106,7 +106,7 @@ def test_a_layout_that_does_not_fit_the_launcher_s_ranks_is_refused(
 ) -> None:
     world = World(rank=1, world_size=3, local_world_size=3, rendezvous_file="f")
     monkeypatch.setattr(worlds, "discover", lambda: world)
-    with pytest.raises(UserError, match="needs 4 ranks per pipeline, there are 3"):
+    with pytest.raises(UserError, match="needs 4 ranks per pipeline, but there are 3"):
         examine(spec_of(tmp_path), options(tmp_path / "found"))
 
 

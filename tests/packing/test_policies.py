@@ -118,18 +118,18 @@ def test_defaults_mean_what_their_help_says() -> None:
         ({"s_max": 0.9}, "packing.s_max = 0.9 context windows must be at least 1"),
         (
             {"s_max": 1.0, "policy": Policy.BOUNDED},
-            r"8 micro-batches of at most packing.s_max = 1.0 context windows leave bounded no room "
-            r"to catch up on delayed documents with global batches of 8 windows; raise packing.s_max",
+            r"8 micro-batches of at most packing.s_max = 1.0 context windows have no room for "
+            r"a global batch of 8 windows and for delayed documents; raise packing.s_max",
         ),
         (
             {"num_micro_batches": 6, "s_max": 1.25},
-            "6 micro-batches of at most packing.s_max = 1.25 context windows leave var_len no room "
-            "for global batches of 8 windows; raise packing.s_max or packing.num_micro_batches",
+            "6 micro-batches of at most packing.s_max = 1.25 context windows have no room for a "
+            "global batch of 8 windows; raise packing.s_max or packing.num_micro_batches",
         ),
         (
             {"num_micro_batches": 12, "policy": Policy.FIXED},
-            "packing.num_micro_batches = 12 with packing.policy = fixed: its micro-batches are "
-            "windows, 8 per global batch; use var_len or bounded, or set it to 0",
+            "packing.num_micro_batches = 12 is not supported by packing.policy = fixed, which "
+            "makes one micro-batch of each of the 8 windows; set packing.num_micro_batches = 0, or ",
         ),
         ({"num_micro_batches": -1}, "packing.num_micro_batches = -1 must be at least 0"),
         ({"step_tokens": 1.0}, "packing.step_tokens = 1.0 must be above 1 global batch"),
@@ -274,7 +274,7 @@ def test_s_max_without_memory_is_refused() -> None:
         with_s_max(unfilled, planned_gib=None)
     with pytest.raises(ValueError, match=r"needs .* GiB for weights, gradients, optimiser and"):
         with_s_max(unfilled, planned_gib=0.001)
-    with pytest.raises(ValueError, match=r"packing\.s_max = 0 .*give packing\.s_max"):
+    with pytest.raises(ValueError, match=r"packing\.s_max = 0 .*set packing\.s_max"):
         packer_for(unfilled, COST)
     with pytest.raises(ValueError, match=r"packing\.s_max = 0\.5 context windows must be at"):
         spec(s_max=0.5)

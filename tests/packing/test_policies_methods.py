@@ -238,7 +238,7 @@ def test_sorted_packing_goes_from_long_to_short() -> None:
     [
         (
             ["packing.method=multi"],
-            "packing.method = 'multi' is unknown; known: random_padding, gro",
+            "packing.method = 'multi' is unknown; use one of random_padding, gro",
         ),
         (
             ["packing.method=sorted_posid", "packing.policy=bounded"],

@@ -74,13 +74,10 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             {"model__rope_scaling__turns": [32, 1]},
             "model.rope_scaling.turns = [32.0, 1.0] must be two numbers above 0, the smaller",
         ),
-        (
-            {"model__full_every": 2},
-            "model.full_every = 2 and model.full_first = 0 say which layers",
-        ),
+        ({"model__full_every": 2}, "model.full_every = 2 and model.full_first = 0 select layers"),
         (
             {"model__sliding_window": 64, "model__full_first": 1000},
-            "model.sliding_window = 64, but no layer has a window with model.full_every = 0 and",
+            "model.sliding_window = 64, but model.full_every = 0 and model.full_first = 1000 leave",
         ),
         ({"model__attention_softcap": -1}, "model.attention_softcap = -1.0 must be at least 0"),
         (
@@ -114,14 +111,15 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"training__learning_rate": 2e-5},
-            "training.min_learning_rate = 3e-05 is above training.learning_rate = 2e-05: "
-            "training.schedule = cosine would rise to it; a tenth of the peak is usual, 2e-06",
+            "training.min_learning_rate = 3e-05 is above training.learning_rate = 2e-05, so that "
+            "training.schedule = cosine would raise the rate after warm-up; set it to at most "
+            "training.learning_rate, usually to a tenth: 2e-06",
         ),
         ({"cluster__peak_tflops": -1}, "cluster.peak_tflops = -1.0 must be at least 0"),
         (
             {"training__schedule": "wsd"},
-            "training.decay_steps = 0 with training.schedule = wsd: the decay takes at least 2 "
-            "steps; 10% to 20% of training.steps is usual, such as 100",
+            "training.decay_steps = 0 must be at least 2 with training.schedule = wsd; set it to "
+            "10% to 20% of training.steps, such as 100",
         ),
         (
             {"training__schedule": "wsd", "training__decay_steps": -1},
@@ -133,8 +131,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"training__decay_steps": 10},
-            "training.decay_steps = 10 belongs to training.schedule = wsd; leave it out with "
-            "cosine",
+            "training.decay_steps = 10 has an effect only with training.schedule = wsd, but "
+            "training.schedule = cosine; remove training.decay_steps",
         ),
         ({"training__timeout_s": 0}, "training.timeout_s = 0.0 must be above 0"),
         ({"training__beta1": 1}, "training.beta1 = 1.0 must be in [0, 1)"),
@@ -152,8 +150,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         # Compiling.
         (
             {"training__compile_backend": "aot_eager"},
-            "training.compile_backend = 'aot_eager' without training.compile: set training.compile "
-            "= true, or leave the backend out",
+            "training.compile_backend = 'aot_eager' has no effect with training.compile = false; "
+            "set training.compile = true, or remove training.compile_backend",
         ),
         (
             {
@@ -175,8 +173,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
                 "model__num_kv_heads": 3,
                 "model__head_dim": 64,
             },
-            "parallel.tp = 8 is above model.num_kv_heads = 3 and not a multiple of it, so that the "
-            "TP ranks cannot hold equally many copies of each KV head; use a multiple, or at most ",
+            "parallel.tp = 8 is above model.num_kv_heads = 3 and not a multiple of it, so TP ranks "
+            "cannot have equal numbers of copies of each KV head; set parallel.tp to a multiple ",
         ),
         (
             {"parallel__tp": 16, "model__num_kv_heads": 4},
@@ -209,13 +207,13 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         # The pipeline.
         (
             {"pp__virtual_stages": 2},
-            "pp.virtual_stages = 2 with parallel.pp = 1: there is no pipeline to interleave; set "
-            "pp.virtual_stages = 1",
+            "pp.virtual_stages = 2 with parallel.pp = 1: virtual stages need more than one "
+            "pipeline rank; set pp.virtual_stages = 1",
         ),
         (
             {"parallel__pp": 2, "pp__schedule": "1f1b", "pp__virtual_stages": 2},
-            "pp.schedule = '1f1b' has one stage per rank, got pp.virtual_stages = 2; set it to 1 "
-            "or use pp.schedule = 'interleaved_1f1b'",
+            "pp.schedule = 1f1b has one stage per pipeline rank, but pp.virtual_stages = 2; set "
+            "pp.virtual_stages = 1 or pp.schedule = interleaved_1f1b",
         ),
         (
             {"parallel__pp": 4, "pp__virtual_stages": 4},
@@ -223,8 +221,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 3},
-            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages; give "
-            "the number of layers of each stage in pp.stage_layers",
+            "model.num_layers = 8 is not a multiple of pp 3 x virtual stages 1 = 3 stages; set "
+            "pp.stage_layers to the number of layers of each stage",
         ),
         (
             {"parallel__pp": 3, "pp__stage_layers": [4, 4]},
@@ -233,7 +231,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 3, "pp__stage_layers": [3, 3, 3]},
-            "pp.stage_layers = [3, 3, 3] adds up to 9, but model.num_layers is 8",
+            "pp.stage_layers = [3, 3, 3] adds up to 9, but model.num_layers = 8; change one",
         ),
         (
             {"parallel__pp": 3, "pp__stage_layers": [4, 0, 4]},
@@ -250,8 +248,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 4, "packing__num_micro_batches": 9},
-            "9 micro-batches per pipeline cannot be scheduled in 2 equal rounds over pp = 4; "
-            "numbers that can: [5, 6, 7, 8, 10, 12] (packing.num_micro_batches = that x dp 1)",
+            "9 micro-batches per pipeline cannot be divided into 2 equal rounds over pp = 4; set "
+            "packing.num_micro_batches to dp 1 times one of [5, 6, 7, 8, 10, 12]",
         ),
         (
             {"parallel__dp": 2, "data__num_windows": 3},
@@ -260,8 +258,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 2, "parallel__dp": 2, "data__num_windows": 10},
-            "5 micro-batches per pipeline cannot be scheduled in 2 equal rounds over pp = 2; "
-            "numbers that can: [3, 4, 6] (data.num_windows = that x dp 2)",
+            "5 micro-batches per pipeline cannot be divided into 2 equal rounds over pp = 2; set "
+            "data.num_windows to dp 2 times one of [3, 4, 6]",
         ),
         (
             {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
@@ -280,8 +278,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         # Packing.
         (
             {"packing__s_max": 0.99},
-            "packing.s_max = 0.99 context windows must be at least 1, or a document of 4096 tokens "
-            "could never be placed",
+            "packing.s_max = 0.99 context windows must be at least 1, so that a document of 4096 "
+            "tokens fits",
         ),
         ({"packing__hold": -1}, "packing.hold = -1 must be at least 0"),
         ({"packing__hold": 3, "packing__queue_thresholds": []}, "packing.hold = 3 must be 0"),
@@ -296,7 +294,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"packing__queue_thresholds": [0.3, 0.50001, 0.50002]},
             "packing.queue_thresholds = [0.3, 0.50001, 0.50002]: entries 1 and 2 are both 2049 "
-            "tokens (window 4096)",
+            "tokens of a window of 4096; remove one",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
@@ -332,8 +330,8 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
     others = {9: "[5, 6, 7, 8, 10, 12]", 11: "[7, 8, 10, 12, 15]"}
     if each in others:
         message = refusal(spec)
-        assert f"{each} micro-batches per pipeline cannot be scheduled in 2 equal rounds" in message
-        assert f"numbers that can: {others[each]} (data.num_windows = that x dp 2)" in message
+        assert f"{each} micro-batches per pipeline cannot be divided into 2 equal rounds" in message
+        assert f"set data.num_windows to dp 2 times one of {others[each]}" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
 
@@ -373,10 +371,10 @@ def test_dp_is_filled_in_from_the_ranks_there_are() -> None:
 @pytest.mark.parametrize(
     ("dp", "ranks", "message"),
     [
-        (0, 3, "too few ranks: tp 2 x cp 2 x pp 1 needs 4 ranks per pipeline, there are 3; start"),
-        (0, 6, "6 ranks are not a multiple of tp 2 x cp 2 x pp 1 = 4; use a multiple of 4"),
-        (2, 12, "parallel.dp = 2 needs 8 ranks, there are 12; set parallel.dp = 3 or 0"),
-        (4, 12, "parallel.dp = 4 needs 16 ranks, there are 12; set parallel.dp = 3 or 0"),
+        (0, 3, "too few ranks: tp 2 x cp 2 x pp 1 needs 4 ranks per pipeline, but there are 3;"),
+        (0, 6, "6 ranks are not a multiple of tp 2 x cp 2 x pp 1 = 4; start a multiple of 4 ranks"),
+        (2, 12, "parallel.dp = 2 needs 8 ranks, but there are 12; set parallel.dp = 3 or 0"),
+        (4, 12, "parallel.dp = 4 needs 16 ranks, but there are 12; set parallel.dp = 3 or 0"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(dp: int, ranks: int, message: str) -> None:

@@ -271,7 +271,7 @@ def test_values_that_are_refused(dotted: str, value: Any, message: str) -> None:
         ),
         (
             "parallel.zzz",
-            "unknown key 'parallel.zzz'; known here: parallel.tp, parallel.cp, parallel.pp",
+            "unknown key 'parallel.zzz'; use one of parallel.tp, parallel.cp, parallel.pp",
         ),
     ],
 )
@@ -365,7 +365,7 @@ def test_stored_values_of_merged_keys_keep_their_meaning(
 @pytest.mark.parametrize(("name", "value"), REMOVED_VALUES)
 def test_a_removed_value_is_refused_by_name_and_stored_ones_are_read(name: str, value: str) -> None:
     instead = REMOVED_VALUES[name, value].instead
-    said = f"run.toml: {name} = '{value}' was removed, because .*; give '{instead}'"
+    said = f"run.toml: {name} = '{value}' was removed, because .*; set {name} = '{instead}'"
     with pytest.raises(ValueError, match=said):
         apply(RunSpec(), nest(name, value), source="run.toml")
     with pytest.warns(RemovedKeyWarning, match=f"run.json: {name} = '{value}' is read as"):

@@ -70,7 +70,11 @@ def test_one_expert_is_a_stack_too() -> None:
 @pytest.mark.parametrize(
     ("spec", "keys", "message"),
     [
-        (QWEN, {"decoder_sparse_step": 9}, "no layer has experts with model.experts.every = 9"),
+        (
+            QWEN,
+            {"decoder_sparse_step": 9},
+            "model.experts.every = 9 and .* leave no layer with experts",
+        ),
         (
             QWEN,
             {"mlp_only_layers": [0, True]},
@@ -85,7 +89,11 @@ def test_one_expert_is_a_stack_too() -> None:
         (QWEN, {"num_local_experts": 4}, "num_experts = 3 contradicts num_local_experts = 4"),
         (QWEN, {"num_experts_per_tok": 9}, "per_token = 9 is more than model.experts.num = 3"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not null: wlb does not clip Q, K and V"),
-        (MIXTRAL, {"sliding_window": 64}, "sliding_window = 64 has a value, but use_sliding_window"),
+        (
+            MIXTRAL,
+            {"sliding_window": 64},
+            "sliding_window = 64 has a value, but use_sliding_window",
+        ),
         (
             QWEN,
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},

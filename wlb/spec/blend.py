@@ -1,4 +1,4 @@
-"""Parse `data.blend`, the token stores that a run mixes and their weights."""
+"""Parse `data.blend`, which lists the token stores that a run mixes, with their weights."""
 
 import math
 from collections.abc import Sequence
@@ -26,9 +26,11 @@ def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
         if not (colon and prefix and 0 < weight < math.inf):
             raise UserError(
                 f"data.blend: {entry!r} is not PREFIX:WEIGHT with a weight above 0, such as "
-                f'"stores/web:0.7"; leave out a store of weight 0'
+                f'"stores/web:0.7"; correct the entry, or remove a store whose weight is 0'
             )
         if prefix in [name for name, _ in found]:
-            raise UserError(f"data.blend names {prefix} twice; add the weights up")
+            raise UserError(
+                f"data.blend names {prefix} twice; give one entry with the sum of the weights"
+            )
         found.append((prefix, weight))
     return tuple(found)

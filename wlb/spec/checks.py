@@ -1,7 +1,7 @@
 """Check a whole RunSpec before any rank starts.
 
-`check` looks at combinations of keys; `wlb.spec.keys` checks each key's bounds. Every message names
-the offending values and what to do.
+`check` looks at combinations of keys, and `wlb.spec.keys` checks the bounds of each key. Every
+error message names the wrong values and says what to do.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def check(spec: RunSpec) -> RunSpec:
 
 
 def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
-    """Return `spec` with parallel.dp filled in for `world_size` ranks, and checked.
+    """Return `spec` with parallel.dp set for `world_size` ranks, after checking all settings.
 
     Raises:
         UserError: If the layout does not fit the number of ranks.
@@ -48,17 +48,18 @@ def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
     layout = f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
     if world_size < need:
         raise UserError(
-            f"too few ranks: {layout} needs {need} ranks per pipeline, there are {world_size}; "
-            f"start more ranks or lower parallel.tp, parallel.cp or parallel.pp"
+            f"too few ranks: {layout} needs {need} ranks per pipeline, but there are "
+            f"{world_size}; start more ranks or lower parallel.tp, parallel.cp or parallel.pp"
         )
     if world_size % need:
         raise UserError(
-            f"{world_size} ranks are not a multiple of {layout} = {need}; use a multiple of {need}"
+            f"{world_size} ranks are not a multiple of {layout} = {need}; start a multiple of "
+            f"{need} ranks"
         )
     dp = world_size // need
     if parallel.dp not in (0, dp):
         raise UserError(
-            f"parallel.dp = {parallel.dp} needs {need * parallel.dp} ranks, there are "
+            f"parallel.dp = {parallel.dp} needs {need * parallel.dp} ranks, but there are "
             f"{world_size}; set parallel.dp = {dp} or 0"
         )
     return check(replace(spec, parallel=replace(parallel, dp=dp)))
@@ -76,55 +77,59 @@ def _check_ranges(spec: RunSpec) -> None:
     for name in ("trace_steps", "snapshot_steps"):
         steps = getattr(spec.telemetry, name)
         if min(steps, default=1) < 1:
-            raise UserError(f"telemetry.{name} = {list(steps)}: steps are counted from 1")
+            raise UserError(
+                f"telemetry.{name} = {list(steps)} must have no number below 1, because steps are "
+                f"counted from 1"
+            )
     if spec.tokens_per_step > _MOST_STEP_TOKENS:
         raise UserError(
-            f"data.num_windows = {spec.num_windows} of data.context_window = "
-            f"{spec.data.context_window} are {spec.tokens_per_step} tokens per step, must be at "
+            f"data.num_windows = {spec.num_windows} times data.context_window = "
+            f"{spec.data.context_window} is {spec.tokens_per_step} tokens per step, but must be at "
             f"most {_MOST_STEP_TOKENS}; lower one of them"
         )
     _check_name(spec)
     if parse_blend(spec.data.blend) and spec.data.store:
         raise UserError(
             f"data.store = {spec.data.store} and data.blend = {list(spec.data.blend)} are both "
-            f"set; use data.blend alone, and add data.store to it if it should be mixed in"
+            f"set; remove data.store, or add it to data.blend to mix it in"
         )
 
 
 def _check_rates(spec: RunSpec) -> None:
-    """Refuse learning rates that rise after warm-up, and decay_steps without wsd."""
+    """Refuse a learning rate that would rise after warm-up, and wrong training.decay_steps."""
     t = spec.training
     if t.schedule != RateSchedule.CONSTANT and t.min_learning_rate > t.learning_rate:
         raise UserError(
             f"training.min_learning_rate = {t.min_learning_rate} is above training.learning_rate = "
-            f"{t.learning_rate}: training.schedule = {t.schedule} would rise to it; a tenth of the "
-            f"peak is usual, {t.learning_rate / 10:g}"
+            f"{t.learning_rate}, so that training.schedule = {t.schedule} would raise the rate "
+            f"after warm-up; set it to at most training.learning_rate, usually to a tenth: "
+            f"{t.learning_rate / 10:g}"
         )
     if t.schedule != RateSchedule.WSD:
         if t.decay_steps:
             raise UserError(
-                f"training.decay_steps = {t.decay_steps} belongs to training.schedule = wsd; leave "
-                f"it out with {t.schedule}"
+                f"training.decay_steps = {t.decay_steps} has an effect only with training.schedule "
+                f"= wsd, but training.schedule = {t.schedule}; remove training.decay_steps, or set "
+                f"training.schedule = wsd"
             )
         return
-    # The decay of wsd must fit behind the warm-up.
+    # The decay of wsd must fit into the steps after the warm-up.
     after = t.steps - t.warmup_steps
     if t.decay_steps < 2:
         raise UserError(
-            f"training.decay_steps = {t.decay_steps} with training.schedule = wsd: the decay "
-            f"takes at least 2 steps; 10% to 20% of training.steps is usual, such as "
-            f"{max(2, t.steps // 10)}"
+            f"training.decay_steps = {t.decay_steps} must be at least 2 with training.schedule = "
+            f"wsd; set it to 10% to 20% of training.steps, such as {max(2, t.steps // 10)}"
         )
     if t.decay_steps > after:
         raise UserError(
             f"training.decay_steps = {t.decay_steps} is longer than the {after} steps after the "
             f"warm-up (training.steps = {t.steps}, training.warmup_steps = {t.warmup_steps}); "
-            f"lower it, or train more steps"
+            f"lower training.decay_steps, or raise training.steps"
         )
 
 
 def _check_name(spec: RunSpec) -> None:
-    """Refuse run names that are not a folder name, or that are the folder of token stores."""
+    """Refuse a run name that is not a folder name, or that is the name of the stores' folder."""
     name = spec.run.name
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(
@@ -133,8 +138,8 @@ def _check_name(spec: RunSpec) -> None:
         )
     if Path(spec.run.output_dir, name) == spec.run.stores_dir:
         raise UserError(
-            f"run.name = {name!r} is the folder of run.output_dir = {spec.run.output_dir} that "
-            f"keeps token stores; use another name"
+            f"run.name = {name!r} is the name of the folder in run.output_dir = "
+            f"{spec.run.output_dir} that keeps token stores; set another name"
         )
 
 
@@ -143,14 +148,14 @@ def _check_layout(spec: RunSpec) -> None:
     if parallel.world_size > _MOST_RANKS:
         raise UserError(
             f"parallel.tp = {parallel.tp} x cp = {parallel.cp} x pp = {parallel.pp} x dp = "
-            f"{parallel.dp} are {parallel.world_size} ranks, must be at most {_MOST_RANKS}; lower "
-            f"one of them"
+            f"{parallel.dp} are {parallel.world_size} ranks, but must be at most {_MOST_RANKS}; "
+            f"lower one of them"
         )
     if parallel.tp > model.num_kv_heads and parallel.tp % model.num_kv_heads:
         raise UserError(
             f"parallel.tp = {parallel.tp} is above model.num_kv_heads = {model.num_kv_heads} and "
-            f"not a multiple of it, so that the TP ranks cannot hold equally many copies of each "
-            f"KV head; use a multiple, or at most {model.num_kv_heads}"
+            f"not a multiple of it, so TP ranks cannot have equal numbers of copies of each KV "
+            f"head; set parallel.tp to a multiple of {model.num_kv_heads} or to at most that"
         )
     # TP divides heads, MLPs and vocabulary, so each must be a multiple of its degree.
     divided = {
@@ -162,11 +167,14 @@ def _check_layout(spec: RunSpec) -> None:
     }
     for name, value in divided.items():
         if value % parallel.tp:
-            raise UserError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+            raise UserError(
+                f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}; change "
+                f"parallel.tp or the model"
+            )
     if model.qk_norm_rows and parallel.tp > 1:
         raise UserError(
-            f"parallel.tp = {parallel.tp} with model.qk_norm_rows = true: a TP rank has some heads "
-            f"of a row, which a norm of all heads needs; set parallel.tp = 1"
+            f"parallel.tp = {parallel.tp} with model.qk_norm_rows = true is not supported: the "
+            f"norm needs all heads of a token, but a TP rank has only some; set parallel.tp = 1"
         )
     shared, size = parallel.fsdp_size, spec.fsdp.shard_size
     # With dp = 0 the number of ranks that share parameters is not known yet.
@@ -179,15 +187,15 @@ def _check_layout(spec: RunSpec) -> None:
 
 
 def _divided_linear(spec: RunSpec) -> dict[str, int]:
-    """Return the key of linear layers that TP divides, with its value."""
+    """Return the key of linear layers that TP divides, with its value; {} without such layers."""
     linear = spec.model.linear
     return {"model.linear.num_key_heads": linear.num_key_heads} if linear.num_value_heads else {}
 
 
 def _divided_mlp(spec: RunSpec) -> dict[str, int]:
-    """Return the sizes of MLPs and shared experts that TP divides, by key.
+    """Return the sizes of MLPs and of shared experts, which TP divides, by key.
 
-    Routed experts are divided by parallel.ep instead.
+    Routed experts are divided over EP ranks (parallel.ep) instead.
     """
     experts = spec.model.experts
     dense = {"model.ffn_hidden_size": spec.model.ffn_hidden_size}
@@ -199,7 +207,7 @@ def _divided_mlp(spec: RunSpec) -> dict[str, int]:
 
 
 MOST_EXPERTS_OF_RANK = 1023
-"""Most groups that `torch.nn.functional.grouped_mm` takes on CUDA."""
+"""Most experts of a rank: on CUDA, `torch.nn.functional.grouped_mm` accepts no more groups."""
 
 
 def _check_experts(spec: RunSpec) -> None:
@@ -208,45 +216,47 @@ def _check_experts(spec: RunSpec) -> None:
     # exported. Only training it is refused.
     if spec.model.experts.never_learns:
         raise UserError(
-            "model.experts.per_token = 1 with model.experts.normalised = true: a token's only "
-            "score is 1 whatever the router computes, so that the router never learns; set "
+            "model.experts.per_token = 1 with model.experts.normalised = true: every normalised "
+            "score is 1, so the router gets no gradient and never learns; set "
             "model.experts.normalised = false"
         )
     if spec.cost.expert_load > (parallel.ep if num else 1):
         raise UserError(
             f"cost.expert_load = {spec.cost.expert_load} with parallel.ep = {parallel.ep} and "
-            f"model.experts.num = {num}: the busiest rank has at most parallel.ep times the "
-            f"mean rank's expert rows; lower it, 1 = even"
+            f"model.experts.num = {num} must be at most {parallel.ep if num else 1}, because the "
+            f"busiest rank has at most parallel.ep times the mean load; lower cost.expert_load"
         )
     if not num:
         if parallel.ep > 1:
             raise UserError(
-                f"parallel.ep = {parallel.ep} with model.experts.num = 0: there are no experts to "
-                f"divide; set parallel.ep = 1"
+                f"parallel.ep = {parallel.ep} with model.experts.num = 0: the model has no experts "
+                f"to divide; set parallel.ep = 1"
             )
         _check_expert_stages(spec, 0)
         return
     if num % parallel.ep:
         raise UserError(
-            f"parallel.ep = {parallel.ep} does not divide model.experts.num = {num}; use a divisor"
+            f"parallel.ep = {parallel.ep} does not divide model.experts.num = {num}; set "
+            f"parallel.ep to a divisor of {num}"
         )
     if num // parallel.ep > MOST_EXPERTS_OF_RANK:
         raise UserError(
-            f"model.experts.num / parallel.ep = {num // parallel.ep} experts of a rank; torch's "
-            f"grouped products take at most {MOST_EXPERTS_OF_RANK} on a GPU; raise parallel.ep"
+            f"model.experts.num / parallel.ep = {num // parallel.ep} experts per rank is above "
+            f"{MOST_EXPERTS_OF_RANK}, the limit of torch's grouped_mm on a GPU; raise parallel.ep"
         )
     _check_expert_stages(spec, num // parallel.ep)
     if parallel.dp and parallel.expert_ranks % parallel.ep:
         raise UserError(
             f"parallel.ep = {parallel.ep} does not divide dp {parallel.dp} x cp {parallel.cp} x tp "
-            f"{parallel.tp} = {parallel.expert_ranks} ranks; use a divisor"
+            f"{parallel.tp} = {parallel.expert_ranks} ranks; set parallel.ep to a divisor of "
+            f"{parallel.expert_ranks}"
         )
     copy_ranks = spec.fsdp.shard_size * parallel.tp
     if copy_ranks % parallel.ep:
         raise UserError(
             f"parallel.ep = {parallel.ep} does not divide fsdp.shard_size {spec.fsdp.shard_size} x "
-            f"tp {parallel.tp} = {copy_ranks} ranks of one copy of the parameters, within which "
-            f"experts are divided; lower parallel.ep or raise fsdp.shard_size"
+            f"tp {parallel.tp} = {copy_ranks} ranks of one copy of the parameters; lower "
+            f"parallel.ep or raise fsdp.shard_size"
         )
 
 
@@ -254,13 +264,14 @@ def _check_expert_stages(spec: RunSpec, experts_per_rank: int) -> None:
     stages = spec.ep.stages
     if stages > 1 and spec.parallel.ep == 1:
         raise UserError(
-            f"ep.stages = {stages} with parallel.ep = 1: no rows travel; set ep.stages = 1"
+            f"ep.stages = {stages} with parallel.ep = 1: no rows travel between ranks, so there is "
+            f"nothing to overlap; set ep.stages = 1"
         )
     if experts_per_rank % stages:
         good = [n for n in range(1, experts_per_rank + 1) if experts_per_rank % n == 0]
         raise UserError(
             f"ep.stages = {stages} does not divide the {experts_per_rank} experts of a rank "
-            f"(model.experts.num / parallel.ep); use one of {good}"
+            f"(model.experts.num / parallel.ep); set ep.stages to one of {good}"
         )
 
 
@@ -268,14 +279,15 @@ def _check_sharding(spec: RunSpec) -> None:
     cp, window, sharding = spec.parallel.cp, spec.data.context_window, spec.sharding
     if cp > window:
         raise UserError(
-            f"parallel.cp = {cp} exceeds data.context_window = {window}: some CP ranks would never "
-            f"hold a token; lower parallel.cp"
+            f"parallel.cp = {cp} exceeds data.context_window = {window}, so some CP ranks would "
+            f"never have a token; lower parallel.cp"
         )
     cuts_documents = sharding.strategy in (Strategy.PER_DOCUMENT, Strategy.ADAPTIVE)
     if sharding.remainder != Remainder.MERGED and not cuts_documents:
         raise UserError(
-            f"sharding.remainder = {sharding.remainder} is for sharding.strategy = per_document or "
-            f"adaptive; set sharding.remainder = merged for {sharding.strategy}"
+            f"sharding.remainder = {sharding.remainder} needs sharding.strategy = per_document or "
+            f"adaptive, but sharding.strategy = {sharding.strategy}; set sharding.remainder = "
+            f"merged"
         )
 
 
@@ -283,23 +295,32 @@ def _check_stage_layers(spec: RunSpec) -> None:
     layers, stages, given = spec.model.num_layers, spec.num_stages, spec.pp.stage_layers
     named = f"pp {spec.parallel.pp} x virtual stages {spec.pp.virtual_stages} = {stages} stages"
     if not given and layers < stages:
-        raise UserError(f"model.num_layers = {layers} is fewer than {named}")
+        raise UserError(
+            f"model.num_layers = {layers} is fewer than {named}; lower parallel.pp or "
+            f"pp.virtual_stages"
+        )
     if not given and layers % stages:
         raise UserError(
-            f"model.num_layers = {layers} is not a multiple of {named}; give the number "
-            f"of layers of each stage in pp.stage_layers"
+            f"model.num_layers = {layers} is not a multiple of {named}; set pp.stage_layers to the "
+            f"number of layers of each stage"
         )
     if not given:
         return
     setting = f"pp.stage_layers = {list(given)}"
     if len(given) != stages:
-        raise UserError(f"{setting} has {len(given)} entries, but there are {named}")
+        raise UserError(
+            f"{setting} has {len(given)} entries, but there are {named}; give one entry for each "
+            f"stage"
+        )
     if sum(given) != layers:
-        raise UserError(f"{setting} adds up to {sum(given)}, but model.num_layers is {layers}")
+        raise UserError(
+            f"{setting} adds up to {sum(given)}, but model.num_layers = {layers}; change one of "
+            f"them"
+        )
     if min(given) < 0 or 0 in given[1:-1]:
         raise UserError(
-            f"{setting}: only the first and the last stage, which have embedding and head, may "
-            f"have 0 layers"
+            f"{setting}: only the first and the last stage may have 0 layers, because they have "
+            f"the embedding and the head; give every other stage at least 1 layer"
         )
 
 
@@ -307,18 +328,18 @@ def _check_pipeline(spec: RunSpec) -> None:
     pp, v = spec.parallel.pp, spec.pp.virtual_stages
     if pp == 1 and v != 1:
         raise UserError(
-            f"pp.virtual_stages = {v} with parallel.pp = 1: there is no pipeline to interleave; "
-            f"set pp.virtual_stages = 1"
+            f"pp.virtual_stages = {v} with parallel.pp = 1: virtual stages need more than one "
+            f"pipeline rank; set pp.virtual_stages = 1"
         )
     if pp > 1 and spec.pp.schedule == Schedule.ONE_F_ONE_B and v != 1:
         raise UserError(
-            f"pp.schedule = '1f1b' has one stage per rank, got pp.virtual_stages = {v}; set it to "
-            f"1 or use pp.schedule = 'interleaved_1f1b'"
+            f"pp.schedule = 1f1b has one stage per pipeline rank, but pp.virtual_stages = {v}; set "
+            f"pp.virtual_stages = 1 or pp.schedule = interleaved_1f1b"
         )
     if spec.pp.weight_delay != 1 and spec.pp.schedule != Schedule.INTERLEAVED_ZERO_BUBBLE:
         raise UserError(
             f"pp.weight_delay = {spec.pp.weight_delay} with pp.schedule = {spec.pp.schedule}: only "
-            f"interleaved_zero_bubble has separate weight-gradient passes; leave it 1"
+            f"interleaved_zero_bubble has separate weight-gradient passes; set pp.weight_delay = 1"
         )
     _check_stage_layers(spec)
     _check_schedulable(spec, spec.num_windows, "data.num_windows")
@@ -329,8 +350,9 @@ def _check_compile(spec: RunSpec) -> None:
     training, default = spec.training, type(spec.training)().compile_backend
     if not training.compile and training.compile_backend != default:
         raise UserError(
-            f"training.compile_backend = {training.compile_backend!r} without training.compile: "
-            f"set training.compile = true, or leave the backend out"
+            f"training.compile_backend = {training.compile_backend!r} has no effect with "
+            f"training.compile = false; set training.compile = true, or remove "
+            f"training.compile_backend"
         )
     if training.compile and spec.splits_backward:
         raise UserError(
@@ -345,8 +367,8 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
 
     Args:
         spec: Configuration of the run.
-        num: Micro-batches per step over all pipelines: the number that packing makes, or the number
-            of windows, because evaluation has a micro-batch for each window.
+        num: Micro-batches per step over all pipelines. Training has the number that packing makes,
+            and evaluation has one micro-batch for each window.
         name: Key that sets `num`, for messages.
     """
     dp, pp = max(1, spec.parallel.dp), spec.parallel.pp
@@ -365,19 +387,19 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
         )
     good = [m for m in range(max(1, each - pp), each + pp + 1) if schedule.takes(m, pp)]
     raise UserError(
-        f"{each} micro-batches per pipeline cannot be scheduled in {each // pp} equal rounds over "
-        f"pp = {pp}; numbers that can: {good} ({name} = that x dp {dp})"
+        f"{each} micro-batches per pipeline cannot be divided into {each // pp} equal rounds over "
+        f"pp = {pp}; set {name} to dp {dp} times one of {good}"
     )
 
 
 def _check_number_packed(spec: RunSpec) -> None:
-    """Refuse numbers of micro-batches that the policy does not make or that are too few."""
+    """Refuse a number of micro-batches that the policy does not support or that is too small."""
     packing, m, n = spec.packing, spec.num_micro_batches, spec.num_windows
     if m != n and not packing.varies_lengths:
         raise UserError(
-            f"packing.num_micro_batches = {m} with packing.policy = {packing.policy}: its "
-            f"micro-batches are windows, {n} per global batch; use var_len or bounded, or set it "
-            f"to 0"
+            f"packing.num_micro_batches = {m} is not supported by packing.policy = "
+            f"{packing.policy}, which makes one micro-batch of each of the {n} windows; set "
+            f"packing.num_micro_batches = 0, or packing.policy to var_len or bounded"
         )
     if packing.takes_s_max_from_memory:
         # S_max is not known yet. `with_s_max` fills it in and repeats this check.
@@ -387,8 +409,8 @@ def _check_number_packed(spec: RunSpec) -> None:
     is_bounded = packing.policy == Policy.BOUNDED
     if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):
         raise UserError(
-            f"{m} micro-batches of at most packing.s_max = {packing.s_max} context windows leave "
-            f"{packing.policy} no room "
-            + ("to catch up on delayed documents with" if is_bounded else "for")
-            + f" global batches of {n} windows; raise packing.s_max or packing.num_micro_batches"
+            f"{m} micro-batches of at most packing.s_max = {packing.s_max} context windows have no "
+            f"room for a global batch of {n} windows"
+            + (" and for delayed documents" if is_bounded else "")
+            + "; raise packing.s_max or packing.num_micro_batches"
         )

@@ -7,7 +7,9 @@ from wlb.plan import UserError
 from wlb.spec.keys import key
 
 ROW_VALUES = 8
-"""Row lengths must be a multiple of this: grouped products need rows of n x 16 bytes (bfloat16)."""
+"""Hidden sizes must be multiples of this number.
+
+torch's grouped matrix products need rows of a multiple of 16 bytes, which are 8 bfloat16 values."""
 
 
 class Scoring(StrEnum):
@@ -27,7 +29,7 @@ class ExpertBalance(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Section [model.experts]. With num = 0 there are no experts, and other keys are unused."""
+    """Section [model.experts]. If `num` is 0, layers have no experts, and other keys are unused."""
 
     num: int = key(
         0, "experts of each layer with experts; 0 = no experts, only MLPs", at_least=0, at_most=4096
@@ -42,20 +44,23 @@ class ExpertsSpec:
     dense_layers: tuple[int, ...] = key(
         (),
         "layers, counted from 0, that have an MLP although `every` would give them experts "
-        "(Qwen3-MoE's mlp_only_layers; [0, 1, 2] = DeepSeek-V3's first_k_dense_replace of 3)",
+        "(Qwen3-MoE's mlp_only_layers; for DeepSeek-V3's first_k_dense_replace = 3, set [0, 1, 2])",
         at_least=0,
         at_most=9_999,
     )
     per_token: int = key(
-        2, "experts that process each token: the highest-scored ones", at_least=1, at_most=4096
+        2,
+        "number of experts that process each token: those with the highest scores",
+        at_least=1,
+        at_most=4096,
     )
     hidden_size: int = key(
         1408, "hidden size of an expert, which is a SwiGLU MLP", at_least=1, at_most=2**24
     )
     shared: int = key(
         0,
-        "shared experts, which process every token besides its chosen experts; computed as one "
-        "MLP of this number times hidden_size",
+        "number of shared experts, which process every token in addition to its chosen experts; "
+        "they are computed as one MLP, whose hidden size is this number times hidden_size",
         at_least=0,
         at_most=4096,
     )
@@ -69,15 +74,15 @@ class ExpertsSpec:
     )
     normalised: bool = key(
         True,
-        "divide the scores of a token's experts by their sum; must be false with one expert per "
-        "token, whose score would always be 1",
+        "divide the scores of a token's experts by their sum; must be false if per_token = 1, "
+        "because the score would always be 1",
     )
     balance: ExpertBalance = key(
         ExpertBalance.NONE,
-        "how experts are kept equally loaded: bias = a bias per expert is added to its scores when "
-        "experts are chosen, and raised or lowered by a fixed amount after each step in which the "
-        "expert had too few or too many tokens; aux_loss = an auxiliary loss; both count the "
-        "tokens of all ranks",
+        "how experts are kept equally loaded: bias = each expert has a bias that is added to its "
+        "scores for the choice of experts, and that is raised (lowered) by a fixed amount after a "
+        "step in which the expert had fewer (more) tokens than the mean; aux_loss = an auxiliary "
+        "loss; both count the tokens of all ranks",
     )
     aux_coefficient: float = key(
         1e-3,
@@ -101,12 +106,12 @@ class ExpertsSpec:
 
     @property
     def never_learns(self) -> bool:
-        """Whether the router gets no gradient, because a single normalised score is always 1."""
+        """Whether the router gets no gradient: the normalised score of a single expert is 1."""
         return self.num > 1 and self.per_token == 1 and self.normalised
 
     @property
     def active_hidden_size(self) -> int:
-        """Summed hidden size of all experts that process a token, with the shared ones."""
+        """Summed hidden size of all experts that process a token, including shared experts."""
         return (self.per_token + self.shared) * self.hidden_size
 
     @property
@@ -115,7 +120,7 @@ class ExpertsSpec:
         return self.shared * self.hidden_size
 
     def parameters_of(self, width: int) -> int:
-        """Return the parameters of a layer's router, experts and shared experts.
+        """Return the number of parameters of a layer's router, experts and shared experts.
 
         Args:
             width: Hidden size of the model.
@@ -124,23 +129,27 @@ class ExpertsSpec:
         return self.num * width + experts + width * self.shared_gate
 
     def check(self, width: int) -> None:
-        """Raise UserError for settings that cannot work. `width` is the model's hidden size."""
+        """Raise UserError for settings of this section that cannot work.
+
+        Args:
+            width: Hidden size of the model.
+        """
         if not self.num:
             return
         if self.shared_gate and not self.shared:
             raise UserError(
-                "model.experts.shared_gate = true with model.experts.shared = 0: there are no "
-                "shared experts to gate; set it to false"
+                "model.experts.shared_gate = true needs shared experts, but model.experts.shared = "
+                "0; set model.experts.shared_gate = false, or set model.experts.shared"
             )
         if self.per_token > self.num:
             raise UserError(
                 f"model.experts.per_token = {self.per_token} is more than model.experts.num = "
-                f"{self.num}; lower it"
+                f"{self.num}; lower model.experts.per_token"
             )
         sizes = {"model.experts.hidden_size": self.hidden_size, "model.hidden_size": width}
         for name, size in sizes.items():
             if size % ROW_VALUES:
                 raise UserError(
-                    f"{name} = {size} is not a multiple of {ROW_VALUES}, which grouped products of "
-                    f"model.experts need; use {size + -size % ROW_VALUES}"
+                    f"{name} = {size} is not a multiple of {ROW_VALUES}, which torch's grouped "
+                    f"matrix products of experts need; set {name} = {size + -size % ROW_VALUES}"
                 )

@@ -36,8 +36,8 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
     given = _read(name)
     if not given and not overrides:
         raise UserError(
-            f"{name} sets no key, so it does not describe a run; `wlb init demo > {name}` writes "
-            f"all keys"
+            f"{name} sets no key, so it does not describe a run; set keys in it, or write a file "
+            f"with all keys by `wlb init demo > {name}`"
         )
     spec = apply(RunSpec(), _expanded(given), source=name)
     # Apply the options one by one, so that a message names the option at fault.
@@ -57,7 +57,7 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with the keys added that packing.method implies, unless they are set."""
+    """Return nested `values` with the keys that packing.method sets, unless they are given."""
     given = values.get("packing")
     if not isinstance(given, dict):
         return values
@@ -89,10 +89,11 @@ def _value(text: str, source: str, *, is_text: bool) -> Any:
     Args:
         text: Text after the equals sign.
         source: The option, for messages.
-        is_text: Whether the key takes text, so that `run.name=7` need not be quoted.
+        is_text: Whether the key takes text. Then `run.name=7` gives "7" without quotes.
 
     Returns:
-        The TOML value that `text` is; `text` itself if it is no TOML value or the key takes text.
+        `text` parsed as a TOML value. It is `text` itself if it is not a TOML value, or if the key
+        takes text and `text` is not a quoted string.
     """
     try:
         values = parse_toml(f"v = {text}", source)
@@ -100,8 +101,8 @@ def _value(text: str, source: str, *, is_text: bool) -> Any:
         return text
     if values.keys() != {"v"}:
         raise UserError(
-            f"{source}: the value contains further keys or sections; give each key its own "
-            f"section.key=value"
+            f"{source}: the value contains further keys or sections; give a --set option for each "
+            f"key"
         )
     value = values["v"]
     return value if isinstance(value, str) or not is_text else text

@@ -28,44 +28,51 @@ RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "
 
 @dataclass(frozen=True, slots=True)
 class RemovedKey:
-    """A key that wlb had once."""
+    """Entry of `REMOVED`: why a key was removed, and the value that all runs now behave by."""
 
-    why: str  # completes "was removed, because", with what to do instead if there is anything
-    value: Any = None  # value that wlb now always behaves by; None = no value has an effect
+    why: str  # text after "was removed, because": the reason, and what to do instead
+    value: Any = None  # value that all runs now behave by; None = there is no such value
 
 
 _LEARNED = RemovedKey(
-    "runs no longer learn prices while they train, and packing.price_range covers wrong ones"
+    "runs no longer correct predicted times while they train; with packing.price_range, "
+    "micro-batches stay balanced if attention is slower or faster than predicted"
 )
 
 
 def _constant(value: Any, name: str, file: str) -> RemovedKey:
-    """Return the entry of a key that became the constant `name` in wlb/`file`."""
+    """Return the entry of `REMOVED` for a key that became a constant.
+
+    Args:
+        value: Value of the constant.
+        name: Name of the constant.
+        file: File that defines the constant, relative to wlb/.
+    """
     return RemovedKey(f"all runs use {plain(value)} ({name} in wlb/{file})", value)
 
 
 _TURNS = RemovedKey(
-    "model.rope_scaling.turns replaces both: [low_freq_factor, high_freq_factor] of llama3, "
-    "[beta_slow, beta_fast] of yarn"
+    "model.rope_scaling.turns replaces it; set turns = [low_freq_factor, high_freq_factor] for "
+    "kind = llama3, or turns = [beta_slow, beta_fast] for kind = yarn"
 )
 
 
 REMOVED: dict[str, RemovedKey] = {
     "checkpoint.asynchronous": RemovedKey(
-        "checkpoints are always written in the background, because a copy in host memory is made "
-        "either way",
-        True,
+        "checkpoints are always written in the background, from a copy in host memory", True
     ),
     "checkpoint.fallback": RemovedKey(
-        "--resume auto always passes over a damaged checkpoint, and says so; --resume alone "
-        "refuses it",
+        "--resume auto always skips a damaged checkpoint and says so, and --resume alone always "
+        "refuses one",
         True,
     ),
     "checkpoint.interval_minutes": RemovedKey(
-        "checkpoint.interval in steps is enough; a step's time is in the run's summary", 0.0
+        "checkpoint.interval replaces it; set it in steps (a run's summary has the time of a step)",
+        0.0,
     ),
     "checkpoint.keep_every": RemovedKey(
-        "the newest checkpoint.keep checkpoints are kept; copy the folder of one that should stay",
+        "only the newest checkpoint.keep checkpoints are kept; copy the folder of a checkpoint "
+        "that you want to keep longer",
         0,
     ),
     "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
@@ -77,30 +84,33 @@ REMOVED: dict[str, RemovedKey] = {
     "cost.online_max_change": _LEARNED,
     "cost.online_threshold": _LEARNED,
     "cp.gradient_dtype": RemovedKey(
-        "gradients of keys and values are always added over CP ranks in float32, which rounds once "
-        "however many ranks there are",
-        "float32",
+        "gradients of keys and values are always summed over CP ranks in float32", "float32"
     ),
     "cp.keep_gathered_kv": RemovedKey(
-        "backward always gathers keys and values a second time, hidden behind the MLP's backward, "
-        "and with training.recompute = full it keeps those that the recomputed forward gathered",
+        "backward always gathers keys and values a second time, while the MLP's backward runs "
+        "(with training.recompute = full, it uses those that the recomputed forward gathered)",
         False,
     ),
-    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does the same"),
-    "cp.stages": RemovedKey("cp.overlap_stages says whether to overlap and in how many stages"),
+    "cp.overlap": RemovedKey(
+        "cp.overlap_stages replaces it; set cp.overlap_stages = 1 to overlap, or 0 not to"
+    ),
+    "cp.stages": RemovedKey(
+        "cp.overlap_stages replaces it; set cp.overlap_stages to the number of stages"
+    ),
     "data.cache_dir": RemovedKey(
-        "stores of data.corpus are in run.output_dir/stores; `wlb prepare` puts one anywhere",
+        "token stores built from data.corpus are always in run.output_dir/stores; use `wlb "
+        "prepare` to build one in another folder",
         "runs/stores",
     ),
     "data.long_documents": RemovedKey(
-        "documents longer than the context window are always split; PackerOptions of wlb.packing "
-        "can refuse them",
+        "documents longer than the context window are always split; from Python, "
+        "wlb.packing.PackerOptions can refuse them",
         "split",
     ),
     "data.prefetch": _constant(1, "STEPS_LOADED", "train/prefetch.py"),
     "data.verify": RemovedKey(
-        "every run checks its whole stores in the background of its first steps; `wlb prepare "
-        "--verify PREFIX` checks one before",
+        "every run checks its token stores in the background during its first steps; use `wlb "
+        "prepare --verify PREFIX` to check a store before the run",
         "background",
     ),
     "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
@@ -110,55 +120,58 @@ REMOVED: dict[str, RemovedKey] = {
     "model.rope_scaling.high_freq_factor": _TURNS,
     "model.rope_scaling.low_freq_factor": _TURNS,
     "packing.bin_method": RemovedKey(
-        "packing.method chooses how bins are filled; CapacityPacker(method=...) of wlb.packing "
-        "takes any of the methods",
+        "packing.method chooses the bin-packing algorithm; from Python, "
+        "wlb.packing.CapacityPacker(method=...) takes any algorithm",
         "best_fit_decreasing",
     ),
     "packing.by_length": RemovedKey(
-        "packing.method = group_by_length_padding does the same", False
+        "packing.method = group_by_length_padding has the same effect; set it instead", False
     ),
     "packing.grouping": RemovedKey(
-        "micro-batches of similar load always share a step, which balances better", "by_load"
+        "a step is always made of micro-batches with similar work, which balances better", "by_load"
     ),
     "packing.literal": RemovedKey(
-        "no run used it; VarLenPacker(literal=True) of wlb.packing has it", False
+        "no run used it; from Python, use wlb.packing.VarLenPacker(literal=True)", False
     ),
     "packing.open_bins": RemovedKey(
-        "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
+        "all runs use 32; from Python, use wlb.packing.CapacityPacker(open_bins=...)", 32
     ),
     "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
-    "run.memory_gib": RemovedKey("cluster.memory_gib now serves both runs and estimates"),
+    "run.memory_gib": RemovedKey(
+        "cluster.memory_gib replaces it for runs and estimates; set cluster.memory_gib"
+    ),
     "run.over_memory": RemovedKey(
-        "a run whose memory estimate exceeds the device is always refused; a larger "
-        "cluster.memory_gib starts it anyway",
+        "a run whose memory estimate exceeds the device's memory is always refused; set a larger "
+        "cluster.memory_gib to start it anyway",
         "refuse",
     ),
     "sharding.stages": RemovedKey(
-        "choosing the number of stages for each micro-batch saved at most 2.5% of a CP layer's "
-        "time; cp.overlap_stages sets one number for all",
+        "a number of stages chosen for each micro-batch saved at most 2.5% of a layer's time; set "
+        "one number for all micro-batches with cp.overlap_stages",
         "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
     "telemetry.enabled": RemovedKey("every run times its micro-batches", True),
     "telemetry.interval": RemovedKey("every step is recorded", 1),
     "telemetry.peak_tflops": RemovedKey(
-        "cluster.peak_tflops now serves both runs and estimates", 0.0
+        "cluster.peak_tflops replaces it for runs and estimates; set cluster.peak_tflops", 0.0
     ),
     "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
     "telemetry.snapshot_oom": RemovedKey(
-        "a run with telemetry.snapshot_steps also writes a snapshot where an allocation fails",
-        False,
+        "a run with telemetry.snapshot_steps also writes a snapshot when an allocation fails", False
     ),
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
     "telemetry.timeline_interval": _constant(100, "TIMELINE_INTERVAL", "plan/ranks.py"),
     "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
     "tp.overlap": RemovedKey(
-        "torch's fused products over symmetric memory were never run on GPUs; TP's collectives "
-        "overlap with weight gradients in backward without them",
+        "torch's fused matrix products over symmetric memory were never tested on GPUs; in "
+        "backward, TP's collectives overlap with weight gradients anyway",
         False,
     ),
-    "training.decay": RemovedKey("all weights except norms and biases decay", "matrices"),
+    "training.decay": RemovedKey(
+        "training.weight_decay always applies to all weights except norms and biases", "matrices"
+    ),
     "training.decay_shape": RemovedKey("the decay of schedule = wsd is linear", "linear"),
     "training.gc_interval": _constant(50, "GARBAGE_INTERVAL", "train/warm_up.py"),
     "training.heartbeat_s": RemovedKey(
@@ -166,23 +179,22 @@ REMOVED: dict[str, RemovedKey] = {
         "training.timeout_s"
     ),
     "training.skip_spikes": RemovedKey(
-        "clipping alone bounds an update (training.clip_norm); no run skipped steps for their norm",
-        0.0,
+        "training.clip_norm alone limits an update; no run skipped steps with large gradients", 0.0
     ),
     "training.max_nonfinite": _constant(10, "MOST_SKIPPED", "train/faults/nonfinite.py"),
 }
 """Removed keys by dotted name.
 
-A user who sets one gets an error. In stored specs the key is ignored, with a RemovedKeyWarning if
-its value differs from the value that wlb now always behaves by."""
+A user who sets a removed key gets an error. A removed key in a stored spec is ignored. If its value
+differs from `RemovedKey.value`, a RemovedKeyWarning says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedValue:
-    """A value that a key could have once."""
+    """Entry of `REMOVED_VALUES`: why a key no longer accepts a value, and what replaces it."""
 
-    why: str  # completes "was removed, because"
-    instead: str  # the remaining value that comes closest
+    why: str  # text after "was removed, because"
+    instead: str  # the accepted value that comes closest
 
 
 REMOVED_VALUES = {
@@ -190,10 +202,10 @@ REMOVED_VALUES = {
         "rows of other nodes are no longer relayed by one rank of the receiving node", "needed"
     )
 }
-"""Removed values by (dotted name, value).
+"""Removed values by (dotted name of the key, value).
 
-A user who sets one gets an error. In stored specs it is read as `RemovedValue.instead`, with a
-RemovedKeyWarning."""
+A user who sets a removed value gets an error. A removed value in a stored spec is replaced by
+`RemovedValue.instead`, with a RemovedKeyWarning."""
 
 
 class RenamedKeyWarning(FutureWarning):
@@ -209,12 +221,12 @@ class RemovedKeyWarning(FutureWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a number that a key takes. A key with a list applies them to each entry."""
+    """Limits of a key's number, or of each number in a key's list. None means no limit."""
 
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
+    at_least: float | None = None  # smallest value that is allowed
+    above: float | None = None  # all allowed values are larger than this
+    at_most: float | None = None  # largest value that is allowed
+    below: float | None = None  # all allowed values are smaller than this
 
     @property
     def are_given(self) -> bool:
@@ -223,7 +235,13 @@ class Bounds:
         return low != (None, None) and high != (None, None)
 
     def check(self, name: str, value: float, unit: str = "") -> None:
-        """Raise UserError if `value` is not finite or out of bounds."""
+        """Raise UserError if `value` is not finite or is outside these limits.
+
+        Args:
+            name: Dotted name of the key, for the message.
+            value: The number to check.
+            unit: Unit of the number, for the message.
+        """
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} = {value} must be a finite number")
         if self.at_least is not None and self.below is not None:
@@ -241,19 +259,20 @@ class Bounds:
 
 _LARGEST = 1e300
 MOST_CHARACTERS = 4096
-"""Longest text that a key takes, in characters."""
+"""Longest text that a key accepts, in characters."""
 MOST_ENTRIES = 100_000
-"""Longest list that a key takes."""
+"""Most entries of a list that a key accepts."""
 
 
 def key(default: Any, doc: str, *, unit: str = "", **bounds: float) -> Any:
     """Return a dataclass field that declares a configuration key.
 
     Args:
-        default: Value where the configuration does not set the key.
-        doc: Help text: lower case, without a full stop.
-        unit: Unit that help shows behind the value.
-        **bounds: Keywords of `Bounds`. A key that takes numbers needs a lower and an upper bound.
+        default: Value of the key if the configuration does not set it.
+        doc: Text for `--help`, in lower case and without a full stop.
+        unit: Unit of the value, for `--help`; "" means no unit.
+        **bounds: Limits of the value, as keyword arguments of `Bounds`. A key that takes numbers
+            needs a lower and an upper limit.
     """
     limits = Bounds(**bounds)
     return field(default=default, metadata={"doc": doc, "unit": unit, "bounds": limits})
@@ -264,9 +283,9 @@ def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> 
 
     Args:
         section: A section or a whole RunSpec, with nested sections.
-        entries: Check the entries of lists instead of plain numbers. `check` does so last, because
-            other checks have more specific messages for lists.
-        prefix: Dotted name of `section` with a final dot, for messages.
+        entries: Whether to check the entries of lists instead of plain numbers. `check` does so
+            last, because other checks have more specific messages for lists.
+        prefix: Dotted name of `section` with a final dot, for messages; "" for a whole RunSpec.
     """
     for f in fields(section):
         value, name = getattr(section, f.name), f"{prefix}{f.name}"
@@ -278,8 +297,8 @@ def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> 
             listed = cast("tuple[Any, ...]", value)
             if len(listed) > MOST_ENTRIES:
                 raise UserError(
-                    f"{name} has {len(listed)} entries, must have at most {MOST_ENTRIES}; leave "
-                    f"some out"
+                    f"{name} has {len(listed)} entries, but at most {MOST_ENTRIES} are allowed; "
+                    f"remove some"
                 )
             if entries and limits.are_given:
                 for i, entry in enumerate(listed):
@@ -300,7 +319,12 @@ class KeyHelp:
 
 
 def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
-    """List all keys of `section` and its nested sections, in order of declaration."""
+    """Return all keys of a section and of its nested sections, in order of declaration.
+
+    Args:
+        section: Dataclass of the section, or RunSpec for all keys.
+        prefix: Dotted name of the section with a final dot; "" for RunSpec.
+    """
     hints = get_type_hints(section)
     out: list[KeyHelp] = []
     for f in fields(section):
@@ -346,7 +370,7 @@ def apply(
     changes: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{prefix}{name}"
-        # An old name: continue with the new one.
+        # If the key was renamed, continue with its new name.
         if dotted in RENAMED:
             new = RENAMED[dotted]
             if not is_stored:
@@ -362,10 +386,12 @@ def apply(
                 f"{source}: unknown key {dotted!r}{_nearest(dotted, hints, prefix, whole)}"
             )
         kind = hints[name]
-        # A nested section is set by its own keys, a key by its converted value.
+        # A nested section is set key by key. A key is set to its converted value.
         if is_dataclass(kind):
             if not isinstance(value, dict):
-                raise UserError(f"{source}: {dotted} is a section, got {value!r}")
+                raise UserError(
+                    f"{source}: {dotted} is a section, got {value!r}; set one of its keys instead"
+                )
             nested = cast("dict[str, Any]", value)
             changes[name] = apply(
                 getattr(spec, name),
@@ -383,21 +409,25 @@ def apply(
 
 
 _REMOVED_SECTIONS = ("tp",)
-"""Sections of which all keys were removed."""
+"""Sections that no longer exist, because all their keys were removed."""
 
 
 def _is_removed(dotted: str, value: Any) -> bool:
-    """Return whether `dotted` is a removed key, or a section with removed keys only."""
+    """Return whether `dotted` names a removed key, or a section in which all keys are removed."""
     if dotted in _REMOVED_SECTIONS and isinstance(value, dict):
         return all(f"{dotted}.{name}" in REMOVED for name in cast("dict[str, Any]", value))
     return dotted in REMOVED
 
 
 def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return stored values with keys that were merged into others replaced by those others.
+    """Return stored values in which old keys are replaced by the key that they were merged into.
 
-    A section with an old key was written before the merge, so the new key is missing from it or has
-    its default, and may be overwritten.
+    A section with an old key was written before the merge. The new key is then missing or has its
+    default value, so it may be overwritten.
+
+    Args:
+        values: Nested plain values of a section.
+        prefix: Dotted name of the section with a final dot; "" for a whole RunSpec.
     """
     out = dict(values)
     if not prefix:
@@ -414,11 +444,11 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         # The method already implied the values of these keys, so they carry no information.
         out.pop("bin_method", None)
         out.pop("by_length", None)
-    # cp.overlap (whether) and cp.stages (how often) became cp.overlap_stages.
+    # cp.overlap (whether to overlap) and cp.stages (in how many stages) became cp.overlap_stages.
     if prefix == "cp." and "overlap" in out:
         stages = out.pop("stages", 1)
         out["overlap_stages"] = stages if out.pop("overlap") else 0
-    # Two keys of each kind of scaling became model.rope_scaling.turns.
+    # Each kind of scaling had two keys of its own, which became model.rope_scaling.turns.
     if prefix == "model.rope_scaling.":
         pairs = {"llama3": ("low_freq_factor", "high_freq_factor")}
         pairs["yarn"] = ("beta_slow", "beta_fast")
@@ -431,9 +461,12 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
-    """Raise UserError for a removed key, or warn if a stored spec has it with another value."""
+    """Raise UserError for a removed key, or warn if it is in a stored spec.
+
+    There is no warning if the stored value is the one that all runs now behave by.
+    """
     if dotted not in REMOVED:
-        # A section of which all keys were removed: report each key.
+        # This is a section in which all keys were removed. Report each key.
         for name, each in value.items():
             _report_removed(f"{dotted}.{name}", each, source=source, is_stored=is_stored)
         return
@@ -450,7 +483,7 @@ def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) ->
 
 
 def _replace_removed(dotted: str, value: str, *, source: str, is_stored: bool) -> str:
-    """Return the value that replaces a removed one in a stored spec, with a warning.
+    """Warn that a stored spec has a removed value, and return the value that replaces it.
 
     Raises:
         UserError: If the value is not from a stored spec.
@@ -458,7 +491,7 @@ def _replace_removed(dotted: str, value: str, *, source: str, is_stored: bool) -
     removed = REMOVED_VALUES[dotted, value]
     if not is_stored:
         raise UserError(
-            f"{source}: {dotted} = {value!r} was removed, because {removed.why}; give "
+            f"{source}: {dotted} = {value!r} was removed, because {removed.why}; set {dotted} = "
             f"{removed.instead!r}"
         )
     warnings.warn(
@@ -470,7 +503,7 @@ def _replace_removed(dotted: str, value: str, *, source: str, is_stored: bool) -
 
 
 def nest(dotted: str, value: Any) -> dict[str, Any]:
-    """Return `{"a": {"b": value}}` for "a.b"."""
+    """Return `value` in nested dicts under a dotted name: `{"a": {"b": value}}` for "a.b"."""
     out = value
     for part in reversed(dotted.split(".")):
         out = {part: out}
@@ -478,7 +511,7 @@ def nest(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def to_dict(spec: Any) -> dict[str, Any]:
-    """Return nested plain values (TOML and JSON types)."""
+    """Return a section, or a whole RunSpec, as nested dicts of plain TOML and JSON values."""
     return asdict(spec, dict_factory=lambda pairs: {name: plain(value) for name, value in pairs})
 
 
@@ -518,7 +551,8 @@ def _check_text(value: str, where: str) -> None:
         value.encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{where} = {value!r} cannot be encoded as UTF-8; rename the file that it names"
+            f"{where} = {value!r} cannot be encoded as UTF-8; rename the file or folder that has "
+            f"this name"
         ) from None
 
 
@@ -529,7 +563,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _nearest(dotted: str, hints: dict[str, Any], prefix: str, whole: type[Any]) -> str:
-    """Return a hint for an unknown key: a key of this name elsewhere, or a similar one here."""
+    """Return a hint for an unknown key: the same name in another section, or a similar name.
+
+    Args:
+        dotted: The unknown key.
+        hints: Keys of the section in which it was set.
+        prefix: Dotted name of that section with a final dot.
+        whole: Type of the outermost section.
+    """
     here = [prefix + name for name in hints]
     name = dotted.removeprefix(prefix)
     keys = [key.name for key in list_keys(whole)]
@@ -540,7 +581,7 @@ def _nearest(dotted: str, hints: dict[str, Any], prefix: str, whole: type[Any]) 
     if close:
         return f"; did you mean {prefix + close[0]!r}?"
     anywhere = "" if prefix else did_you_mean(dotted, keys)
-    return anywhere or f"; known here: {', '.join(here)}"
+    return anywhere or f"; use one of {', '.join(here)}"
 
 
 def _type_name(kind: Any) -> str:

@@ -10,13 +10,13 @@ from wlb.spec.keys import key
 class LinearSpec:
     """Section [model.linear]: linear-attention layers as in Qwen3-Next and Qwen3.5.
 
-    With num_value_heads = 0 there are none, and the other keys are unused.
+    If `num_value_heads` is 0, the model has no linear layers, and the other keys are unused.
     """
 
     num_value_heads: int = key(
         0,
-        "value heads of the gated delta net that all layers except every model.full_every-th one "
-        "have instead of attention; 0 = all layers have attention",
+        "number of value heads of a linear layer (a gated delta net instead of attention); all "
+        "layers except every model.full_every-th are linear; 0 = all layers have attention",
         at_least=0,
         at_most=65_536,
     )
@@ -27,7 +27,7 @@ class LinearSpec:
     value_head_dim: int = key(128, "size of a value head", at_least=1, at_most=4096)
     conv_kernel_dim: int = key(
         4,
-        "tokens that the short convolution reads, with the current one",
+        "number of tokens that the short convolution reads, including the current token",
         unit="tokens",
         at_least=2,
         at_most=64,
@@ -35,12 +35,12 @@ class LinearSpec:
 
     @property
     def key_dim(self) -> int:
-        """Columns of keys, or of queries: all heads together."""
+        """Width of keys, and of queries: the channels of all heads together."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_dim(self) -> int:
-        """Columns of values: all heads together."""
+        """Width of values: the channels of all heads together."""
         return self.num_value_heads * self.value_head_dim
 
     @property
@@ -49,17 +49,21 @@ class LinearSpec:
         return self.conv_kernel_dim - 1
 
     def parameters_of(self, width: int) -> int:
-        """Return the parameters of a gated delta net. `width` is the model's hidden size."""
+        """Return the number of parameters of a gated delta net.
+
+        Args:
+            width: Hidden size of the model.
+        """
         projections = width * (2 * self.key_dim + 3 * self.value_dim + 2 * self.num_value_heads)
         convolution = (2 * self.key_dim + self.value_dim) * self.conv_kernel_dim
         return projections + convolution + 2 * self.num_value_heads + self.value_head_dim
 
     @property
     def summary_values(self) -> int:
-        """Numbers in the summary of a span in one layer.
+        """Number of values in the summary of a span in one layer.
 
-        For each value head the summary has two matrices: the one by which the span multiplies the
-        state before it, and the state at the span's end if the state before it is zero.
+        For each value head the summary has two matrices. One multiplies the state before the span.
+        The other is the state at the end of the span if the state before it is zero.
         """
         return self.num_value_heads * self.key_head_dim * (self.key_head_dim + self.value_head_dim)
 
@@ -68,5 +72,5 @@ class LinearSpec:
         if self.num_value_heads % self.num_key_heads:
             raise UserError(
                 f"model.linear.num_value_heads = {self.num_value_heads} is not a multiple of "
-                f"model.linear.num_key_heads = {self.num_key_heads}"
+                f"model.linear.num_key_heads = {self.num_key_heads}; change one of them"
             )

@@ -1,4 +1,4 @@
-"""Sections [fsdp], [ep] and [cluster]: parameter sharding, and the devices of estimates."""
+"""Sections [fsdp], [ep] and [cluster]: sharding of parameters, overlap of experts, and hardware."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ LAYERS_AHEAD = 1
 """Number of layers whose parameters FSDP gathers ahead of the layer that computes.
 
 A larger number hides longer gathers, but with fsdp.reshard_after_forward it keeps more gathered
-layers in memory. `wlb.parallel` executes it, and `wlb.memory` counts its memory."""
+layers in memory. `wlb.parallel` passes it to FSDP, and `wlb.memory` counts its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +18,17 @@ class FsdpSection:
     shard_size: int = key(
         0,
         "number of ranks over which one copy of parameters, gradients and optimiser state is "
-        "sharded; these are neighbours in dp x cp, and each further group of them has a replica "
-        "(HSDP); 0 = all of dp x cp",
+        "sharded; these are consecutive ranks in dp x cp order, and every other group of so many "
+        "ranks has a replica (HSDP); 0 = all ranks of dp x cp",
         unit="ranks",
         at_least=0,
         at_most=2**20,
     )
     reshard_after_forward: bool = key(
         False,
-        "free the gathered parameters of a layer after every pass and gather them anew for the "
-        "next: less memory, but two gathers per micro-batch instead of one per step",
+        "free the gathered parameters of a layer after every pass, and gather them again for the "
+        "next pass; this takes less memory, but two all-gathers per micro-batch instead of one per "
+        "step",
     )
 
 
@@ -37,8 +38,8 @@ class EpSection:
 
     stages: int = key(
         1,
-        "number of parts into which each rank's experts are divided, so that rows of one part "
-        "travel while another part computes; must divide model.experts.num / parallel.ep",
+        "number of parts into which the experts of each rank are divided; rows for one part travel "
+        "between ranks while another part computes; must divide model.experts.num / parallel.ep",
         at_least=1,
         at_most=64,
     )
@@ -53,7 +54,7 @@ class ClusterSection:
 
     memory_gib: float = key(
         0.0,
-        "memory of a device, which layouts and runs must fit; 0 = 80 in simulate, tune and "
+        "memory of a device, which no layout or run may exceed; 0 = 80 in simulate, tune and "
         "--dry-run, and in a run the memory of its smallest GPU, or no limit on a CPU",
         unit="GiB",
         at_least=0,
@@ -61,23 +62,24 @@ class ClusterSection:
     )
     peak_tflops: float = key(
         0.0,
-        "peak throughput of a device in training.dtype without sparsity, for MFU; 0 = 989 (H100) "
-        "in estimates, and in a run the known bfloat16 peak of its GPU, or no MFU if it is unknown",
+        "peak throughput of a device in training.dtype, without sparsity, from which MFU is "
+        "computed; 0 = 989 (H100) in estimates, and in a run the bfloat16 peak of its GPU, or no "
+        "MFU if that is unknown",
         unit="TFLOP/s",
         at_least=0,
         at_most=1e9,
     )
     overhead: float = key(
         0.0,
-        "time of a simulated step outside its passes (host, input, jitter), as a share of the mean "
-        "rank's time in passes",
+        "time of a simulated step outside forward and backward passes (host, input, jitter), as a "
+        "share of the time that the mean rank spends in passes",
         at_least=0,
         at_most=1000,
     )
     tp_overlap: float = key(
         0.0,
-        "share of the time of TP's collectives that prices assume to be hidden behind matrix "
-        "products; wlb itself hides some of it in backward",
+        "share of the time of TP's collectives that predictions assume to overlap with matrix "
+        "products; in wlb, some of it overlaps in backward",
         at_least=0,
         at_most=1,
     )

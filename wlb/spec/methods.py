@@ -1,11 +1,13 @@
 """Named grouping methods for packed fine-tuning: the [packing] keys that each one sets.
 
 The names are those of Table 1 in "Enhancing Training Efficiency Using Packing with Flash Attention"
-(Kundu et al., 2024). That paper's bs is packing.examples or packing.bin_windows, its msl is
-data.context_window, and its gas is N / dp.
+(Kundu et al., 2024). That paper's bs (batch size) is packing.examples or packing.bin_windows, its
+msl (maximum sequence length) is data.context_window, and its gas (gradient accumulation steps) is
+N / dp.
 
-Deviation: the paper describes Multipack as best fit decreasing, but the Multipack library packs
-first fit decreasing. multipack_posid does as the library, multipack_bfd_posid as the paper says.
+Deviation: the paper says that Multipack packs best fit decreasing, but the Multipack library packs
+first fit decreasing. multipack_posid packs as the library does, and multipack_bfd_posid as the
+paper says.
 """
 
 from collections.abc import Mapping
@@ -36,7 +38,7 @@ class BinMethod(StrEnum):
 
 
 GROUPED_BY_LENGTH = "group_by_length_padding"
-"""The method that sorts the documents of 50 steps by length and groups neighbours."""
+"""Name of the method that sorts the documents of 50 steps by length and groups neighbours."""
 _BIN_METHODS = {
     "multipack_posid": BinMethod.FIRST_FIT_DECREASING,
     "multipack_bfd_posid": BinMethod.BEST_FIT_DECREASING,
@@ -55,23 +57,23 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def bin_method_of(method: str) -> BinMethod:
-    """Return the bin-packing algorithm of a method; best fit decreasing if it names none."""
+    """Return the bin-packing algorithm of a method; best fit decreasing if the method has none."""
     return _BIN_METHODS.get(method, BinMethod.BEST_FIT_DECREASING)
 
 
 def kept_method(method: str, policy: str) -> str:
-    """Return `method` if it belongs to `policy`, otherwise ""."""
+    """Return the grouping method if it sets the packing policy to `policy`, otherwise ""."""
     return method if keys_of(method).get("policy") == policy else ""
 
 
 def keys_of(method: str) -> Mapping[str, Any]:
-    """Return the [packing] keys that a method sets, by name; none for "".
+    """Return the [packing] keys that a grouping method sets, by name; {} for the method "".
 
     Raises:
-        UserError: If the method is unknown. The message lists the known ones.
+        UserError: If the method is unknown.
     """
     if not method:
         return {}
     if method not in METHODS:
-        raise UserError(f"packing.method = {method!r} is unknown; known: {', '.join(METHODS)}")
+        raise UserError(f"packing.method = {method!r} is unknown; use one of {', '.join(METHODS)}")
     return METHODS[method]

@@ -1,8 +1,8 @@
 """Section [model]: the shapes and parts of a decoder.
 
-The defaults describe a LLaMA decoder. Further keys switch on parts of Mistral, Qwen, Gemma and
-OLMoE, experts, and linear layers. Cost and memory estimates take parameter counts and layer kinds
-from here.
+The defaults describe a LLaMA decoder. Further keys add features of Mistral, Qwen, Gemma and OLMoE,
+experts, and linear-attention layers. Cost and memory estimates take parameter counts and the kinds
+of layers from here.
 """
 
 import math
@@ -25,7 +25,7 @@ class Activation(StrEnum):
 
 
 class RopeKind(StrEnum):
-    """Rule that scales RoPE frequencies: Llama 3's, all by the same factor, or YaRN."""
+    """Rule that scales RoPE frequencies: Llama 3's, linear (all by one factor), or YaRN's."""
 
     LLAMA3 = "llama3"
     LINEAR = "linear"
@@ -44,10 +44,10 @@ class RopeScaling:
     )
     turns: tuple[float, ...] = key(
         (),
-        "llama3 and yarn: two numbers of turns within original_context; channel pairs with fewer "
-        "turns than the first are scaled by the whole factor, pairs with more turns than the "
-        "second are not scaled, and pairs between them in part; empty = 1 and 4 for llama3, 1 and "
-        "32 for yarn",
+        "with kind llama3 or yarn: [low, high], numbers of full turns that a pair of channels "
+        "makes within original_context; pairs with fewer turns than low are scaled by the whole "
+        "factor, pairs with more turns than high are not scaled, and the others are scaled in "
+        "part; empty = [1, 4] for llama3 and [1, 32] for yarn",
         above=0,
         at_most=1e9,
     )
@@ -68,14 +68,14 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """Factor of attention scores: 1, or YaRN's attention_factor of Q times the one of K."""
+        """Factor of attention scores: YaRN's attention_factor, squared for Q and K; otherwise 1."""
         if self.kind != RopeKind.YARN or not self.is_on:
             return 1.0
         return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Both numbers of `turns`, with the kind's defaults where `turns` is empty."""
+        """The two numbers of `turns`, or the defaults of the kind if `turns` is empty."""
         if not self.turns:
             return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)
         low, high = self.turns
@@ -95,7 +95,7 @@ class RopeScaling:
 class LayerKind(NamedTuple):
     """A kind of decoder layer, and how many layers of a model are of this kind."""
 
-    model: "ModelSpec"  # the same model with all its layers of this kind
+    model: "ModelSpec"  # a copy of the model in which all layers are of this kind
     has_experts: bool  # whether the layers have experts instead of an MLP
     is_linear: bool  # whether the layers have a gated delta net instead of attention
     layers: int  # number of layers of this kind in the whole model
@@ -108,7 +108,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Section [model]: a LLaMA decoder, to which keys add parts of other models."""
+    """Section [model]: a LLaMA decoder. Options add features of other models (named in help)."""
 
     vocab_size: int = key(
         0, "vocabulary size; 0 = the token store's", unit="tokens", at_least=0, at_most=2**27
@@ -153,8 +153,8 @@ class ModelSpec:
     )
     sliding_window: int = key(
         0,
-        "number of latest keys, with its own, that a query attends to in sliding-window layers; "
-        "0 = no layer has a sliding window",
+        "size of the sliding window: how many keys a query of a sliding-window layer attends to, "
+        "including the key of its own token; 0 = no layer has a sliding window",
         unit="tokens",
         at_least=0,
         at_most=2**40,
@@ -168,8 +168,8 @@ class ModelSpec:
     )
     full_first: int = key(
         0,
-        "with sliding_window: number of first layers that attend to all keys (Qwen2's "
-        "max_window_layers)",
+        "with sliding_window: how many layers at the start of the model attend to all keys "
+        "(Qwen2's max_window_layers)",
         at_least=0,
         at_most=10_000,
     )
@@ -187,8 +187,8 @@ class ModelSpec:
     )
     tied_embeddings: bool = key(
         False,
-        "the output head uses the embedding's weight; with pipeline stages the first and the last "
-        "stage add up their gradients of it",
+        "the output head uses the embedding's weight; with several pipeline stages, the first and "
+        "the last stage sum their gradients of this weight",
     )
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", above=0, at_most=1)
     init_std: float = key(
@@ -197,14 +197,15 @@ class ModelSpec:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
     rotary_share: float = key(
         1.0,
-        "share of each head's channels that RoPE rotates, from the first on (Qwen3-Next: 0.25)",
+        "share of each head's channels that RoPE rotates; these are the first channels "
+        "(Qwen3-Next: 0.25)",
         above=0,
         at_most=1,
     )
     sliding_rope_theta: float = key(
         0.0,
-        "base of the rotary frequencies in sliding-window layers, to which rope_scaling then does "
-        "not apply (Gemma 3); 0 = rope_theta, scaled as in other layers",
+        "base of the rotary frequencies in sliding-window layers, which are then not scaled by "
+        "rope_scaling (Gemma 3); 0 = rope_theta, scaled as in other layers",
         at_least=0,
         at_most=1e15,
     )
@@ -213,25 +214,29 @@ class ModelSpec:
     experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
     def with_kv_copies(self, tp: int) -> "ModelSpec":
-        """Return the model of which each of `tp` TP ranks computes exactly 1 / tp.
+        """Return a model that has at least as many KV heads as TP ranks.
 
-        If there are fewer KV heads than TP ranks, several ranks have a copy of one KV head. The
-        returned model counts every copy, so it has `tp` KV heads. Otherwise it is this model.
+        If this model has fewer KV heads than TP ranks, several ranks have a copy of one KV head.
+        The returned model counts every copy as a head, so that each rank has exactly one head and
+        computes 1 / tp of the returned model. Otherwise this model is returned.
+
+        Args:
+            tp: TP degree.
         """
         return self if tp <= self.num_kv_heads else replace(self, num_kv_heads=tp)
 
     def kv_copies(self, tp: int) -> int:
-        """Return the number of TP ranks that have a copy of the same KV head."""
+        """Return how many TP ranks have a copy of the same KV head at TP degree `tp`."""
         return max(1, tp // self.num_kv_heads)
 
     @property
     def kv_dim(self) -> int:
-        """Columns of K, or of V: all KV heads together."""
+        """Width of K, and of V: the channels of all KV heads together."""
         return self.num_kv_heads * self.head_size
 
     @property
     def q_dim(self) -> int:
-        """Columns of Q: all query heads together."""
+        """Width of Q: the channels of all query heads together."""
         return self.num_heads * self.head_size
 
     @property
@@ -281,7 +286,8 @@ class ModelSpec:
     def query_factor(self, *, slides: bool = False) -> float:
         """Return the factor by which a layer's queries are multiplied before attention.
 
-        Kernels divide scores by sqrt(head_size). The factor adds query_scale_size and YaRN to that.
+        Kernels divide scores by sqrt(head_size). The factor corrects this for query_scale_size, and
+        it includes YaRN's factor.
 
         Args:
             slides: Whether the layer has a sliding window.
@@ -315,7 +321,7 @@ class ModelSpec:
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether every layer is linear, as in `LayerKind.model` of linear layers."""
+        """Whether every layer is linear, which only a `LayerKind.model` can be."""
         return self.linear.num_value_heads > 0 and not self.full_every
 
     @property
@@ -330,7 +336,7 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one layer of a model whose layers are alike (`LayerKind.model`)."""
+        """Number of parameters of a layer in a model of one kind of layers (`LayerKind.model`)."""
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         if self.experts.num:
             mlp = self.experts.parameters_of(self.hidden_size)
@@ -344,7 +350,7 @@ class ModelSpec:
 
     @property
     def num_layer_norm_parameters(self) -> int:
-        """Parameters of a layer's norms, which tensor parallelism does not divide."""
+        """Number of parameters of a layer's norms, which tensor parallelism does not divide."""
         rows = self.norms_per_layer * self.hidden_size
         if self.is_all_linear:
             return rows + self.linear.value_head_dim
@@ -354,23 +360,23 @@ class ModelSpec:
 
     @property
     def norms_keys(self) -> bool:
-        """Whether Q and K have a norm, of each head or of all heads together."""
+        """Whether Q and K are normalised, either each head alone or all heads together."""
         return self.qk_norm or self.qk_norm_rows
 
     @property
     def norm_width(self) -> int:
-        """Width of the widest row that a norm of the model reads, in channels."""
+        """Number of channels that the widest norm of the model normalises together."""
         return max(self.hidden_size, self.q_dim * self.qk_norm_rows)
 
     @property
     def norms_per_layer(self) -> int:
-        """Number of norms in a layer that read rows of hidden_size channels."""
+        """Number of norms in a layer whose width is hidden_size."""
         return 4 if self.branch_norms else 2
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, with the padded vocabulary."""
-        # Embedding and head, or one weight for both, and the final norm.
+        """Number of parameters of the whole model, with the padded vocabulary."""
+        # Count embedding and head, which may be a single weight, and the final norm.
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
         kinds = self.layer_kinds
@@ -378,7 +384,7 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that process one token: all but the experts that it does not choose."""
+        """Number of parameters that process a token: all except experts that it does not use."""
         experts = self.experts
         # Each expert has three weights of hidden_size x experts.hidden_size.
         idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
@@ -390,21 +396,22 @@ class ModelSpec:
             if experts.every != 1 or experts.dense_layers:
                 raise UserError(
                     f"model.experts.every = {experts.every} and model.experts.dense_layers = "
-                    f"{list(experts.dense_layers)} say which layers have experts, but "
-                    f"model.experts.num = 0: there are none; leave them out"
+                    f"{list(experts.dense_layers)} select which layers have experts, but "
+                    f"model.experts.num = 0; set model.experts.num, or remove both keys"
                 )
             return
         outside = [i for i in experts.dense_layers if not 0 <= i < self.num_layers]
         if outside:
             raise UserError(
                 f"model.experts.dense_layers names layer {outside[0]}, but model.num_layers = "
-                f"{self.num_layers}: layers are 0 to {self.num_layers - 1}"
+                f"{self.num_layers}; use layers from 0 to {self.num_layers - 1}"
             )
         if not self.num_expert_layers:
             raise UserError(
-                f"model.experts.num = {experts.num}, but no layer has experts with "
-                f"model.experts.every = {experts.every} and model.experts.dense_layers = "
-                f"{list(experts.dense_layers)}; lower them, or set model.experts.num = 0"
+                f"model.experts.num = {experts.num}, but model.experts.every = {experts.every} and "
+                f"model.experts.dense_layers = {list(experts.dense_layers)} leave no layer with "
+                f"experts; lower every, remove layers from dense_layers, or set model.experts.num "
+                f"= 0"
             )
 
     def _check_windows(self) -> None:
@@ -412,19 +419,21 @@ class ModelSpec:
         if (self.full_every or self.full_first) and not has_others:
             raise UserError(
                 f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
-                f"say which layers attend to all keys, but with model.sliding_window = 0 and "
-                f"model.linear.num_value_heads = 0 all of them do; leave them out"
+                f"select layers that attend to all keys, but with model.sliding_window = 0 and "
+                f"model.linear.num_value_heads = 0 all layers do; remove both keys, or set "
+                f"model.sliding_window"
             )
         if self.sliding_rope_theta and not self.sliding_window:
             raise UserError(
-                f"model.sliding_rope_theta = {self.sliding_rope_theta} is for sliding-window "
-                f"layers, but model.sliding_window = 0; set one of them"
+                f"model.sliding_rope_theta = {self.sliding_rope_theta} applies to sliding-window "
+                f"layers, but model.sliding_window = 0; set model.sliding_window, or remove "
+                f"model.sliding_rope_theta"
             )
         if self.sliding_window and not self.num_sliding_layers:
             raise UserError(
-                f"model.sliding_window = {self.sliding_window}, but no layer has a window with "
-                f"model.full_every = {self.full_every} and model.full_first = {self.full_first}; "
-                f"lower them, or set model.sliding_window = 0"
+                f"model.sliding_window = {self.sliding_window}, but model.full_every = "
+                f"{self.full_every} and model.full_first = {self.full_first} leave no layer with a "
+                f"sliding window; change these two keys, or set model.sliding_window = 0"
             )
 
     def _check_heads(self) -> None:
@@ -435,19 +444,19 @@ class ModelSpec:
             )
         if self.head_size % 2:
             raise UserError(
-                f"head size {self.head_size} is odd, but RoPE rotates pairs; set an even "
-                f"model.head_dim"
+                f"head size {self.head_size} is odd, but RoPE rotates pairs of channels; set "
+                f"model.head_dim to an even number"
             )
         if self.rotated_size != self.head_size * self.rotary_share or not self.rotated_size:
             raise UserError(
-                f"model.rotary_share = {self.rotary_share} of heads of {self.head_size} channels "
-                f"is {self.head_size * self.rotary_share:g}, but RoPE rotates pairs; use a share "
-                f"that gives an even number"
+                f"model.rotary_share = {self.rotary_share} of a head's {self.head_size} channels "
+                f"is {self.head_size * self.rotary_share:g} channels, but RoPE rotates pairs of "
+                f"channels; set a share that gives an even number of channels"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
-                f"{self.num_kv_heads}"
+                f"{self.num_kv_heads}; change one of them"
             )
 
     def _check_linear_layers(self) -> None:
@@ -457,14 +466,14 @@ class ModelSpec:
         if self.sliding_window:
             raise UserError(
                 f"model.sliding_window = {self.sliding_window} with model.linear.num_value_heads = "
-                f"{self.linear.num_value_heads}: a model has layers with a sliding window or "
-                f"linear ones, not both; set one of them to 0"
+                f"{self.linear.num_value_heads}: a model cannot have both sliding-window and "
+                f"linear layers; set one of the two keys to 0"
             )
         if not 1 < self.full_every <= self.num_layers:
             raise UserError(
-                f"model.full_every = {self.full_every} with model.linear: every n-th layer has "
-                f"attention and the others are linear, and a model needs both kinds; use 2 to "
-                f"model.num_layers = {self.num_layers} (Qwen3-Next: 4)"
+                f"model.full_every = {self.full_every} with model.linear leaves only one kind of "
+                f"layer, but a model with linear layers also needs layers with attention; set it "
+                f"to a number from 2 to model.num_layers = {self.num_layers} (Qwen3-Next: 4)"
             )
 
     def check(self) -> None:
@@ -478,18 +487,18 @@ class ModelSpec:
         self._check_heads()
         if self.qk_norm and self.qk_norm_rows:
             raise UserError(
-                "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "
-                "of every head or of all heads together; set one of them to false"
+                "model.qk_norm = true and model.qk_norm_rows = true exclude each other: Q and K "
+                "are normalised either per head or over all heads; set one of the keys to false"
             )
         if self.experts.num and self.activation != Activation.SILU:
             raise UserError(
-                f"model.activation = {self.activation} is not supported with model.experts; use "
-                f"silu"
+                f"model.activation = {self.activation} is not supported with model.experts; set "
+                f"model.activation = silu"
             )
         if self.rope_scaling.kind == RopeKind.YARN and self.rope_theta <= 1:
             raise UserError(
                 f"model.rope_theta = {self.rope_theta} must be above 1 for model.rope_scaling.kind "
-                f"= yarn, which takes its logarithm"
+                f"= yarn, because YaRN uses its logarithm"
             )
 
 
@@ -500,7 +509,7 @@ def _layer_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
         return (LayerKind(model, *found[0], len(found)),)
     kinds: list[LayerKind] = []
     for has_experts, is_linear in sorted(set(found), key=lambda kind: (not kind[0], kind[1])):
-        # Build a model whose layers are all of this kind, so that costs read one layer from it.
+        # Build a model whose layers are all of this kind. Costs of one layer are read from it.
         alone = model
         if model.linear.num_value_heads:
             linear = model.linear if is_linear else LinearSpec()

@@ -1,6 +1,7 @@
 """Section [packing]: packing policies and their options.
 
-Lengths are given in context windows and global batches, so that a setting suits every window.
+Lengths are given in context windows and global batches, so that a setting suits a context window
+of any length.
 """
 
 import math
@@ -13,7 +14,7 @@ from wlb.spec.methods import GROUPED_BY_LENGTH, BinMethod, bin_method_of, keys_o
 
 
 class Policy(StrEnum):
-    """Rule that groups documents into micro-batches. `wlb.packing` has a file for each."""
+    """Rule that groups documents into micro-batches. Each is a file of `wlb.packing`."""
 
     ORIGINAL = "original"
     FIXED = "fixed"
@@ -36,7 +37,7 @@ class WindowCut(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSection:
-    """Section [packing]. Help names in parentheses the policies that a key is for."""
+    """Section [packing]. A help text names in parentheses the policies that use the key."""
 
     method: str = key(
         "",
@@ -45,43 +46,46 @@ class PackingSection:
     )
     packs: str = key(
         "",
-        "file that `wlb pack` wrote for data.store; its packs are trained unchanged; empty = none",
+        "file of packs that `wlb pack` wrote for data.store; the run trains these packs "
+        "unchanged; empty = none",
     )
     policy: Policy = key(
         Policy.VAR_LEN,
         "rule that groups documents into micro-batches: original = fill windows in order and cut "
-        "documents at their ends (window_cut); fixed = balance windows greedily by work; var_len = "
-        "the paper's Algorithm 1; bounded = wlb's own, with caps on delay and memory; capacity = "
-        "bin packing by tokens; examples = a fixed number of documents",
+        "documents where a window ends (window_cut); fixed = windows with equal tokens, balanced "
+        "greedily by work; var_len = the paper's Algorithm 1, with windows of variable length; "
+        "bounded = wlb's algorithm for variable lengths, with limits on delay and memory; capacity "
+        "= bin packing by tokens; examples = a fixed number of documents per micro-batch",
     )
     num_micro_batches: int = key(
         0,
-        "M: micro-batches per step over all pipelines (var_len, bounded); more of them shorten "
-        "pipeline bubbles, as long as the longest document does not outlast a mean micro-batch; 0 "
-        "= N",
+        "M: micro-batches per step over all pipelines (var_len, bounded); more micro-batches "
+        "shorten pipeline bubbles, unless the longest document takes longer than a mean "
+        "micro-batch; 0 = N",
         at_least=0,
         at_most=2**17,
     )
     s_max: float = key(
         1.5,
-        "S_max: longest micro-batch (var_len, bounded); 0 = the longest that fits the device's "
-        "memory, at most 2 windows; step_tokens is lowered to fit too",
+        "S_max: most tokens of a micro-batch (var_len, bounded); 0 = the most that fit the "
+        "device's memory, at most 2 windows, and step_tokens is then lowered to fit, too",
         unit="context windows",
         at_least=0,
         at_most=1000,
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens per step (var_len, bounded); 0 = limited by S_max only; if steps may vary "
-        "much in tokens (1.5 or 0), training.loss_normalizer = constant weighs labels equally",
+        "T: most tokens of a step (var_len, bounded); 0 = limited by S_max only; with 1.5 or 0, "
+        "steps differ much in tokens, so set training.loss_normalizer = constant to weigh all "
+        "targets equally",
         unit="global batches",
         at_least=0,
         at_most=1000,
     )
     memory_gib: float = key(
         0.0,
-        "GPU memory for plans: s_max and step_tokens are lowered until the memory estimate fits "
-        "it (var_len, bounded); 0 = use them as given",
+        "GPU memory that planned steps may use: s_max and step_tokens are lowered until the memory "
+        "estimate is at most this (var_len, bounded); 0 = do not lower them",
         unit="GiB",
         at_least=0,
         at_most=1e6,
@@ -95,33 +99,34 @@ class PackingSection:
     )
     hold: int = key(
         0,
-        "delay every outlier document by exactly this many steps, to study what delay does to "
-        "training (var_len); 0 = release a queue when it has M documents",
+        "delay every outlier by exactly this many steps, to study how delay affects training "
+        "(var_len); 0 = train the outliers of a queue as soon as it has M of them",
         unit="steps",
         at_least=0,
         at_most=10**6,
     )
     max_delay: int = key(
         10,
-        "D: most steps by which a document is delayed, as far as step_tokens permits (bounded)",
+        "D: most steps by which a document is delayed, unless step_tokens leaves no room for it "
+        "(bounded)",
         unit="steps",
         at_least=1,
         at_most=10**6,
     )
     delay_price: float = key(
         0.0,
-        "price of delaying a global batch by one step, weighed against imbalance (bounded); 0 = "
-        "0.15 / sqrt(N), or 0.1 / sqrt(N) with a price_range",
+        "cost of delaying a whole global batch by one step, in the trade-off against imbalance "
+        "(bounded); 0 = 0.15 / sqrt(N), or 0.1 / sqrt(N) with a price_range",
         unit="micro-batch times",
         at_least=0,
         at_most=1e9,
     )
     price_range: tuple[float, ...] = key(
         (1.0, 1.0),
-        "micro-batches stay balanced while attention costs between these two factors times its "
-        "price, because attention's share differs in forward passes and the kernel profile may be "
-        "wrong; try [0.7, 1.6]; a wider range delays documents longer; [1.0, 1.0] = balance at the "
-        "price only (bounded, var_len)",
+        "two factors: micro-batches stay balanced if attention takes between the first and the "
+        "second factor times its predicted time; attention's share differs between forward and "
+        "backward, and the kernel profile may be wrong; try [0.7, 1.6]; a wider range delays "
+        "documents longer; [1.0, 1.0] = balance predicted times only (bounded, var_len)",
         above=0,
         at_most=1e6,
     )
@@ -147,10 +152,11 @@ class PackingSection:
     examples: int = key(4, "documents per micro-batch (examples)", at_least=1, at_most=10**6)
     layout: Layout = key(
         Layout.SEPARATE,
-        "separate = documents attend only to themselves; padded = the same, but each is padded to "
-        "the longest of its micro-batch; joined = documents also attend to those before them in "
-        "the micro-batch, and the first token of a document is predicted from the one before it "
-        "(padded and joined: original, capacity, examples)",
+        "separate = tokens attend only to their own document; padded = like separate, but every "
+        "document is padded to the longest in its micro-batch; joined = tokens also attend to "
+        "earlier documents in the micro-batch, and each document's first token is predicted from "
+        "the last token of the document before it; padded and joined need policy original, "
+        "capacity or examples",
     )
 
     @property
@@ -165,9 +171,9 @@ class PackingSection:
 
     @property
     def ungrouped(self) -> "PackingSection":
-        """This section without method and packs and with separate documents.
+        """A copy of this section without `method` and `packs`, and with `layout` = separate.
 
-        Balancing policies require that.
+        The policies that balance work (fixed, var_len and bounded) need these values.
         """
         return replace(self, method="", packs="", layout=Layout.SEPARATE)
 
@@ -181,22 +187,24 @@ class PackingSection:
         self._check_method()
         if not (self.s_max >= 1.0 or self.takes_s_max_from_memory):
             raise UserError(
-                f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
-                f"of {window} tokens could never be placed (or 0 = what fits the memory)"
+                f"packing.s_max = {self.s_max} context windows must be at least 1, so that a "
+                f"document of {window} tokens fits; set 0 to derive it from the device's memory"
             )
         if self.hold and not self.queue_thresholds:
             raise UserError(
-                f"packing.hold = {self.hold} must be 0 without packing.queue_thresholds"
+                f"packing.hold = {self.hold} must be 0 if packing.queue_thresholds is empty, "
+                f"because no document is then an outlier"
             )
         if self.step_tokens and not self.step_tokens > 1.0:
             raise UserError(
-                f"packing.step_tokens = {self.step_tokens} must be above 1 global batch (or 0 for "
-                f"no cap), or no step would have room for delayed documents"
+                f"packing.step_tokens = {self.step_tokens} must be above 1 global batch, so that "
+                f"steps have room for delayed documents; set 0 for no limit"
             )
         if self.layout != Layout.SEPARATE and self.policy not in METHOD_POLICIES:
             raise UserError(
-                f"packing.layout = {self.layout} with packing.policy = {self.policy}: this policy "
-                f"needs separate documents; use {', '.join(METHOD_POLICIES)}"
+                f"packing.layout = {self.layout} is not supported by packing.policy = "
+                f"{self.policy}; set packing.layout = separate, or packing.policy to one of "
+                f"{', '.join(METHOD_POLICIES)}"
             )
         self._check_thresholds(window)
         self._check_prices()
@@ -205,8 +213,8 @@ class PackingSection:
         given = list(self.price_range)
         if len(given) != 2 or not 0 < given[0] <= 1 <= given[1] < math.inf:
             raise UserError(
-                f"packing.price_range = {given} must be two factors of attention's price, one "
-                f"above 0 and at most 1 and one of at least 1; [1.0, 1.0] = the price only"
+                f"packing.price_range = {given} must be two factors: the first above 0 and at most "
+                f"1, the second at least 1; set [1.0, 1.0] to balance predicted times only"
             )
 
     def _check_method(self) -> None:
@@ -214,7 +222,7 @@ class PackingSection:
             if getattr(self, name) != value:
                 raise UserError(
                     f"packing.method = {self.method} sets packing.{name} = {value}, but the run "
-                    f"sets {getattr(self, name)}; remove one of them"
+                    f"sets packing.{name} = {getattr(self, name)}; remove one of the two keys"
                 )
 
     def _check_thresholds(self, window: int) -> None:
@@ -231,7 +239,7 @@ class PackingSection:
             if tokens[i] == tokens[i - 1]:
                 raise UserError(
                     f"packing.queue_thresholds = {given}: entries {i - 1} and {i} are both "
-                    f"{tokens[i]} tokens (window {window}); leave one out"
+                    f"{tokens[i]} tokens of a window of {window}; remove one of them"
                 )
 
     @property
@@ -241,15 +249,15 @@ class PackingSection:
 
     @property
     def takes_s_max_from_memory(self) -> bool:
-        """Whether S_max is derived from memory and `wlb.packing.with_s_max` must fill it in."""
+        """Whether S_max follows from the device's memory; `wlb.packing.with_s_max` fills it in."""
         return self.s_max == 0
 
     def s_max_tokens(self, window: int) -> int:
         """Return S_max in tokens for a context window of `window` tokens."""
         if self.takes_s_max_from_memory:
             raise UserError(
-                "packing.s_max = 0 derives S_max from device memory, which is not known here; give "
-                "packing.s_max in context windows"
+                "packing.s_max = 0 derives S_max from device memory, which is not known here; set "
+                "packing.s_max to a number of context windows"
             )
         # Round first: in floating point, 1.15 * 100 is 114.99999999999999.
         return math.floor(round(self.s_max * window, 6))

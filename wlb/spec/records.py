@@ -18,15 +18,15 @@ class EvalSection:
     )
     interval_tokens: int = key(
         0,
-        "document tokens trained between evaluations, used instead of interval to compare packing "
-        "policies whose steps differ in tokens; 0 = use interval",
+        "number of document tokens trained between evaluations; use it instead of eval.interval to "
+        "compare packing policies whose steps differ in tokens; 0 = use eval.interval",
         unit="tokens",
         at_least=0,
         at_most=2**62,
     )
     steps: int = key(
         4,
-        "held-out global batches per evaluation; 0 = no evaluation",
+        "number of held-out global batches in each evaluation; 0 = no evaluation",
         unit="steps",
         at_least=0,
         at_most=10**6,
@@ -49,14 +49,14 @@ class CheckpointSection:
     )
     init_from: str = key(
         "",
-        "folder of a checkpoint, or of a run for its newest checkpoint, from which a new run takes "
-        "its initial weights; optimiser, steps and data start anew; empty = random weights",
+        "folder of a checkpoint, or of a run (then its newest checkpoint), from which a new run "
+        "takes its initial weights; optimiser, steps and data start anew; empty = random weights",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySection:
-    """Section [telemetry]: records of a run besides its metrics."""
+    """Section [telemetry]: what a run records in addition to its metrics."""
 
     ledger: bool = key(
         False,

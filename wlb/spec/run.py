@@ -1,8 +1,8 @@
 """`RunSpec`, the whole configuration of a run, and most of its sections.
 
 A run is described by one TOML file plus `--set section.key=value` options. `wlb.spec.load` reads
-them, and `wlb.spec.check` refuses before any rank starts what would fail later. Values that follow
-from several keys, such as the layers of each stage, are properties of `RunSpec`.
+them. Before any rank starts, `wlb.spec.check` refuses settings that would fail later. Values that
+follow from several keys, such as the layers of each stage, are properties of `RunSpec`.
 """
 
 import math
@@ -32,8 +32,12 @@ class Schedule(StrEnum):
     def takes(self, num_micro_batches: int, pp: int) -> bool:
         """Return whether torch's schedule works with this many micro-batches per pipeline.
 
-        1F1B needs at least pp of them. Interleaved schedules process them in `num // pp` rounds
-        (at least one), which must have equally many.
+        1F1B needs at least `pp` micro-batches. An interleaved schedule processes them in
+        `max(1, num_micro_batches // pp)` rounds, which must have equal numbers of micro-batches.
+
+        Args:
+            num_micro_batches: Micro-batches per step and pipeline.
+            pp: Pipeline-parallel degree.
         """
         if self == Schedule.ONE_F_ONE_B:
             return num_micro_batches >= pp
@@ -86,9 +90,10 @@ class RunSection:
     )
     stop_file: str = key(
         "",
-        "the run stops when this file exists: it finishes its step, saves a checkpoint and exits "
-        "with status 4 (0 under Slurm and torchrun), as on Ctrl-C, SIGTERM or SIGUSR1; the file "
-        "output_dir/.stop-NAME always stops the run NAME in this way",
+        "file that stops the run as soon as it exists: the run finishes its step, saves a "
+        "checkpoint and exits with status 4 (0 under Slurm and torchrun), as after Ctrl-C, SIGTERM "
+        "or SIGUSR1; a file .stop-NAME in run.output_dir stops the run NAME in the same way; empty "
+        "= only that file",
     )
     seed: int = key(
         0,
@@ -132,8 +137,8 @@ class ParallelSpec:
     ep: int = key(
         1,
         "expert-parallel degree: number of ranks over which the experts of a layer "
-        "(model.experts) are divided; these are neighbours in dp x cp x tp, or, with "
-        "fsdp.shard_size, among the shard_size x tp ranks of one copy of the parameters",
+        "(model.experts) are divided; these ranks are consecutive in dp x cp x tp order, and with "
+        "fsdp.shard_size they are within the shard_size x tp ranks of one copy of the parameters",
         unit="ranks",
         at_least=1,
         at_most=65_536,
@@ -151,10 +156,10 @@ class ParallelSpec:
 
     @property
     def pipelines_per_ep_group(self) -> int:
-        """Number of neighbouring pipelines whose ranks share EP groups.
+        """Number of consecutive pipelines whose ranks share EP groups.
 
-        A pipeline has cp * tp ranks in each stage, and an EP group has `ep` consecutive ranks of
-        dp x cp x tp. So a group may span several pipelines, which then wait for each other in every
+        A pipeline has cp * tp ranks in each stage, and an EP group has `ep` consecutive ranks in
+        dp x cp x tp order. If a group spans several pipelines, they wait for each other in every
         layer with experts.
         """
         return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
@@ -192,8 +197,9 @@ class PipelineSection:
     )
     weight_delay: int = key(
         1,
-        "interleaved_zero_bubble: weight gradients are delayed by this many passes times the "
-        "pipeline rank; 1 = torch's ZB1P order; more may help where attention takes long",
+        "with schedule = interleaved_zero_bubble: pipeline rank r delays weight gradients by r "
+        "times this many passes; 1 = torch's ZB1P order; a larger number may help if attention "
+        "takes long",
         at_least=1,
         at_most=1000,
     )
@@ -201,14 +207,14 @@ class PipelineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
-    """Section [cp]: overlap of the key exchange of context parallelism."""
+    """Section [cp]: overlap of attention with the exchange of keys and values between CP ranks."""
 
     overlap_stages: int = key(
         0,
-        "number of parts in which keys and values of other CP ranks arrive; a rank attends to its "
-        "own keys and to the parts that have arrived while the next part travels, and merges the "
-        "outputs; each part costs a kernel launch and copies; use 1 within a node, more may pay "
-        "between nodes; 0 = no overlap: one exchange, then one attention call",
+        "number of parts in which keys and values of other CP ranks arrive; while a part travels, "
+        "the rank attends to the keys that arrived before, and the outputs are merged; each part "
+        "costs a kernel launch and copies, so use 1 within a node (more may help between nodes); 0 "
+        "= no overlap: one exchange, then one attention call",
         at_least=0,
         at_most=64,
     )
@@ -268,8 +274,8 @@ class DataSection:
     )
     epochs: int = key(
         0,
-        "passes over the store, or over the least-read store of a blend; 0 = as many as "
-        "training.steps need",
+        "passes over the token store (with data.blend, over the store that is read the fewest "
+        "times); 0 = as many as training.steps need",
         at_least=0,
         at_most=10**6,
     )
@@ -288,8 +294,8 @@ class PlannerSection:
 
     baseline: bool = key(
         True,
-        "also predict the steps of the usual loader, which cuts the same documents wherever a "
-        "window ends",
+        "also predict step times with the usual loader, which cuts documents wherever a window "
+        "ends, so that the run can report savings",
     )
 
 
@@ -302,10 +308,10 @@ class CostSection:
     )
     expert_load: float = key(
         1.0,
-        "expected load of the busiest EP rank in a layer: its expert rows divided by the mean "
-        "rank's; prices and memory estimates of experts are multiplied by it; 1 = even; a run's "
-        "measured load is in its summary (load of ranks) and in metrics.jsonl (experts.rank); "
-        "factors of --calibrate do not include it",
+        "expected load of the busiest EP rank in a layer: the rows that its experts process, "
+        "divided by the mean over the EP group; predicted times and memory of experts are "
+        "multiplied by it; 1 = all ranks equal; a run's measured load is in its summary (load of "
+        "ranks) and in metrics.jsonl (experts.rank); --calibrate does not include it",
         at_least=1,
         at_most=4096,
     )
@@ -321,9 +327,9 @@ class KernelSection:
     )
     deterministic: bool = key(
         False,
-        "add gradients in a GPU's attention kernel in a fixed order, so that repeating a step "
-        "gives the same bits; slower, and FlashAttention-2 then allocates up to ceil(SMs / heads) "
-        "float32 copies of dQ; the CPU's kernel is always deterministic",
+        "sum gradients in a GPU's attention kernel in a fixed order, so that a repeated step gives "
+        "the same bits; this is slower, and FlashAttention-2 then allocates up to ceil(SMs / "
+        "heads) float32 copies of dQ; the CPU's kernel is always deterministic",
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
@@ -367,7 +373,7 @@ class RunSpec:
 
     @property
     def num_windows(self) -> int:
-        """N, the number of context windows in a global batch (pp x dp by default, Section 7.1)."""
+        """N, the number of context windows in a global batch; pp x dp by default (Section 7.1)."""
         return self.data.num_windows or self.parallel.pp * max(1, self.parallel.dp)
 
     @property
@@ -387,7 +393,7 @@ class RunSpec:
 
     @property
     def queue_thresholds(self) -> tuple[int, ...]:
-        """L_i, the shortest document of each outlier queue, in tokens."""
+        """L_i, the length of the shortest document in each outlier queue, in tokens."""
         return self.packing.thresholds_tokens(self.data.context_window)
 
     @property
@@ -399,7 +405,7 @@ class RunSpec:
         """Return the factor by which the summed loss of a step is multiplied.
 
         Args:
-            num_targets: Number of labels in the step.
+            num_targets: Number of tokens in the step whose prediction counts in the loss.
         """
         if self.training.loss_normalizer == LossNormalizer.CONSTANT:
             return 1.0 / self.tokens_per_step
@@ -417,7 +423,7 @@ class RunSpec:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes weight gradients in passes of their own."""
+        """Whether the schedule computes weight gradients in separate passes."""
         is_split = self.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
         return self.parallel.pp > 1 and is_split
 
@@ -435,7 +441,8 @@ class RunSpec:
     def stage_kind_layers(self) -> tuple[tuple[int, ...], ...]:
         """Number of decoder layers of each kind in each stage, shape [num_kinds][num_stages].
 
-        Kinds are in the order of `ModelSpec.layer_kinds`.
+        Layers are of one kind if they agree in having experts or an MLP, and linear attention or
+        softmax attention. Kinds are in the order of `ModelSpec.layer_kinds`.
         """
         model, kinds = self.model, self.model.layer_kinds
         if len(kinds) == 1:
@@ -482,7 +489,7 @@ class RunSpec:
 
     @property
     def row_multiple(self) -> int:
-        """Number to a multiple of which the rows of every rank are padded."""
+        """The rows of every rank are padded to a multiple of this number."""
         return row_multiple(self.parallel.tp, self.data.row_multiple)
 
     def to_dict(self) -> dict[str, Any]:

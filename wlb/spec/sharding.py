@@ -17,14 +17,14 @@ class Strategy(StrEnum):
 
 
 class Remainder(StrEnum):
-    """Where `per_document` puts the tokens that do not fill 2 * cp equal chunks of a document."""
+    """Rule for the tokens that are left if a document is divided into 2 * cp equal chunks."""
 
     MERGED = "merged"
     ONE_BY_ONE = "one_by_one"
 
 
 class ExchangeChoice(StrEnum):
-    """How CP ranks receive keys and values. AUTO means the exchange predicted to be faster."""
+    """How CP ranks receive keys and values. AUTO is whichever is predicted to be faster."""
 
     AUTO = "auto"
     GATHER = "gather"
@@ -33,20 +33,22 @@ class ExchangeChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSection:
-    """Section [sharding]."""
+    """Section [sharding]: how a micro-batch is divided over CP ranks."""
 
     strategy: Strategy = key(
         Strategy.ADAPTIVE,
-        "rule that divides a micro-batch over CP ranks: per_sequence = the whole micro-batch in 2 "
-        "* cp chunks; per_document = each document in 2 * cp chunks; adaptive = whichever of these "
-        "is predicted to be faster; hybrid = long documents per document, the rest per sequence; "
-        "balanced = each document over as many ranks as its work requires",
+        "rule that divides a micro-batch over CP ranks: per_sequence = cut the whole micro-batch "
+        "into 2 * cp chunks; per_document = cut each document into 2 * cp chunks; adaptive = the "
+        "one of these two that is predicted to be faster; hybrid = long documents as in "
+        "per_document, the others as in per_sequence; balanced = spread each document over as many "
+        "ranks as its work requires",
     )
     remainder: Remainder = key(
         Remainder.MERGED,
-        "per_document (also within adaptive): where the d mod (2 * cp) tokens go that do not fill "
-        "equal chunks of a document of d tokens: merged = into its chunks; one_by_one = to the "
-        "ranks in turn, each as a kernel segment of its own, as in the paper",
+        "with per_document (also as part of adaptive): what happens to the d mod (2 * cp) tokens "
+        "that are left if a document of d tokens is cut into 2 * cp equal chunks: merged = some "
+        "chunks get one token more; one_by_one = ranks get these tokens in turn, each as a "
+        "separate segment of the attention kernel, as in the paper",
     )
     exchange: ExchangeChoice = key(
         ExchangeChoice.GATHER,

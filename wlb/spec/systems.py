@@ -1,17 +1,18 @@
 """Systems that wlb compares, each as `--set` overrides of a run's settings.
 
 - `usual`: Megatron-LM and torchtitan. Their loaders cut documents wherever a window ends, and CP
-  shards each window as Llama 3 does. It is the baseline of all savings.
+  shards each window as Llama 3 does. Savings are relative to this system.
 - `plain_4d`: the paper's Plain-4D (Section 7.1). Unlike `usual`, its loader keeps long documents
   whole.
-- `fixed_4d`: the paper's Fixed-4D, with the better of two static shardings.
+- `fixed_4d`: the paper's Fixed-4D, with the better of two static sharding strategies.
 - `paper`: the paper's WLB-LLM.
-- `wlb`: this project's recommendation. It recomputes MLPs if memory limits packing and recomputing
-  is faster. It balances for a range of prices, because a run's GPUs may differ from those of the
-  profile (`experiments/beyond/system_defaults`). Its loss normalizer is constant, because its
-  steps have up to 1.5 global batches: a mean per step would weigh labels of long documents less
-  (0.80 in `experiments/paper/fig16`, with a higher held-out loss on long documents for every
-  seed).
+- `wlb`: this project's recommendation.
+  - It recomputes MLPs in backward if memory limits packing and recomputing is faster.
+  - It keeps micro-batches balanced for a range of attention times, because a run's GPUs may differ
+    from those of the kernel profile (`experiments/beyond/system_defaults`).
+  - It divides the loss by a constant, because its steps have up to 1.5 global batches. With a mean
+    per step, targets in long documents had 0.80 times the weight of others in
+    `experiments/paper/fig16`, and the held-out loss on long documents was higher for every seed.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from wlb.plan import UserError
 from wlb.spec.keys import did_you_mean
 
 _NO_METHOD = ("packing.method=", "packing.packs=", "packing.layout=separate")
-"""Overrides that remove a run's grouping method, which would contradict the system's policy."""
+"""Overrides that remove a run's grouping method, which sets another policy than the system."""
 _IN_WINDOWS = (*_NO_METHOD, "packing.num_micro_batches=0")
 _FIXED = ("packing.policy=fixed", *_IN_WINDOWS, "packing.window_batches=1")
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
@@ -68,26 +69,26 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         for recompute in ("none", "selective")
     ),
 }
-"""Alternatives of each system except `usual`, each as a tuple of `--set` overrides.
+"""Alternative settings of each system except `usual`, each as a tuple of `--set` overrides.
 
-Comparisons use the fastest alternative."""
+Comparisons use the fastest alternative of a system."""
 KNOWN_SYSTEMS = (USUAL, *SYSTEMS)
 """Names of all systems."""
 
 
 def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return the alternatives of a system, each as `--set` overrides.
+    """Return the alternative settings of a system, each as a tuple of `--set` overrides.
 
     Args:
         name: One of KNOWN_SYSTEMS.
         planned_gib: Memory of a device that plans may use, in GiB.
 
     Raises:
-        UserError: If the system is unknown. The message lists the known ones.
+        UserError: If the system is unknown.
     """
     if name not in KNOWN_SYSTEMS:
         raise UserError(
-            f"unknown system {name!r}; known: {', '.join(KNOWN_SYSTEMS)}"
+            f"unknown system {name!r}; use one of {', '.join(KNOWN_SYSTEMS)}"
             f"{did_you_mean(name, KNOWN_SYSTEMS)}"
         )
     return tuple(
@@ -97,21 +98,22 @@ def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...],
 
 
 def system_choices(text: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return the alternatives that `--system TEXT` names, each as `--set` overrides.
+    """Return the alternative settings that `--system TEXT` names, each as `--set` overrides.
 
     Args:
-        text: "NAME" for all alternatives, or "NAME:2" for the second only.
+        text: "NAME" for all alternatives of a system, or "NAME:2" for the second only.
         planned_gib: Memory of a device that plans may use, in GiB.
 
     Returns:
-        Alternatives in order of preference: the first is faster if it leaves enough memory for
-        packing, which `wlb.packing.first_with_room` finds out.
+        Alternatives in order of preference. An earlier one is faster if it leaves enough memory
+        for packing, which `wlb.packing.first_with_room` checks.
     """
     name, _, number = text.partition(":")
     alternatives = system_overrides(name, planned_gib=planned_gib)
     numbers = [str(i + 1) for i in range(len(alternatives))]
     if number and number not in numbers:
         raise UserError(
-            f"system {text!r}: {name} has alternatives {', '.join(numbers)}, as in {name}:1"
+            f"system {text!r} does not exist: {name} has the alternatives {', '.join(numbers)}; "
+            f"write, for example, {name}:1"
         )
     return (alternatives[int(number) - 1],) if number else alternatives

@@ -37,7 +37,7 @@ class LossNormalizer(StrEnum):
 
 
 class RateSchedule(StrEnum):
-    """Course of the learning rate after warm-up. wsd means warm-up, stable, decay."""
+    """Shape of the learning rate after warm-up. WSD is warm-up, stable (constant), decay."""
 
     COSINE = "cosine"
     WSD = "wsd"
@@ -47,7 +47,7 @@ class RateSchedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection:
-    """Section [training]."""
+    """Section [training]: steps, optimiser, precision, loss, recomputation and compilation."""
 
     steps: int = key(1000, "optimiser steps", unit="steps", at_least=1, at_most=10**9)
     learning_rate: float = key(3e-4, "peak learning rate of AdamW", above=0, at_most=1e30)
@@ -67,12 +67,12 @@ class TrainingSection:
     schedule: RateSchedule = key(
         RateSchedule.COSINE,
         "learning rate after warm-up: cosine or linear = decay to min_learning_rate over the "
-        "remaining steps; wsd = constant, then linear decay in the last decay_steps; constant = no "
-        "decay",
+        "remaining steps; wsd = constant, then linear decay to min_learning_rate in the last "
+        "decay_steps; constant = no decay",
     )
     decay_steps: int = key(
         0,
-        "wsd: length of the final decay; 10% to 20% of training.steps is usual",
+        "with schedule = wsd: length of the final decay; 10% to 20% of training.steps is usual",
         unit="steps",
         at_least=0,
         at_most=10**9,
@@ -98,8 +98,9 @@ class TrainingSection:
     )
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
-        "divisor of a step's summed loss: valid_tokens = number of labels in the step; constant = "
-        "always N * context_window, which weighs all labels equally if steps differ in tokens",
+        "divisor of a step's summed loss: valid_tokens = number of targets (tokens that count in "
+        "the loss) in the step; constant = always N * context_window, which weighs all targets "
+        "equally if steps differ in tokens",
     )
     recompute: Recompute = key(
         Recompute.NONE,
@@ -109,9 +110,9 @@ class TrainingSection:
     )
     compile: bool = key(
         False,
-        "compile decoder layers with torch.compile (only attention's half of layers with experts) "
-        "into one graph for all lengths; takes about a minute at the start, and pays where norms, "
-        "RoPE and SiLU are a large part of a layer",
+        "compile decoder layers with torch.compile into one graph for all lengths (of layers with "
+        "experts, only the attention part); this takes about a minute at the start, and it helps "
+        "if norms, RoPE and SiLU are a large part of a layer",
     )
     compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
     on_nonfinite: OnNonfinite = key(
@@ -121,11 +122,15 @@ class TrainingSection:
         "it fails a second time",
     )
     loss_chunk: int = key(
-        8192, "rows for which logits are in memory at a time", unit="rows", at_least=1, at_most=8192
+        8192,
+        "number of rows whose logits are computed, and kept in memory, at a time",
+        unit="rows",
+        at_least=1,
+        at_most=8192,
     )
     timeout_s: float = key(
         600.0,
-        "longest time of a collective; a longer one stops the run",
+        "longest time that a collective may take; after it, the run stops with an error",
         unit="s",
         above=0,
         at_most=1e7,

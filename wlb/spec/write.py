@@ -57,7 +57,7 @@ def _at(tree: dict[str, Any], dotted: str) -> Any:
 
 
 def _meaning(key: KeyHelp) -> list[str]:
-    """Return the comment lines of a key: its help text, unit, type or choices, and default."""
+    """Return the comment on a key as lines: its help text, unit, type or choices, and default."""
     about = ", ".join(filter(None, (key.unit, key.type.replace("|", ", "))))
     text = f"{key.doc} ({about}; default: {key.default})"
     return textwrap.wrap(
@@ -68,7 +68,17 @@ def _meaning(key: KeyHelp) -> list[str]:
 def _tables(
     prefix: str, values: dict[str, Any], defaults: dict[str, Any], whole: Sequence[str]
 ) -> list[str]:
-    """Return the non-empty TOML tables of section `prefix` and its subsections."""
+    """Return the TOML text of a section and of its subsections, one string for each table.
+
+    Keys whose value is the default are left out, except in the sections of `whole`. Tables without
+    keys are left out.
+
+    Args:
+        prefix: Dotted name of the section; "" for the whole configuration.
+        values: Nested values of the section.
+        defaults: Nested default values of the section.
+        whole: Dotted names of the sections to write with all keys.
+    """
     lines: list[str] = []
     nested: list[str] = []
     for name, value in values.items():
