@@ -108,12 +108,12 @@ def fails(number: int) -> Action:
 
 
 def is_short_of_memory(kind: str, path: str) -> None:
-    """Raises MemoryError, as if there were no memory for a buffer (an action)."""
+    """Raises MemoryError, as if there were no memory for a buffer; an action of `Changes`."""
     raise MemoryError
 
 
 def is_killed(kind: str, path: str) -> None:
-    """Kills this process by SIGKILL (an action)."""
+    """Kills this process by SIGKILL; an action of `Changes`."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Parts of the hour that pass or fail: the machine, the kernels, and resuming a killed run."""
+"""Parts of gpu_hour that pass or fail: the machine, the kernels, and resuming a killed run."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ KILLED_AT = 5
 
 
 def doctor(setting: Setting) -> Answer:
-    """Runs `wlb doctor` for a training run of the hour; on eight GPUs, for the run on all eight."""
+    """Runs `wlb doctor` for one of the training runs; on eight GPUs, for the run on all eight."""
     folder = setting.of("doctor")
     examined = balanced(setting) if setting.gpus == EIGHT_GPUS else trainings(setting)[0]
     run = examined.write(setting, folder=folder)

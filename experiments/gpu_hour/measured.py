@@ -1,4 +1,4 @@
-"""Parts of the hour that measure: kernel prices, Figure 15, step times, memory, speed-ups.
+"""Parts of gpu_hour that measure: kernel prices, Figure 15, step times, memory, speed-ups.
 
 Each part returns an `Answer` with measured numbers beside claimed or predicted ones.
 """

@@ -1,4 +1,4 @@
-"""Writes the hour's results: gpu_hour.json with all numbers, and an HTML page, claims first."""
+"""Writes the results of gpu_hour: a JSON file with all numbers, and an HTML page, claims first."""
 
 import datetime
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Lists the parts of the hour, the most valuable first, since the time may not suffice for all."""
+"""Lists the parts of gpu_hour, the most valuable first, since time may not suffice for all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from experiments.gpu_hour.setting import Answer, Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of the hour, which runs in its own process under a time limit."""
+    """A part of gpu_hour, which runs in its own process under a time limit."""
 
     name: str
     title: str  # what the part finds out, as a clause

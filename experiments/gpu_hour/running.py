@@ -42,7 +42,7 @@ class State(StrEnum):
     LEFT_OUT = "left out"
     """The part was not started because no time was left."""
     CUT_OFF = "cut off"
-    """The part was stopped because the hour was over, before its own time limit."""
+    """The part was stopped because the time of all parts was over, before its own limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Ended:
 
 
 def ended_of(setting: Setting, part: Part) -> Ended | None:
-    """Returns the outcome of a part in an earlier start of the hour, or None."""
+    """Returns the outcome of a part in an earlier start of gpu_hour, or None."""
     found = read_whole(setting.of(part.name) / "ended.json")
     return Ended(**{**found, "state": State(found["state"])}) if found else None
 

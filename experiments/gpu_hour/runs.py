@@ -1,4 +1,4 @@
-"""Defines the training runs of the hour and writes their TOML files.
+"""Defines the training runs of gpu_hour and writes their TOML files.
 
 The runs fit one node: some layers of LLaMA 7B at the paper's windows, and a model of a billion
 parameters with several micro-batches per step. They are long enough for their step times to be
@@ -47,7 +47,7 @@ EIGHT = {"parallel.tp": 2, "parallel.cp": 2, "parallel.pp": 2, "pp.schedule": "1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """A training run of the hour."""
+    """A training run of gpu_hour, small enough for one node."""
 
     name: str
     window: int  # context window in tokens

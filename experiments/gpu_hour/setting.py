@@ -1,4 +1,4 @@
-"""The input of every part of the hour, `Setting`, and its result, `Answer`."""
+"""The input of every part of gpu_hour, `Setting`, and its result, `Answer`."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The device that the hour uses, and the folder that it writes to."""
+    """The device that gpu_hour uses, and the folder that it writes to."""
 
     folder: Path  # folder of results, with a subfolder for each part
     device: str  # "cuda" or "cpu"

@@ -1,4 +1,4 @@
-"""Runs one part of the hour: `python -m experiments.gpu_hour.worker PART SETTING`.
+"""Runs one part of gpu_hour: `python -m experiments.gpu_hour.worker PART SETTING`.
 
 `running.run_part` starts this module in a process for each part. SETTING is the `Setting` as JSON.
 The part's `Answer` goes to PART/answer.json in the folder of results.

@@ -71,7 +71,7 @@ def split_store(heldout: str, prefix: str, *, window: int) -> list[str | None]:
     Args:
         heldout: Prefix of the held-out store.
         prefix: Beginning of the new stores' prefixes.
-        window: Context window, in whose multiples classes are defined.
+        window: Context window; the limits of the classes are multiples of it.
 
     Returns:
         Prefix of each class's store, or None for a class without documents.

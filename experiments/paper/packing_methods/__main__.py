@@ -27,7 +27,7 @@ SMALL_GAS = {
     for name, gases in (("FLAN", (4, 2)), ("OrcaMath", (4, 2)), ("Stack", (12, 6)))
     for msl, gas in zip((8192, 16384), gases, strict=True)
 }
-"""The smaller number of gas (gradient accumulation steps) in each table, by data set and msl.
+"""The smaller value of gas (gradient accumulation steps) in each table, by data set and msl.
 
 With it, one step is less than 1% of an epoch.
 """

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Table(name="t", title="T", columns=("i",), rows=[[1, 2]])
     with pytest.raises(ValueError, match=r"formats of no column: \['j'\]"):
         Table(name="t", title="T", columns=("i",), rows=[], formats={"j": "d"})
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ValueError, match="must be distinct"):
         write_results(
             tmp_path, title="", how=How.COMPUTED, profile="", text="", tables=[TABLE, TABLE]
         )
