@@ -1,7 +1,7 @@
-"""Integer arrays in the form that all records of `wlb.plan` use: int64, one axis, read-only.
+"""Integer arrays as all records of `wlb.plan` use them: int64, one-dimensional, read-only.
 
-Plans are compared by integers only. Hosts that make the same plan therefore have the same bytes,
-and the same `digest`.
+Plans contain only integers. Hosts that make the same plan therefore have the same bytes and the same
+`digest`, without rounding differences.
 """
 
 import hashlib
@@ -21,35 +21,45 @@ BoolArray = npt.NDArray[np.bool_]
 IntLike = Sequence[int] | npt.NDArray[Any]
 
 MOST_INT32 = 2**31 - 1
-"""Most rows that the int32 offsets of attention kernels can address."""
+"""Largest int32. Attention kernels take cu_seqlens as int32, so no tensor may have more rows."""
 
 DIGEST_BITS = 60
-"""A digest has 60 bits, so that an all-reduce carries it exactly as four float64 values of 15
-bits."""
+"""Bits of a digest. Ranks compare digests in an all-reduce of float64 values, each of which carries
+15 bits exactly even when summed over all ranks; four of them carry a digest."""
 
 
 def int_array(name: str, values: IntLike) -> IntArray:
-    """Return a read-only int64 copy of `values` (shape [n]); UserError for anything but integers.
+    """Return a read-only int64 copy of a list or array of integers.
 
-    Floats without a fraction count as integers.
+    Args:
+        name: Name of the values in error messages.
+        values: Integers, shape [n]. Floats without a fraction count as integers.
+
+    Raises:
+        UserError: A value is not an integer or needs more than 64 bits, or `values` is not
+            one-dimensional.
     """
     try:
         array = np.asarray(values)
     except ValueError as error:
         raise UserError(
-            f"{name} holds lists of unequal lengths; give one whole number each, in one flat list"
+            f"{name} is a nested list with lists of unequal lengths; give a flat list of whole "
+            f"numbers"
         ) from error
-    # NumPy turns a set or a generator into a single object without axes.
+    # NumPy turns a set or a generator into an array of one object, with shape ().
     if array.ndim == 0 and hasattr(values, "__iter__") and not isinstance(values, np.ndarray):
         raise UserError(
-            f"{name} is a {type(values).__name__}, which has no length or order of its own; give a "
-            f"list, such as list({name})"
+            f"{name} is a {type(values).__name__}, whose values have no fixed order or number; give "
+            f"a list, such as list({name})"
         )
-    # NumPy converts True to 1 in a list that also has integers.
+    # Check for bool here: in a list that also has integers, NumPy would convert True to 1.
     if isinstance(values, list | tuple) and bool in set(map(type, cast("list[Any]", values))):
-        raise UserError(f"{name} holds True or False; give whole numbers")
+        raise UserError(f"{name} contains True or False; give whole numbers")
     if array.ndim != 1:
-        raise UserError(f"{name} must have one axis, got shape {array.shape}")
+        raise UserError(
+            f"{name} has shape {array.shape} but must have one axis; give a flat list of whole "
+            f"numbers"
+        )
     if array.size == 0:
         array = np.zeros(0, np.int64)
     elif array.dtype.kind == "f":
@@ -57,32 +67,34 @@ def int_array(name: str, values: IntLike) -> IntArray:
         if (i := first_true(~is_whole)) is not None:
             raise UserError(f"{name}[{i}] = {array[i]} is not a whole number")
     elif array.dtype.kind not in "iu":
-        raise UserError(f"{name} must hold integers, got dtype {array.dtype}")
+        raise UserError(f"{name} has dtype {array.dtype}; give whole numbers")
     may_overflow = array.dtype != np.int64 and array.size > 0
     if may_overflow and not -(2.0**63) <= float(array.min()) <= float(array.max()) < 2.0**63:
-        raise UserError(f"{name} holds {array.min()} to {array.max()}, beyond 64-bit integers")
+        raise UserError(
+            f"{name} has values from {array.min()} to {array.max()}; each value must fit in a signed "
+            f"64-bit integer"
+        )
     out = array.astype(np.int64)
     out.flags.writeable = False
     return out
 
 
 def whole_number(name: str, value: object, minimum: int | None = None, remedy: str = "") -> int:
-    """Return `value` as a plain int; UserError for floats, text, or values below `minimum`.
+    """Return `value` as a Python int; UserError for floats, text, or values below `minimum`.
 
-    NumPy scalars become ints. Their arithmetic rounds and overflows, which would change a plan, and
-    JSON has none of them.
+    NumPy integers are converted, because their arithmetic can overflow and `json` cannot write them.
 
     Args:
-        name: What messages call the value.
-        value: Anything that a caller passed.
-        minimum: Least valid number. None means that every whole number is valid.
-        remedy: Text that ends the message of a number that is too small.
+        name: Name of the value in error messages.
+        value: The value, of any type.
+        minimum: Smallest valid value. None means that every whole number is valid.
+        remedy: Text at the end of the message for a value below `minimum`.
     """
     try:
         number = int(operator.index(cast(SupportsIndex, value)))
     except TypeError as error:
         raise UserError(
-            f"{name} = {value!r} is no whole number; give an int, such as int({name})"
+            f"{name} = {value!r} must be a whole number; give an int, such as int({name})"
         ) from error
     if minimum is not None:
         check_at_least(name, number, minimum, remedy)
@@ -90,9 +102,11 @@ def whole_number(name: str, value: object, minimum: int | None = None, remedy: s
 
 
 def convert_to_ints(record: object, **minimum: int | None) -> None:
-    """Convert these fields of a frozen dataclass to plain ints of at least `minimum`.
+    """Convert fields of a frozen dataclass to Python ints, and check their minimum.
 
-    A field that is None stays None.
+    Args:
+        record: The dataclass. A field that is None stays None.
+        **minimum: For each field to convert, its smallest valid value; None means no limit.
     """
     for name, least in minimum.items():
         if (value := getattr(record, name)) is not None:
@@ -100,7 +114,14 @@ def convert_to_ints(record: object, **minimum: int | None) -> None:
 
 
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
-    """Raise a UserError that names a number below `minimum`, or NaN. `remedy` ends the message."""
+    """Raise a UserError if `value` is below `minimum` or NaN.
+
+    Args:
+        name: Name of the value in the message.
+        value: The value.
+        minimum: Smallest valid value.
+        remedy: Text at the end of the message.
+    """
     if not value >= minimum:
         raise UserError(f"{name} = {value} must be at least {minimum}{remedy}")
 
@@ -108,13 +129,27 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
 def check_between(
     name: str, value: float, low: float, high: float, *, closed: bool = False
 ) -> None:
-    """Raise a UserError that names a number outside [low, high), or [low, high] if `closed`."""
+    """Raise a UserError if `value` is outside [low, high), or outside [low, high] if `closed`.
+
+    Args:
+        name: Name of the value in the message.
+        value: The value.
+        low: Smallest valid value.
+        high: Upper limit.
+        closed: Whether `high` itself is valid.
+    """
     if not (low <= value < high or (closed and value == high)):
         raise UserError(f"{name} = {value} must be in [{low}, {high}{']' if closed else ')'}")
 
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:
-    """Raise a UserError that names the first entry of `array` (shape [n]) below `minimum`."""
+    """Raise a UserError if an entry of `array` is below `minimum`; the message names the first.
+
+    Args:
+        name: Name of the array in the message.
+        array: The array, shape [n].
+        minimum: Smallest valid value of an entry.
+    """
     if (i := first_true(array < minimum)) is not None:
         raise UserError(f"{name}[{i}] = {array[i]} must be at least {minimum}")
 
@@ -126,28 +161,28 @@ def first_true(mask: BoolArray) -> int | None:
 
 
 def offsets_of(counts: IntLike) -> IntArray:
-    """Return running offsets `[0, c0, c0 + c1, ...]` (shape [n + 1]) of `counts` (shape [n])."""
+    """Return the offsets `[0, c0, c0 + c1, ...]` (shape [n + 1]) of `counts` (shape [n])."""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(np.asarray(counts, np.int64), out=out[1:])
     return out
 
 
 def distinct(values: IntArray) -> IntArray:
-    """Return the distinct values in ascending order.
+    """Return the distinct values of an array (shape [n]) in ascending order.
 
-    `np.unique` gives the same, but hashes integers. Where `values` (shape [n]) is nearly sorted, it
-    takes hundreds of times as long.
+    The result is the same as of `np.unique`. If the array is nearly sorted, this function is
+    hundreds of times faster, because it sorts where `np.unique` hashes.
     """
     ordered = np.sort(values, kind="stable")
     return ordered[np.append(np.ones(min(1, ordered.size), bool), ordered[1:] != ordered[:-1])]
 
 
 def digest(*parts: str | int | IntArray) -> int:
-    """Return a 60-bit hash of integer arrays, integers and names; equal bytes give equal hashes."""
+    """Return a 60-bit hash of integer arrays, integers and texts, equal on every machine."""
     h = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):
-            # Hash sizes too, so that [1], [2, 3] differs from [1, 2], [3].
+            # Hash the size of each array too, so that [1], [2, 3] differs from [1, 2], [3].
             h.update(f"a{part.size}:".encode())
             h.update(np.ascontiguousarray(part, np.dtype("<i8")).tobytes())
         else:

@@ -1,9 +1,9 @@
-"""Documents, and the pieces of them that are trained.
+"""Documents, and the pieces of documents that micro-batches are packed from.
 
-A `GlobalBatch` brings `Documents`, and packers place `Pieces`. A piece is a whole document or,
-where a document is longer than the context window, one contiguous part of it. Each piece has an
-attention mask and positions of its own. The label of a piece's last token is the document's next
-token, so the number of labels does not depend on where documents are cut.
+A `GlobalBatch` contains `Documents`, and packers place `Pieces` in micro-batches. A piece is a whole
+document or, if the document is longer than the context window, one contiguous part of it. Attention
+does not cross from one piece to another, and positions restart at 0 in each piece. The label of a
+piece's last token is the document's next token, so cutting a document loses no label.
 """
 
 from collections.abc import Iterable
@@ -16,41 +16,45 @@ from wlb.plan.arrays import IntArray, IntLike, check_minimum, distinct, int_arra
 from wlb.plan.errors import UserError
 
 IGNORE = -100
-"""Label of a token that is not trained."""
+"""Label of a token that the loss ignores."""
 UNCOUNTED = -1
-"""Value of `num_targets` for documents of which only some tokens are trained. `wlb.planner` reads
-the labels from the store and counts them once, when it returns the step's plan."""
+"""Value of `num_targets` while the number of labels is unknown, as in fine-tuning, where only some
+tokens are trained. `wlb.planner` counts the labels in the token store when it plans the step."""
 _NAMES_IN_FILES = {"arrival_step": "arrival"}
-"""Columns that files store under another name than the field, because the field was renamed
-later."""
+"""For each field whose column has another name in files: that name. The fields were renamed after
+the first files had been written."""
 _Ids = TypeVar("_Ids", int, IntArray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentIds:
-    """Ids of a source's documents over all epochs: id = epoch * num_documents + row."""
+    """Conversion between document ids and places in a data source.
 
-    num_documents: int  # documents of the source, or of all sources of a blend together
+    A document has another id in every epoch: id = epoch * num_documents + row, where row is its
+    place in the source.
+    """
+
+    num_documents: int  # documents in the source, or in all sources of a blend together
 
     def of(self, epoch: int | IntArray, row: IntArray) -> IntArray:
-        """Return the ids of documents in an epoch.
+        """Return the ids that documents have in an epoch.
 
         Args:
-            epoch: One epoch for all, or one for each row (shape [n]).
-            row: Places of the documents in the source, shape [n].
+            epoch: Epoch of all documents, or the epoch of each document (shape [n]).
+            row: Place of each document in the source, from 0; shape [n].
         """
         return epoch * self.num_documents + row
 
     def row(self, document: _Ids) -> _Ids:
-        """Return the place of each document in the source, which is the same in every epoch."""
+        """Return the place in the source (from 0) of the documents with these ids."""
         return document % self.num_documents
 
 
 class _Columns:
-    """A struct of arrays: int64 columns of equal length that are selected and joined together.
+    """A table as a struct of arrays: named int64 columns of equal length.
 
-    `take`, `slice` and `concat` do not validate their result, because rows selected from valid rows
-    are valid, and a packer calls them a dozen times a step.
+    `take`, `slice` and `concat` do not validate their result, because rows selected from a valid
+    table are valid, and a packer calls these methods a dozen times in every step.
     """
 
     __slots__ = ()
@@ -68,7 +72,7 @@ class _Columns:
 
     @classmethod
     def _of_valid(cls, columns: Iterable[IntArray]) -> Self:
-        """Make a record of valid columns, given in the order of `_names`, without checking them."""
+        """Make a table from columns in the order of `_names`, without checking the columns."""
         record = object.__new__(cls)
         for name, column in zip(cls._names, columns, strict=True):
             column.flags.writeable = False
@@ -76,7 +80,7 @@ class _Columns:
         return record
 
     def columns(self) -> dict[str, IntArray]:
-        """Return the columns by name."""
+        """Return a dictionary from column name to column."""
         return {name: getattr(self, name) for name in self._names}
 
     def __len__(self) -> int:
@@ -91,17 +95,17 @@ class _Columns:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def take(self, index: IntLike) -> Self:
-        """Return the rows at `index` (shape [m]), in that order."""
+        """Return the table's rows with the numbers `index` (shape [m]), in the order of `index`."""
         rows = np.asarray(index, np.int64)
         return self._of_valid(getattr(self, name)[rows] for name in self._names)
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return the rows [start, stop)."""
+        """Return the table's rows [start, stop), without copying them."""
         return self._of_valid(getattr(self, name)[start:stop] for name in self._names)
 
     @classmethod
     def concat(cls, *parts: Self) -> Self:
-        """Join records one after the other."""
+        """Return one table with the rows of all `parts`, in order."""
         if not parts:
             return cls._of_valid(np.zeros(0, np.int64) for _ in cls._names)
         return cls._of_valid(
@@ -110,19 +114,20 @@ class _Columns:
 
     @classmethod
     def empty(cls) -> Self:
-        """Return a record without rows."""
+        """Return a table without rows."""
         return cls.concat()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Documents(_Columns):
-    """Documents in stream order; every column has shape [num_documents]."""
+    """A table with one row for each document, in the order in which they were read."""
 
     _names: ClassVar[tuple[str, ...]] = ("id", "length", "num_targets", "source")
-    id: IntArray  # unique within `source` over the whole run (`DocumentIds`)
-    length: IntArray  # tokens, at least 1
-    num_targets: IntArray  # tokens that have a label, or UNCOUNTED
-    source: IntArray  # number of the corpus
+    # All columns have shape [num_documents].
+    id: IntArray  # id of the document, unique within its source over all epochs (`DocumentIds`)
+    length: IntArray  # tokens of the document, at least 1
+    num_targets: IntArray  # tokens that have a label; UNCOUNTED if unknown
+    source: IntArray  # number of the corpus from which the document was read
 
     def __post_init__(self) -> None:
         self._freeze()
@@ -142,7 +147,8 @@ class Documents(_Columns):
 
         Args:
             lengths: Tokens of each document, shape [n].
-            first_id: Id of the first document; the others count up from it.
+            first_id: Id of the first document. The ids of the following documents are first_id + 1,
+                first_id + 2 and so on.
         """
         length = int_array("lengths", lengths)
         check_minimum("lengths", length, 1)
@@ -160,7 +166,7 @@ class Documents(_Columns):
 
 
 class Piece(NamedTuple):
-    """One row of `Pieces`: tokens [start, stop) of a document, with the same fields."""
+    """One row of the table `Pieces`: tokens [start, stop) of a document."""
 
     document: int
     start: int
@@ -172,7 +178,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces(_Columns):
-    """Contiguous parts of documents, one row each. All columns have shape [num_pieces]."""
+    """A table with one row for each piece, which is a whole document or a contiguous part of one."""
 
     _names: ClassVar[tuple[str, ...]] = (
         "document",
@@ -182,18 +188,21 @@ class Pieces(_Columns):
         "source",
         "arrival_step",
     )
+    # All columns have shape [num_pieces].
     document: IntArray  # id of the document that the piece is a part of
-    start: IntArray  # first token, counted from the document's beginning
-    stop: IntArray  # token behind the last one
-    num_targets: IntArray  # tokens that have a label, or UNCOUNTED
-    source: IntArray  # number of the document's corpus
-    # step for which the piece's global batch was read; delay counts from here
+    start: IntArray  # position of the piece's first token in the document, from 0
+    stop: IntArray  # position of the piece's last token in the document, plus one
+    num_targets: IntArray  # tokens that have a label; UNCOUNTED if unknown
+    source: IntArray  # number of the corpus from which the document was read
+    # number of the step for which the document's global batch was read. A piece that is trained
+    # three steps later has a delay of 3.
     arrival_step: IntArray
 
     def __post_init__(self) -> None:
         self._freeze()
         check_minimum("Pieces.start", self.start, 0)
-        # Without this check, stop - start could overflow 64 bits and come out positive.
+        # Check `stop` first: for a very negative one, stop - start would overflow 64 bits and become
+        # positive.
         check_minimum("Pieces.stop", self.stop, 1)
         check_minimum("Pieces.stop - start", self.stop - self.start, 1)
 
@@ -212,64 +221,74 @@ class Pieces(_Columns):
 
     @property
     def total_targets(self) -> int:
-        """Labels of all pieces; a UserError if some are not counted."""
+        """Number of labels of all pieces; UserError if it is unknown (UNCOUNTED) for some piece."""
         uncounted = np.flatnonzero(self.num_targets == UNCOUNTED)
         if uncounted.size:
             raise UserError(
-                f"the labels of document {self.document[uncounted[0]]} are not counted, because "
-                f"its store trains only some tokens; plan with wlb.planner.Planner, which counts"
+                f"the number of labels of document {self.document[uncounted[0]]} is unknown, "
+                f"because its token store trains only some tokens; plan with wlb.planner.Planner, "
+                f"which reads the labels"
             )
         return int(self.num_targets.sum())
 
     @classmethod
     def whole(cls, documents: Documents, *, arrival_step: int = 0) -> "Pieces":
-        """Make one piece of each whole document."""
+        """Make one piece of each document, however long.
+
+        Args:
+            documents: The documents.
+            arrival_step: Step for which the documents were read.
+        """
         d, start = documents, np.zeros(len(documents), np.int64)
         arrived = np.full(len(documents), arrival_step, np.int64)
         return cls._of_valid([d.id, start, d.length, d.num_targets, d.source, arrived])
 
     def to_json(self) -> dict[str, list[int]]:
-        """Return the columns as plain lists, by the names that files use."""
+        """Return a dictionary of lists, whose keys are the names of the columns in files."""
         return {name: column.tolist() for name, column in self.file_columns().items()}
 
     @classmethod
     def from_json(cls, data: dict[str, list[int]]) -> "Pieces":
-        """Read what `to_json` wrote."""
+        """Make the table from what `to_json` returned."""
         return cls.from_file_columns({n: int_array(n, values) for n, values in data.items()})
 
     def file_columns(self) -> dict[str, IntArray]:
-        """Return the columns by the names that files use."""
+        """Return a dictionary of arrays, whose keys are the names of the columns in files."""
         return {_NAMES_IN_FILES.get(name, name): column for name, column in self.columns().items()}
 
     @classmethod
     def from_file_columns(cls, columns: dict[str, Any]) -> "Pieces":
-        """Read what `file_columns` returned; TypeError for a missing or unknown column."""
+        """Make the table from what `file_columns` returned.
+
+        Raises:
+            TypeError: A column is missing or unknown.
+        """
         names = {in_files: name for name, in_files in _NAMES_IN_FILES.items()}
         return cls(**{names.get(name, name): column for name, column in columns.items()})
 
 
 PIECES = {_NAMES_IN_FILES.get(f.name, f.name): [int] for f in fields(Pieces)}
-"""Schema (`wlb.plan.schema`) of pieces in files."""
+"""Schema (`wlb.plan.schema`) of what `Pieces.to_json` returns."""
 
 
 def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
-    """Cut a sequence of pieces at token offsets.
+    """Cut pieces at token offsets, and return the resulting pieces in order.
 
-    No label is lost: the last token of a part keeps the piece's next token as its label. Parts of
-    an UNCOUNTED piece are UNCOUNTED.
+    No label is lost: the label of a part's last token is the first token of the next part. If
+    `num_targets` of a piece is UNCOUNTED, that of its parts is too.
 
     Args:
-        pieces: Pieces in order, taken as one sequence of tokens.
-        offsets: Where to cut, counted from the beginning of the sequence.
+        pieces: Pieces in order, taken as one long sequence of tokens.
+        offsets: Where to cut, in tokens from the beginning of this sequence.
 
     Raises:
-        UserError: A piece to be cut has labels on only some tokens. How many of them fall into each
-            part is known to the store alone.
+        UserError: A piece that must be cut has labels on only some of its tokens. The piece does not
+            say which tokens these are, so the labels of each part cannot be counted.
     """
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if ends.size else 0
     cuts = np.asarray(offsets, np.int64)
-    # Every part lies between two neighbouring edges: ends of pieces, and cuts inside of them.
+    # The edges of the parts are the ends of all pieces and the offsets at which to cut.
     edges = distinct(np.concatenate([[0], ends, cuts[(cuts > 0) & (cuts < total)]]))
     row = np.searchsorted(ends, edges[:-1], side="right")
     begin = pieces.start[row] + edges[:-1] - (ends - pieces.length)[row]
@@ -277,15 +296,15 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     is_last = edges[1:] == ends[row]
     unlabelled = (pieces.length - pieces.num_targets)[row]
     is_counted = pieces.num_targets[row] != UNCOUNTED
-    # A plain pre-training piece lacks a label on one token at most.
+    # A piece with at most one unlabelled token is from pre-training, and that token is its last.
     partial = np.flatnonzero((unlabelled > 1) & ~is_last & is_counted)
     if partial.size:
         piece = pieces[int(row[partial[0]])]
         raise UserError(
-            f"document {piece.document} has {piece.num_targets} labels on "
-            f"{piece.stop - piece.start} tokens, so how many fall into each part of a cut is not "
-            f"known; plan with wlb.planner.Planner on their store, which counts them, or use "
-            f'long_documents = "refuse" and a window that holds it'
+            f"document {piece.document} must be cut, but only {piece.num_targets} of its "
+            f"{piece.stop - piece.start} tokens have labels, and this function cannot tell which "
+            f"ones; plan from the token store with wlb.planner.Planner, or set "
+            f'long_documents = "refuse" and a context window that is as long as the document'
         )
     return Pieces(
         document=pieces.document[row],
@@ -300,14 +319,14 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
 def split_long(
     documents: Documents, *, window: int, long_documents: str, arrival_step: int = 0
 ) -> Pieces:
-    """Make pieces of at most `window` tokens from documents, in order, without dropping any token.
+    """Divide documents into pieces of at most `window` tokens, in order.
 
     Args:
         documents: Documents of any length.
-        window: Most tokens of a piece.
-        long_documents: What to do with a longer document: "split" cuts it every `window` tokens,
-            "refuse" raises a UserError that names it.
-        arrival_step: Step from which the pieces' delay counts.
+        window: The context window: the most tokens that a piece may have.
+        long_documents: What to do with a document of more than `window` tokens: "split" cuts it
+            every `window` tokens, "refuse" raises a UserError that names the document.
+        arrival_step: Step for which the documents were read.
     """
     whole = Pieces.whole(documents, arrival_step=arrival_step)
     long_rows = np.flatnonzero(documents.length > window)
@@ -317,7 +336,7 @@ def split_long(
     if long_documents == "refuse":
         raise UserError(
             f"document {documents.id[row]} has {documents.length[row]} tokens, more than the "
-            f'context window of {window}; use long_documents = "split" or a larger window'
+            f'context window of {window}; set long_documents = "split" or a longer context window'
         )
     if long_documents != "split":
         raise UserError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
@@ -330,8 +349,10 @@ def split_long(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Documents in shuffled order that fill N x C tokens (N micro-batches, C context window)."""
+    """The documents of one global batch, N x C tokens: N micro-batches, context window C."""
 
-    index: int  # number of the batch in the stream, from 0
-    documents: Documents  # empty if the last document of an earlier batch already filled this one
-    is_last: bool = False  # no batch follows, so a policy need not let documents wait
+    index: int  # number of the global batch, counted from 0 at the start of the run
+    # in the shuffled order of the data source. Empty if the last document of an earlier batch is so
+    # long that it filled this batch too.
+    documents: Documents
+    is_last: bool = False  # whether the data ends here, so that documents need not wait any longer

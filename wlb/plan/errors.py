@@ -1,15 +1,16 @@
-"""Errors that are printed as one line: errors that a user can fix, and interruptions of a run."""
+"""The two errors that commands print as one line instead of a traceback: UserError and RunError."""
 
 MOST_CHARACTERS = 1000
-"""Characters of the longest message. A value of megabytes would hide the remedy behind it."""
-_END = 300
+"""Most characters of an error message. A longer one is shortened in the middle, because a quoted
+value of megabytes would push the remedy at the message's end out of sight."""
+_END = 300  # characters at the end of a message that `shortened` leaves in place
 
 
 class UserError(ValueError):
-    """Input that cannot work: a key, a file, an argument, a layout or a device.
+    """An error that the user can fix: a wrong configuration key, file, argument or device.
 
-    The message has the value and the remedy. Commands print it without a traceback, and leave out
-    the middle of a very long one. Any other ValueError is a defect of wlb and keeps its traceback.
+    The message says what value is wrong and what to do. Commands print it without a traceback. Any
+    other ValueError is a bug in wlb and is printed with its traceback.
     """
 
     def __str__(self) -> str:
@@ -26,8 +27,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 class RunError(RuntimeError):
-    """A run that cannot continue for a reason outside of wlb.
+    """A run cannot continue for a reason outside of wlb.
 
-    Examples are a full disk, a folder that was removed, or a process that was stopped. As for a
-    UserError, commands print the message without a traceback.
+    Examples are a full disk, a removed folder or a stopped process. Commands print the message
+    without a traceback.
     """

@@ -1,15 +1,16 @@
-"""ContextExchange: which rows of keys and values CP ranks exchange, and in which stages.
+"""ContextExchange: which rows of keys and values CP ranks send each other before attention.
 
-Queries of a span [start, stop) attend to the keys [0, stop) of their document or, with a sliding
-window of W keys, to [start - W + 1, stop). The rows that a rank reads of other ranks' spans
-therefore follow from the sharding alone, and ranks exchange no sizes.
+The queries of a span [start, stop) attend to the keys [0, stop) of their document or, with a sliding
+window of W keys, to [start - W + 1, stop). The rows that a rank reads from other ranks therefore
+follow from the sharding plan, and ranks need not send each other sizes.
 
-The rows travel in one or more stages. A stage is an all-to-all in which each rank sends ranges of
-its rows to the ranks that read them, or an all-gather in which every rank sends the same rows to
-all. The planner makes this record, the cost model counts its rows, and `wlb.parallel.context`
-executes it.
+The rows are sent in one or more stages, so that attention over the rows of one stage can run while
+the next stage is in transit. A stage is either an all-to-all, in which each rank sends ranges of its
+rows to the ranks that read them, or an all-gather, in which every rank sends rows to all ranks. The
+planner makes this record, the cost model counts its rows, and `wlb.parallel.context` executes it.
 
-Cost: arrays with one entry for each span and rank that reads it; no loop over tokens.
+The functions use arrays with one entry for each pair of a span and a rank that reads it. They never
+loop over tokens.
 """
 
 from collections.abc import Sequence
@@ -22,85 +23,90 @@ from wlb.plan.arrays import BoolArray, IntArray, offsets_of
 from wlb.plan.sharding import KeyExchange, ShardingPlan, ranges
 
 STAGE_ROWS = 128
-"""Rows of a kernel's tile of keys. Stages are cut at multiples of it, so that no tile is half
-empty."""
+"""Number of keys in one tile of an attention kernel. Stages begin at multiples of this number, so
+that kernels do not compute partly filled tiles."""
 
 
 class RowRanges(NamedTuple):
-    """Ranges of rows that travel from one rank to another; all columns have shape [n].
+    """A table of row ranges [first, last) that one CP rank sends to another.
 
-    Sorted by stage, reader, holder and first row.
+    All columns have shape [n]. The table is sorted by stage, reader, holder and first row.
     """
 
-    stage: IntArray  # stage of the exchange, from 0
+    stage: IntArray  # stage of the exchange in which the range is sent, from 0
     reader: IntArray  # rank that receives the rows
     holder: IntArray  # rank that has the rows and sends them
-    first: IntArray  # first row, counted from the beginning of the holder's rows
-    last: IntArray  # row behind the last one
-    piece: IntArray  # piece whose keys they are; -1 for rows of several pieces or padding
+    first: IntArray  # first row of the range, counted from the holder's first row
+    last: IntArray  # last row of the range, plus one
+    # number of the piece that the rows belong to; -1 if they are padding or of several pieces
+    piece: IntArray
 
     def of(self, chosen: IntArray | BoolArray) -> "RowRanges":
-        """Return the ranges that a mask or indices select."""
+        """Return the table's entries that a boolean mask or an array of indices selects."""
         return RowRanges(*(column[chosen] for column in self))
 
     def sums(self, *columns: IntArray, shape: tuple[int, ...]) -> IntArray:
-        """Sum the numbers of rows by the values of some columns.
+        """Add up the row counts of all ranges that have equal values in `columns`.
+
+        For example, `sums(r.reader, r.holder, shape=(cp, cp))` counts the rows that each rank
+        receives from each other rank.
 
         Args:
-            *columns: Integer columns of shape [n].
-            shape: One more than the largest possible value of each column; the shape of the result.
+            *columns: Columns of this table, by which the ranges are grouped.
+            shape: Shape of the result: for each column, its largest possible value plus one.
         """
         at = np.ravel_multi_index(columns, shape)
-        # `bincount` sums floats. They are exact here, since the sums are far below 2^53.
+        # `bincount` sums in float64. The sums are far below 2^53, so they are exact.
         sums = np.bincount(at, weights=self.last - self.first, minlength=int(np.prod(shape)))
         return sums.astype(np.int64).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContextExchange:
-    """The exchange of one micro-batch's keys and values over CP ranks (`exchange_of`)."""
+    """Which rows of keys and values CP ranks send each other in one micro-batch (`exchange_of`)."""
 
-    sharding: ShardingPlan
+    sharding: ShardingPlan  # how the micro-batch is divided over CP ranks
     local_tokens: int  # rows of each rank, padding included
     num_stages: int  # number of all-to-alls or all-gathers; 0 with one rank
-    # attention reads the rank's local keys while the first stage travels. A `needed` exchange then
-    # does not send rows from a rank to itself.
+    # whether attention over the rank's local keys runs while the first stage is in transit. A
+    # `needed` exchange then does not send a rank its local rows.
     own_first: bool
-    sliding: int  # keys that a query sees; 0 means all
-    # rows of other ranks that a rank's queries attend to, by the stage in which they arrive
+    sliding: int  # length of the sliding attention window in keys; 0 means no window
+    # the rows of other ranks that each rank's queries attend to, with the stage in which they arrive
     reads: RowRanges
-    # rows that are sent: the same rows in a `needed` exchange (and, without `own_first`, a rank's
-    # rows to itself), or all rows in an all-gather
+    # the rows that are sent. In an all-gather these are all rows. In a `needed` exchange they are
+    # `reads` and, without `own_first`, also each rank's rows to itself.
     travels: RowRanges
 
     @property
     def rows(self) -> IntArray:
-        """Rows that rank i receives from rank j, shape [num_stages, cp (i), cp (j)]."""
+        """Number of rows that rank i receives from rank j in stage s, as an array [s, i, j]."""
         moved, cp = self.travels, self.sharding.cp
         shape = (self.num_stages, cp, cp)
         return moved.sums(moved.stage, moved.reader, moved.holder, shape=shape)
 
     def __str__(self) -> str:
-        """Describe in words how keys travel."""
+        """Return a sentence that says which collective sends how many rows."""
         if not self.num_stages:
             return "no keys travel: one rank has all"
         cp, stages = self.sharding.cp, f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
-        own = "; attention over own keys runs meanwhile" if self.own_first else ""
+        own = "; attention over local keys runs meanwhile" if self.own_first else ""
         if self.sharding.exchange == KeyExchange.GATHER:
-            return f"an all-gather of {self.local_tokens:,} rows a rank in {stages}{own}"
+            return f"an all-gather of {self.local_tokens:,} rows from each rank in {stages}{own}"
         rows = self.rows.sum(axis=0)
         most = int((rows.sum(axis=1) - rows.diagonal()).max())
         whole = (cp - 1) * self.local_tokens
         return (
-            f"by need in {stages}: the rank that needs most receives {most:,} rows of others, an "
-            f"all-gather would bring {whole:,}{own}"
+            f"an exchange of needed rows in {stages}: a rank receives at most {most:,} rows from "
+            f"others, with an all-gather it would receive {whole:,}{own}"
         )
 
     @property
     def keys_by_stage(self) -> IntArray:
-        """Keys of each span that other ranks send, by stage; shape [num_stages, num_spans].
+        """Number of keys that arrive for each span in each stage, shape [num_stages, num_spans].
 
-        Spans of a rank that belong to the same piece share its keys, and each counts all of them.
+        If a rank has several spans of a piece, it receives the keys of the piece once, and they are
+        counted for each of these spans.
         """
         reads, sharding = self.reads, self.sharding
         shape = (self.num_stages, sharding.cp, sharding.lengths.size)
@@ -116,16 +122,17 @@ def exchange_of(
     stages: int = 1,
     sliding: int = 0,
 ) -> ContextExchange:
-    """Plan the exchange of a micro-batch's keys, by `sharding.exchange`.
+    """Plan which rows of keys and values CP ranks send each other in a micro-batch.
 
     Args:
-        sharding: Spans of the micro-batch.
+        sharding: How the micro-batch is divided over CP ranks, and with which collective
+            (`sharding.exchange`).
         local_tokens: Rows of each rank, padding included.
-        own_first: Whether attention over local keys runs while the exchange travels
+        own_first: Whether attention over local keys runs while the first stage is in transit
             (`cp.overlap_stages`).
-        stages: Stages of an exchange with `own_first`; otherwise there is one.
-        sliding: Keys that a query sees; 0 means all. With a sliding window, attention is one kernel
-            call over all keys, so `own_first` and `stages` have no effect.
+        stages: Number of stages of an exchange with `own_first`. Without it there is one stage.
+        sliding: Length of the sliding attention window in keys; 0 means no window. With a window,
+            attention is one kernel call over all keys, so `own_first` and `stages` are ignored.
     """
     cp, is_gather = sharding.cp, sharding.exchange == KeyExchange.GATHER
     own_first = own_first and not sliding
@@ -139,8 +146,8 @@ def exchange_of(
     elif own_first or cp == 1:
         travels = reads
     else:
-        # Attention takes its keys from the received rows alone, so a rank sends all of its rows,
-        # padding included, to itself.
+        # Attention reads all of its keys from the received rows, so each rank also sends all of its
+        # local rows, padding included, to itself.
         rank, zero = np.arange(cp), np.zeros(cp, np.int64)
         own = RowRanges(zero, rank, rank, zero, zero + local_tokens, zero - 1)
         travels = RowRanges(*map(np.concatenate, zip(reads, own, strict=True)))
@@ -157,9 +164,17 @@ def exchange_of(
 
 
 def _gather_bounds(local_tokens: int, stages: int) -> IntArray:
-    """Return the rows at which a staged all-gather cuts each rank's rows, shape [stages + 1].
+    """Return the first row of each stage of an all-gather, then the number of all rows.
 
-    The cuts are multiples of `STAGE_ROWS`.
+    Every stage gathers the same range of rows from every rank. The ranges begin at multiples of
+    `STAGE_ROWS`.
+
+    Args:
+        local_tokens: Rows of each rank, padding included.
+        stages: Number of stages.
+
+    Returns:
+        Rows, shape [stages + 1].
     """
     bounds = np.arange(stages + 1) * local_tokens // max(1, stages) // STAGE_ROWS * STAGE_ROWS
     bounds[stages] = local_tokens
@@ -167,19 +182,24 @@ def _gather_bounds(local_tokens: int, stages: int) -> IntArray:
 
 
 def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
-    """Return the rows that every rank reads of other ranks' spans, all in one stage."""
+    """Return the rows of other ranks that each rank's queries attend to, all in stage 0.
+
+    Args:
+        sharding: How the micro-batch is divided over CP ranks.
+        sliding: Length of the sliding attention window in keys; 0 means no window.
+    """
     rank, piece = rank_of_span(sharding), sharding.piece
     start, stop = sharding.start, sharding.stop
     longest = int(sharding.lengths.max(initial=0))
-    # 1. Key ranges [begin, end) that each span adds. Spans of one rank and piece follow each other;
-    # keys that an earlier span already reads are not requested once more.
+    # 1. Find the range of keys [begin, end) that each span reads, in positions of its piece. If an
+    # earlier span of the same rank and piece reads the first of these keys, leave them out.
     order = np.lexsort((start, piece, rank))
     reader, of_piece, end = rank[order], piece[order], stop[order]
     begin = np.maximum(0, start[order] - (sliding or longest + 1) + 1)
     joins = (reader[1:] == reader[:-1]) & (of_piece[1:] == of_piece[:-1])
     begin[1:] = np.where(joins, np.maximum(begin[1:], end[:-1]), begin[1:])
-    # 2. The spans that have these keys. The spans of a piece tile it, so in order they are
-    # neighbours.
+    # 2. Find the spans that contain these keys. All spans of a piece together cover it without gaps,
+    # so sorted by `start` the wanted spans are consecutive.
     held = np.lexsort((start, piece))
     at = piece[held] * (longest + 1)
     low = np.searchsorted(at + stop[held], of_piece * (longest + 1) + begin, side="right")
@@ -187,7 +207,7 @@ def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
     query, span = np.repeat(np.arange(reader.size), high - low), held[ranges(low, high)]
     is_other = rank[span] != reader[query]
     query, span = query[is_other], span[is_other]
-    # 3. Convert positions in the piece to rows of the rank that has the span.
+    # 3. Convert positions in the piece to rows on the rank that has the span.
     row = (offsets_of(stop - start)[:-1] - offsets_of(sharding.tokens)[rank] - start)[span]
     found = RowRanges(
         stage=np.zeros_like(span),
@@ -203,12 +223,18 @@ def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
 def _in_stages(
     sharding: ShardingPlan, reads: RowRanges, stages: int, bounds: IntArray | None
 ) -> RowRanges:
-    """Divide the rows that ranks read into stages.
+    """Assign the rows that ranks read to stages, and return the ranges of all stages.
 
-    In an all-gather, stages are cut at `bounds` (`_gather_bounds`). In a `needed` exchange, a range
-    that has at least `STAGE_ROWS` rows for each stage is cut evenly, so that ranks send and receive
-    equally much in all stages. A shorter range travels whole, with the others of its document,
-    because kernels work in tiles.
+    In a `needed` exchange, a range of at least `STAGE_ROWS` rows for each stage is divided evenly
+    among the stages, so that ranks send and receive equally much in each. A shorter range is sent in
+    one stage, together with other ranges of its document, because attention kernels work in tiles.
+
+    Args:
+        sharding: How the micro-batch is divided over CP ranks.
+        reads: The rows that each rank reads, all in stage 0.
+        stages: Number of stages.
+        bounds: For an all-gather, the first row of each stage (`_gather_bounds`). None for a
+            `needed` exchange.
     """
     if stages <= 1:
         return reads
@@ -220,8 +246,8 @@ def _in_stages(
         cuts[1:stages] = np.clip(bounds[1:stages, None], first, last)
     else:
         is_cut = size >= stages * STAGE_ROWS
-        # Order a reader's short ranges by document. The middle of a range, counted in rows of all
-        # short ranges before it, decides in which stage the range travels.
+        # Sort the short ranges of each reader by document and number their rows from 0. The number
+        # of the row in the middle of a range decides in which stage the range is sent.
         span_row = offsets_of(sharding.stop - sharding.start)[:-1]
         rank_row = offsets_of(sharding.tokens)
         span = np.searchsorted(span_row, rank_row[reads.holder] + first, side="right") - 1
@@ -239,28 +265,42 @@ def _in_stages(
 
 
 def rows_moved(sharding: ShardingPlan, *, sliding: int = 0) -> IntArray:
-    """Return the rows that rank i reads of rank j, shape [cp (i), cp (j)]; the diagonal is zero."""
+    """Return how many rows of rank j the queries of rank i attend to, as an array [i, j].
+
+    Args:
+        sharding: How the micro-batch is divided over CP ranks.
+        sliding: Length of the sliding attention window in keys; 0 means no window.
+
+    Returns:
+        Row counts, shape [cp, cp]. The diagonal is zero.
+    """
     reads = _reads(sharding, sliding)
     return reads.sums(reads.reader, reads.holder, shape=(sharding.cp, sharding.cp))
 
 
 def rows_gathered(sharding: ShardingPlan, *, local_tokens: int) -> int:
-    """Return the rows that each rank receives in an all-gather of `local_tokens` rows a rank."""
+    """Return how many rows each rank receives from other ranks in an all-gather.
+
+    Args:
+        sharding: How the micro-batch is divided over CP ranks.
+        local_tokens: Rows of each rank, padding included.
+    """
     return (sharding.cp - 1) * local_tokens
 
 
 def rank_of_span(sharding: ShardingPlan) -> IntArray:
-    """Return the rank of each span, shape [num_spans]."""
+    """Return the number of the CP rank that has each span, shape [num_spans]."""
     return np.repeat(np.arange(sharding.cp), np.diff(sharding.rank_offsets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
-    """Key rows that micro-batches exchange, counted at the CP rank that receives the most."""
+    """How many rows of keys the CP rank that receives the most gets in one layer."""
 
-    num_by_need: int = 0  # micro-batches with a `needed` exchange
-    received: int = 0  # rows of all micro-batches
-    gathered: int = 0  # rows that all-gathers would bring instead
+    num_by_need: int = 0  # number of micro-batches with a `needed` exchange
+    # rows that the rank with the most receives from other ranks, summed over micro-batches
+    received: int = 0
+    gathered: int = 0  # rows that a rank would receive if all micro-batches used an all-gather
 
     def __add__(self, other: "KeyRows") -> "KeyRows":
         return KeyRows(
@@ -271,7 +311,7 @@ class KeyRows:
 
     @property
     def share(self) -> float:
-        """Received rows as a share of the rows that all-gathers would bring."""
+        """Received rows divided by the rows that a rank would receive in all-gathers."""
         return self.received / self.gathered if self.gathered else 1.0
 
 
@@ -282,13 +322,13 @@ def key_rows(
     sliding: int = 0,
     sliding_share: float = 0.0,
 ) -> KeyRows:
-    """Count the key rows that micro-batches exchange in the mean layer.
+    """Count the rows of keys that CP ranks receive, averaged over attention layers.
 
     Args:
-        shardings: Spans of each micro-batch.
-        local_tokens: Rows of each micro-batch on every CP rank, padding included.
-        sliding: Keys of the sliding window in layers that have one.
-        sliding_share: Share of the layers that have a sliding window.
+        shardings: For each micro-batch, how it is divided over CP ranks.
+        local_tokens: For each micro-batch, the rows of each CP rank, padding included.
+        sliding: Length of the sliding attention window in keys, in layers that have one.
+        sliding_share: Fraction of the layers that have a sliding window, from 0 to 1.
     """
     by_need = received = gathered = 0
     for sharding, rows in zip(shardings, local_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""How unevenly a step's rows were distributed over experts and over EP ranks, as measured."""
+"""Measured load of experts: how unevenly a step's rows were distributed over experts and EP ranks."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -12,15 +12,18 @@ _DIGITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Load ratios of one step; 1 is even."""
+    """Loads of one step as ratios to the mean load. 1 means an even distribution."""
 
-    layers: tuple[int, ...]  # indices of the layers with experts
-    # for each layer: rows of the most loaded expert over the mean expert's, over the whole step
+    layers: tuple[int, ...]  # numbers of the layers with experts
+    # for each of `layers`: rows of the most loaded expert in the step, divided by the mean over
+    # experts
     expert: tuple[float, ...]
-    # for each layer: rows of the most loaded EP rank over the mean rank's. The most loaded rank is
-    # taken in each micro-batch and EP group, because the ranks of a layer wait for it.
+    # for each of `layers`: rows of the most loaded EP rank, divided by the mean over EP ranks. The
+    # most loaded rank is determined for each micro-batch and EP group, because the ranks of a group
+    # wait for it in every layer.
     rank: tuple[float, ...]
-    ranks: tuple[float, ...]  # for each EP rank: its rows in all layers over the mean rank's
+    # for each EP rank: its rows in all layers, divided by the mean over EP ranks
+    ranks: tuple[float, ...]
 
     @property
     def mean_expert(self) -> float:
@@ -29,24 +32,25 @@ class ExpertLoad:
 
     @property
     def mean_rank(self) -> float:
-        """Mean of `rank` over layers, which weigh the same because all have equally many rows."""
+        """Mean of `rank` over layers. All layers count equally, as they process equally many rows."""
         return sum(self.rank) / len(self.rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, rounded to four digits."""
+        """Return a dictionary for `json.dumps`, with ratios rounded to four digits."""
         data = {name: [round(x, _DIGITS) for x in own] for name, own in asdict(self).items()}
         return data | {"layers": list(self.layers)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ExpertLoad":
-        """Read what `to_json` wrote; UserError if it is not a load of experts."""
+        """Make the record from what `to_json` returned; UserError if it is anything else."""
         with parsing("load of experts"):
             of = {f.name: tuple(float(x) for x in data[f.name]) for f in fields(cls)}
         of_layers = {len(of[name]) for name in ("layers", "expert", "rank")}
         if len(of_layers) > 1 or 0 in of_layers or not of["ranks"]:
             raise UserError(
-                f"a load of experts has {len(of['layers'])} layers, {len(of['expert'])} and "
-                f"{len(of['rank'])} values of layers and {len(of['ranks'])} of ranks"
+                f"a record of the load of experts has {len(of['layers'])} layers, "
+                f"{len(of['expert'])} values of `expert`, {len(of['rank'])} of `rank` and "
+                f"{len(of['ranks'])} of `ranks`; the first three must be equal and none may be 0"
             )
         layers = tuple(round(layer) for layer in data["layers"])
         return cls(layers=layers, expert=of["expert"], rank=of["rank"], ranks=of["ranks"])
@@ -57,20 +61,21 @@ LOAD: Schema = schema_of(ExpertLoad)
 
 @dataclass(slots=True)
 class ExpertLoads:
-    """Sums of `ExpertLoad` over steps.
+    """`ExpertLoad` summed over steps.
 
-    Sums by EP rank restart when the EP degree changes, because a rank then holds other experts.
+    The sums for EP ranks restart when the EP size changes, because ranks then have other experts.
     """
 
-    steps: int = 0  # number of added steps
-    rank_steps: int = 0  # steps that are summed in `ranks`
-    # sum of predicted attention time of the slowest CP rank over the mean one's
+    steps: int = 0  # number of steps that were added
+    rank_steps: int = 0  # number of steps since the EP size changed, which `ranks` sums
+    # predicted attention time of the slowest CP rank divided by the mean over CP ranks, summed over
+    # steps
     attention: float = 0.0
-    # sums of `ExpertLoad.expert` for each layer
+    # for each layer number, `ExpertLoad.expert` summed over steps
     expert: dict[int, float] = field(default_factory=dict[int, float])
-    # sums of `ExpertLoad.rank` for each layer
+    # for each layer number, `ExpertLoad.rank` summed over steps
     rank: dict[int, float] = field(default_factory=dict[int, float])
-    # sums of `ExpertLoad.ranks` for each EP rank, over the last `rank_steps` steps
+    # for each EP rank, `ExpertLoad.ranks` summed over the last `rank_steps` steps
     ranks: dict[int, float] = field(default_factory=dict[int, float])
 
     def add(self, load: ExpertLoad, *, attention: float) -> None:
@@ -78,7 +83,8 @@ class ExpertLoads:
 
         Args:
             load: The step's load of experts.
-            attention: Predicted attention time of its slowest CP rank over the mean one's.
+            attention: Predicted attention time of the step's slowest CP rank, divided by the mean
+                over CP ranks.
         """
         self.steps += 1
         self.attention += attention
@@ -93,19 +99,22 @@ class ExpertLoads:
 
     @property
     def mean_attention(self) -> float:
-        """Mean over steps of the slowest over the mean CP rank's predicted attention time."""
+        """Predicted attention time of the slowest CP rank over the mean rank's, mean over steps."""
         return self.attention / self.steps
 
     @property
     def mean_rank(self) -> float:
-        """Mean of `rank` over steps and layers."""
+        """Mean of `ExpertLoad.rank` over steps and layers."""
         return sum(self.rank.values()) / len(self.rank) / self.steps
 
     def worst(self, name: str) -> tuple[int, float]:
-        """Return the layer or EP rank with the highest mean load, and that mean.
+        """Return the layer or EP rank whose load, averaged over steps, is highest.
 
         Args:
-            name: Field to look in: "expert" and "rank" are by layer, "ranks" is by EP rank.
+            name: Field that is searched: "expert" or "rank" for layers, "ranks" for EP ranks.
+
+        Returns:
+            The number of the layer or EP rank, and its mean load.
         """
         sums: dict[int, float] = getattr(self, name)
         most = max(sums, key=lambda i: sums[i])

@@ -1,7 +1,7 @@
 """Metrics of a step: `StepMetrics` is predicted by the planner, `MeasuredStep` measured by ranks.
 
-Both are written to metrics.jsonl with the same keys. A key for which a record has no value is null
-there, or 0 for workloads. Files of all versions do this.
+Both are written to metrics.jsonl with the same keys. If a record has no value for a key, the file
+has null, or 0 if the key is a workload.
 """
 
 from collections.abc import Sequence
@@ -20,36 +20,39 @@ from wlb.plan.schema import ANYTHING, OTHERS, Schema, check_schema, schema_of
 from wlb.plan.telemetry import TELEMETRY, Telemetry
 
 _PADDING_IN_FILES = "num_filler_tokens"
-"""Key of `num_padding_tokens` in metrics.jsonl, which is older than the field's present name."""
+"""Key of `num_padding_tokens` in metrics.jsonl: the name that the field had in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Counts that follow from a step's plan, whether or not it is executed.
+    """Counts that follow from the plan of a step, whether or not the step is executed.
 
-    The last three fields are known once micro-batches are sharded. Packing alone leaves their
-    defaults.
+    `cp_imbalance`, `sharding_counts` and `key_rows` are known only once the micro-batches are
+    sharded. Until then they have their defaults.
     """
 
-    origin: ClassVar[str]
+    origin: ClassVar[str]  # "predicted" or "measured", as in metrics.jsonl
     step: int  # number of the step, from 0
     num_documents: int  # documents with at least one piece in the step
     num_tokens: int  # document tokens, without padding
-    num_targets: int  # labels
-    num_padding_tokens: int = 0  # rows of padding
-    num_held_tokens: int = 0  # tokens that wait after the step
-    num_overdue: int = 0  # pieces trained later than `packing.max_delay`
-    # steps by which tokens are late, mean over tokens; an early token counts as 0
+    num_targets: int  # tokens that have a label
+    num_padding_tokens: int = 0  # rows of padding on all CP ranks together
+    num_held_tokens: int = 0  # tokens of documents that still wait after the step
+    # number of pieces trained more than `packing.max_delay` steps after they were read
+    num_overdue: int = 0
+    # delay in steps, mean over tokens; a token that is trained early has a delay of 0
     mean_delay: float = 0.0
-    max_delay: int = 0  # steps by which the latest token is late
-    cp_imbalance: float = 1.0  # predicted attention time of the slowest CP rank over the mean one's
-    # number of micro-batches by sharding strategy
+    max_delay: int = 0  # longest delay of a token, in steps
+    # predicted attention time of the slowest CP rank divided by the mean over CP ranks
+    cp_imbalance: float = 1.0
+    # pairs (sharding strategy, number of micro-batches that it divided)
     sharding_counts: tuple[tuple[str, int], ...] = ()
-    # rows that CP ranks exchange; None for one rank and in files of earlier versions
+    # rows of keys that CP ranks send each other. None with one CP rank and in files of earlier
+    # versions
     key_rows: KeyRows | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values by the keys of metrics.jsonl; `from_json` reads them back."""
+        """Return a dictionary with the keys of metrics.jsonl, which `from_json` can read."""
         data = _EMPTY | asdict(self)
         data["origin"] = self.origin
         data[_PADDING_IN_FILES] = data.pop("num_padding_tokens")
@@ -61,7 +64,7 @@ class StepCounts:
     @classmethod
     @cache
     def schema(cls) -> Schema:
-        """Return the schema (`wlb.plan.schema`) of what `to_json` of any version wrote."""
+        """Return the schema (`wlb.plan.schema`) of what `to_json` of all versions returned."""
         nested = {
             "key_rows": (schema_of(KeyRows), None),
             "sharding_counts": {OTHERS: int},
@@ -70,21 +73,22 @@ class StepCounts:
         }
         own = {f.name for f in fields(cls)}
         out = schema_of(cls, **{n: s for n, s in nested.items() if n in own})
-        # Keys that only the other record has, and the older name of one key.
+        # Also allow keys that only the other of the two records has, and an older name of a key.
         others = {f"{name}?": ANYTHING for name in _EMPTY if name not in own}
         return out | others | {"origin": str, f"{_PADDING_IN_FILES}?": int}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Read what `to_json` of any version wrote.
+        """Make the record from what `to_json` of any version returned.
 
         Raises:
-            UserError: The record is of the other kind, or has unknown keys.
+            UserError: The data is a measured record and this class a predicted one, or the reverse;
+                or the data has unknown keys.
         """
         if data["origin"] != cls.origin:
             raise UserError(
-                f"these are {data['origin']} metrics of step {data['step']}, not {cls.origin} "
-                f"ones; StepMetrics reads predicted metrics, MeasuredStep measured ones"
+                f"these metrics of step {data['step']} are {data['origin']}, not {cls.origin}; read "
+                f"predicted metrics with StepMetrics and measured metrics with MeasuredStep"
             )
         what = f"{cls.origin} metrics of a step"
         check_schema(data, cls.schema(), what, remedy="correct or remove the record")
@@ -106,14 +110,15 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics(StepCounts):
-    """The planner's prediction of a step."""
+    """Metrics of a step that the planner predicts."""
 
     origin: ClassVar[str] = "predicted"
-    imbalance: float = 1.0  # slowest micro-batch over the mean one (Section 7.4)
-    # imbalance of each step, if `merge` made this record of several
+    # time of the slowest micro-batch divided by the mean over micro-batches (Section 7.4)
+    imbalance: float = 1.0
+    # imbalance of each step, if this record is the sum of several steps (`merge`)
     degrees: tuple[float, ...] = ()
-    max_workload_ns: int = 0  # predicted time of the slowest micro-batch
-    mean_workload_ns: float = 0.0  # predicted time of the mean micro-batch
+    max_workload_ns: int = 0  # predicted time of the slowest micro-batch, forward and backward
+    mean_workload_ns: float = 0.0  # the predicted times' mean over micro-batches
     step_time_s: float | None = None  # simulated time of the step; None without a simulation
 
 
@@ -122,14 +127,19 @@ class MeasuredStep(StepCounts):
     """Measurements of an executed step, with the counts of its plan."""
 
     origin: ClassVar[str] = "measured"
-    loss: float | None = None  # mean over labels, in nats; None if the step updated nothing
-    grad_norm: float | None = None  # norm before clipping; None if the step updated nothing
+    # loss in nats, mean over labels; None if the step did not update the weights
+    loss: float | None = None
+    # norm of the gradient before clipping; None if the step did not update the weights
+    grad_norm: float | None = None
     step_time_s: float | None = None  # wall time on the rank that writes the record
-    # times of this step and of those since the last record; None if telemetry is off or not due
+    # times summed over the steps since the previous telemetry record, this step included. None if
+    # telemetry is off, or if this step is not at the end of a telemetry interval.
     telemetry: Telemetry | None = None
-    # rows of the most loaded expert over the mean one's, mean over layers; None without experts
+    # rows of the most loaded expert divided by the mean over experts; mean over layers. None if the
+    # model has no experts
     expert_load: float | None = None
-    # the same by layer and by EP rank; None without experts and in files of earlier versions
+    # load of experts for each layer and EP rank. None if the model has no experts, and in files of
+    # earlier versions
     experts: ExpertLoad | None = None
 
     @classmethod
@@ -143,7 +153,17 @@ class MeasuredStep(StepCounts):
         telemetry: Telemetry | None,
         experts: ExpertLoad | None = None,
     ) -> "MeasuredStep":
-        """Return the measurements of the step that has these counts."""
+        """Make the record of a step from the counts of its plan and from measurements.
+
+        Args:
+            counts: Counts of the step's plan.
+            loss: Mean loss over labels in nats; None if the step did not update the weights.
+            grad_norm: Norm of the gradient before clipping; None if the step did not update the
+                weights.
+            step_time_s: Wall time of the step.
+            telemetry: Times since the previous telemetry record; None if there is no record now.
+            experts: Load of experts; None if the model has no experts.
+        """
         return cls(
             **{f.name: getattr(counts, f.name) for f in fields(StepCounts)},
             loss=loss,
@@ -156,11 +176,11 @@ class MeasuredStep(StepCounts):
 
     @property
     def imbalance(self) -> float | None:
-        """Slowest over mean micro-batch, by measured forward times; None without telemetry."""
+        """Measured forward imbalance: slowest micro-batch over mean; None without telemetry."""
         return None if self.telemetry is None else self.telemetry.imbalance
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values by the keys of metrics.jsonl, and further values derived from them."""
+        """Return a dictionary with the keys of metrics.jsonl, including derived values."""
         data = StepCounts.to_json(self)
         if self.expert_load is None:
             del data["expert_load"]
@@ -182,27 +202,36 @@ _EMPTY: dict[str, Any] = {
     "max_workload_ns": 0,
     "mean_workload_ns": 0.0,
 }
-"""Values that metrics.jsonl has for keys that only the other of the two records has."""
+"""Values that metrics.jsonl has for keys of `StepMetrics` in a `MeasuredStep`, and vice versa."""
 
 
 def imbalance(workload_ns: IntArray) -> float:
-    """Return the largest of `workload_ns` (shape [n]) over their mean; 1.0 if all are 0."""
+    """Return the largest of `workload_ns` (shape [n]) divided by their mean; 1.0 if all are 0."""
     total = int(workload_ns.sum())
     return float(workload_ns.max()) * workload_ns.size / total if total else 1.0
 
 
 def token_delay(plan: PackingPlan) -> tuple[float, int]:
-    """Return the mean delay over tokens and the longest delay of a plan's pieces, in steps."""
+    """Return how many steps later than they were read a plan's tokens are trained.
+
+    Returns:
+        The mean delay over tokens, and the longest delay.
+    """
     if not len(plan.pieces):
         return 0.0, 0
-    # Policies that pack several batches train some tokens early. Early tokens count as 0, so that
-    # they do not offset the delay of others.
+    # Policies that pack several global batches together train some tokens early. Count these as 0,
+    # so that they do not offset the delay of other tokens.
     delay = np.maximum(plan.step - plan.pieces.arrival_step, 0)
     return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
 
 
 def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
-    """Return the metrics that follow from packing alone."""
+    """Return the metrics of a step that follow from its packing plan, before it is sharded.
+
+    Args:
+        plan: The packing plan of the step.
+        num_padding_tokens: Rows of padding that the record states.
+    """
     mean_delay, max_delay = token_delay(plan)
     keys = np.stack([plan.pieces.source, plan.pieces.document])
     return StepMetrics(
@@ -222,11 +251,11 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
 
 
 def late_remark(num_overdue: int, max_delay: int) -> str:
-    """Describe pieces that were trained later than `packing.max_delay`, with the remedy.
+    """Return a warning about pieces that were trained later than `packing.max_delay` allows.
 
     Args:
         num_overdue: Number of these pieces.
-        max_delay: Steps by which the latest piece is late.
+        max_delay: Longest delay of a piece in the run, in steps.
     """
     return (
         f"{num_overdue} pieces of documents were trained later than packing.max_delay, up to "
@@ -237,15 +266,15 @@ def late_remark(num_overdue: int, max_delay: int) -> str:
 
 
 STARVED = 0.25
-"""A step is starved if it has less than this share of the median step's tokens."""
+"""A step is starved if its tokens are less than this fraction of the median over all steps."""
 
 
 def starved_remark(step_tokens: Sequence[int] | IntArray) -> str:
-    """Describe starved steps in sentences, with the remedies; "" if there are none.
+    """Return a warning about steps with very few tokens; "" if there are none.
 
     Args:
         step_tokens: Tokens of each step, shape [num_steps]. Steps without tokens are ignored,
-            because they update nothing.
+            because they do not update the weights.
     """
     tokens = np.asarray(step_tokens, np.int64)
     tokens = tokens[tokens > 0]
@@ -272,7 +301,11 @@ _SUMMED = (*_COUNTS, "max_workload_ns", "mean_workload_ns")
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
     """Merge the metrics of two consecutive steps into one record.
 
-    Tokens and the times of slowest and mean micro-batches add up.
+    Counts are added, and so are the times of the slowest and of the mean micro-batch.
+
+    Args:
+        first: Metrics of the earlier step or steps; None to return `second` unchanged.
+        second: Metrics of the later step.
     """
     if first is None:
         return second
@@ -290,5 +323,5 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
 
 
 def degrees_of(metrics: StepMetrics) -> tuple[float, ...]:
-    """Return the imbalance of each step of which the record was made."""
+    """Return the imbalance of each step of which this record is the sum (`merge`)."""
     return metrics.degrees or (metrics.imbalance,)

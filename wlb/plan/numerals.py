@@ -1,7 +1,7 @@
-"""Numbers in text: one rule for what counts as a number or a size.
+"""Conversion of text to numbers and sizes, with stricter rules than Python's.
 
-Python's `int` and `float` are too lenient: they also accept underscores, surrounding blanks and
-digits of other scripts. `str.isdigit` even accepts superscript digits, which `int` refuses.
+Python's `int` and `float` also accept underscores, surrounding spaces and digits of other scripts.
+`str.isdigit` even accepts superscript digits, which `int` refuses.
 """
 
 import math
@@ -12,32 +12,32 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?)")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
 _FEW_DIGITS = 18
-"""Words with fewer digits fit into 64 bits and need no checks. Exponents may not be longer
-either."""
+"""`number_of` converts words with fewer digits than this without checks, because they fit in 64
+bits. It refuses exponents with more digits than this."""
 _MOST_CHARACTERS = 60
-"""Characters of the longest word that `number_of` reads as a number."""
+"""`number_of` does not read words with more characters than this as numbers."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")
 _MOST_DIGITS = 400
-"""Characters of the longest text that is converted. Python refuses to convert thousands of
-digits."""
+"""`whole_of`, `real_of` and `size_of` refuse text with more characters than this. Python itself
+refuses to convert thousands of digits, with another error."""
 _UNITS = (
     {"": 1, "B": 1}
     | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
     | {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 )
 MOST_SIZE = 1 << 62
-"""Bytes of the largest size that is accepted."""
+"""Largest size in bytes that `size_of` accepts. It fits in a 64-bit integer."""
 
 
 def whole_of(text: str) -> int:
-    """Convert text in digits 0 to 9 to a whole number; ValueError for anything else."""
+    """Convert text such as "-12" to an int; ValueError if it is not digits 0 to 9 with a sign."""
     if len(text) > _MOST_DIGITS or not _WHOLE.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 
 def real_of(text: str) -> float:
-    """Convert text in digits 0 to 9, or inf, to a float; ValueError for anything else."""
+    """Convert text such as "1.5", "2e3" or "inf" to a float; ValueError for anything else."""
     if len(text) > _MOST_DIGITS or not _REAL.fullmatch(text.lower()):
         raise ValueError(f"{text[:40]!r} is not a number")
     value = float(text)
@@ -47,11 +47,11 @@ def real_of(text: str) -> float:
 
 
 def number_of(word: str) -> int | float | str:
-    """Convert a word of a text file to the number it spells, or return the word if it spells none.
+    """Convert a word of a text file to a number, or return the word if it is not a number.
 
-    The conversion is exact. A number has ASCII digits, with a sign, a point or an exponent where it
-    needs one (12, 12.0, 2e1). Underscores, digits of other scripts and thousands separators are not
-    accepted.
+    A number consists of ASCII digits, optionally with a sign, a decimal point and an exponent (12,
+    12.0, 2e1). Underscores, digits of other scripts and thousands separators are not accepted. Whole
+    numbers are converted exactly.
     """
     if len(word) < _FEW_DIGITS and word.isascii() and word.isdecimal():
         return int(word)
@@ -61,7 +61,7 @@ def number_of(word: str) -> int | float | str:
     exact = Decimal(word)
     if exact.adjusted() < _MOST_CHARACTERS and exact == exact.to_integral_value():
         return int(exact)
-    # If the float nearest to a fraction is whole, the fraction would be lost: return the word.
+    # Return the word if rounding to a float would make a fraction whole, and so lose the fraction.
     rounded = float(word)
     return word if rounded.is_integer() or math.isinf(rounded) else rounded
 
@@ -70,7 +70,7 @@ def size_of(text: str) -> int:
     """Convert a size such as 5GB, 1.5 MiB or 1000 to bytes.
 
     Raises:
-        ValueError: The text is no size, is less than a byte or more than `MOST_SIZE`.
+        ValueError: The text is not a size, or the size is not between 1 byte and `MOST_SIZE`.
     """
     match = _SIZE.fullmatch(text) if len(text) <= _MOST_DIGITS else None
     unit = _UNITS.get((match[2] or "").upper()) if match else None

@@ -1,6 +1,7 @@
 """PackingPlan: the pieces of each micro-batch of a step; Carry: pieces that wait for later steps.
 
-A packing plan is global and deterministic: it names no rank, device or process group.
+A packing plan covers all pipelines and is the same on every host. It mentions no ranks, devices or
+process groups.
 """
 
 from dataclasses import dataclass
@@ -19,28 +20,29 @@ from wlb.plan.schema import COUNT, Schema, schema_of
 
 
 class Layout(StrEnum):
-    """How pieces form attention segments. Rows attend to rows of their segment only."""
+    """How the pieces of a micro-batch form attention segments (entries of cu_seqlens)."""
 
     SEPARATE = "separate"  # every piece is a segment
     PADDED = "padded"  # every piece is a segment, padded to the longest piece of its micro-batch
-    # all pieces are one segment, so a document attends to those before it; its first token becomes
-    # a label
+    # all pieces form one segment, so a document also attends to the documents before it, and its
+    # first token is the label of the previous document's last token
     JOINED = "joined"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One packed sequence: a view of some rows of a PackingPlan, in their order.
+    """One packed sequence: the pieces that one pipeline trains in one forward and backward pass.
 
-    Without CP, an attention kernel takes `cu_seqlens` (converted to int32) for both queries and
-    keys, with a causal mask. A micro-batch may be empty. Its ranks still join all collectives, with
-    the one row of padding that `wlb.adapters.collate.flatten_micro_batch` makes.
+    Without context parallelism, pass `cu_seqlens` (converted to int32) to a variable-length
+    attention kernel for both queries and keys, with a causal mask. A micro-batch may be empty. Its
+    ranks still take part in all collectives, with one row of padding that
+    `wlb.adapters.collate.flatten_micro_batch` adds.
     """
 
-    index: int  # number within the step, over all pipelines
-    pieces: Pieces  # in order; may be empty
-    workload_ns: int  # predicted time of forward and backward
-    layout: Layout = Layout.SEPARATE  # whether documents attend to each other
+    index: int  # number of the micro-batch in the step, over all pipelines; from 0
+    pieces: Pieces  # the pieces in the order of the sequence
+    workload_ns: int  # predicted time of forward and backward together
+    layout: Layout = Layout.SEPARATE  # how the pieces form attention segments
 
     @property
     def lengths(self) -> IntArray:
@@ -49,30 +51,35 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Document tokens, without padding."""
+        """Number of document tokens, without padding."""
         return self.pieces.num_tokens
 
     @property
     def num_rows(self) -> int:
-        """Document tokens and padding."""
+        """Number of rows: document tokens and padding."""
         return int(self.lengths.sum())
 
     @property
     def num_targets(self) -> int:
-        """Tokens that have a label."""
+        """Number of tokens that have a label."""
         return self.pieces.total_targets
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """Start of each segment, and the end of the last one; int64, shape [num_segments + 1]."""
+        """First row of each segment, then the total number of rows; shape [num_segments + 1]."""
         return offsets_of(self.lengths)
 
     def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return which tokens of which pieces lie in rows [start, stop) of a segment.
+        """Return which tokens of which pieces are in some rows of a segment.
+
+        Args:
+            segment: Number of the segment in the micro-batch.
+            start: First row, counted from the beginning of the segment.
+            stop: Last row plus one.
 
         Returns:
-            Triples (piece, first token, token behind the last one) in order. Tokens are counted
-            from the piece's beginning. Padding rows belong to no triple.
+            Triples (number of the piece, first token, last token plus one) in order. Tokens are
+            counted from the beginning of the piece. Rows of padding are left out.
         """
         if self.layout != Layout.JOINED:
             piece = self.pieces[segment]
@@ -88,7 +95,15 @@ class MicroBatch:
 
 
 def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
-    """Return the rows of each segment of a micro-batch whose pieces have these lengths."""
+    """Return how many rows each attention segment of a micro-batch has, padding included.
+
+    Args:
+        lengths: Tokens of each piece of the micro-batch, shape [num_pieces].
+        layout: How the pieces form segments.
+
+    Returns:
+        Rows of each segment, shape [num_segments].
+    """
     match layout:
         case Layout.SEPARATE:
             return lengths
@@ -100,21 +115,24 @@ def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingPlan(PlainRecord):
-    """The pieces of one step, grouped by micro-batch."""
+    """The pieces that one step trains, grouped by micro-batch."""
 
     step: int  # number of the step, from 0
-    policy: str  # packing policy that made the plan
-    pieces: Pieces  # all pieces, one micro-batch after the other
-    # micro-batch i has the pieces [offsets[i], offsets[i + 1]), which may be none; shape
+    policy: str  # name of the packing policy that made the plan
+    pieces: Pieces  # the pieces of micro-batch 0, then those of micro-batch 1, and so on
+    # micro-batch i consists of the pieces [offsets[i], offsets[i + 1]) and may be empty; shape
     # [num_micro_batches + 1]
     offsets: IntArray
-    workload_ns: IntArray  # predicted time of each micro-batch, shape [num_micro_batches]
-    num_held_tokens: int = 0  # tokens that wait after this step
-    # pieces trained later than `packing.max_delay`; only `bounded` has this limit
+    # predicted time of forward and backward of each micro-batch, shape [num_micro_batches]
+    workload_ns: IntArray
+    num_held_tokens: int = 0  # tokens of documents that still wait after this step
+    # number of pieces trained more than `packing.max_delay` steps after they were read; only the
+    # policy `bounded` has this limit
     num_overdue: int = 0
-    # how the pieces of every micro-batch form segments; `workload_ns` depends on it
+    # how the pieces of every micro-batch form attention segments; `workload_ns` depends on it
     layout: Layout = Layout.SEPARATE
-    num_joined_targets: int = 0  # labels that joining adds: the first tokens of documents
+    # with Layout.JOINED: how many first tokens of documents are labels of the token before them
+    num_joined_targets: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout(self.layout))
@@ -138,43 +156,43 @@ class PackingPlan(PlainRecord):
 
     @property
     def num_tokens(self) -> int:
-        """Document tokens of the step."""
+        """Number of document tokens in the step, without padding."""
         return self.pieces.num_tokens
 
     @property
     def num_targets(self) -> int:
-        """Labels of the whole step; the summed loss is divided by it."""
+        """Number of labels in the step, by which the sum of the tokens' losses is divided."""
         return self.pieces.total_targets + self.num_joined_targets
 
     @property
     def attended(self) -> IntArray:
-        """Tokens of each causal sequence, without padding.
+        """Tokens of each sequence within which attention is causal, without padding.
 
-        A sequence is a piece (shape [num_pieces]) or, if pieces are joined, a micro-batch (shape
-        [num_micro_batches]).
+        Each piece is such a sequence (shape [num_pieces]). If pieces are joined, each micro-batch
+        is one (shape [num_micro_batches]).
         """
         return self.tokens if self.layout == Layout.JOINED else self.pieces.length
 
     @property
     def tokens(self) -> IntArray:
-        """Document tokens of each micro-batch, shape [num_micro_batches]."""
+        """Document tokens of each micro-batch, without padding; shape [num_micro_batches]."""
         running = offsets_of(self.pieces.length)
         return running[self.offsets[1:]] - running[self.offsets[:-1]]
 
     @property
     def rows(self) -> IntArray:
-        """Document tokens and padding of each micro-batch, shape [num_micro_batches]."""
+        """Rows of each micro-batch: document tokens and padding; shape [num_micro_batches]."""
         if self.layout != Layout.PADDED:
             return self.tokens
         counts, longest = np.diff(self.offsets), np.zeros(self.num_micro_batches, np.int64)
-        # Empty micro-batches are left out, because `reduceat` does not take empty ranges.
+        # Skip empty micro-batches, because `reduceat` cannot reduce an empty range.
         filled = counts > 0
         if filled.any():
             longest[filled] = np.maximum.reduceat(self.pieces.length, self.offsets[:-1][filled])
         return counts * longest
 
     def micro_batch(self, index: int) -> MicroBatch:
-        """Return micro-batch `index` as a view of this plan's rows."""
+        """Return the micro-batch with number `index`, without copying its pieces."""
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
         return MicroBatch(
             index=index,
@@ -185,11 +203,11 @@ class PackingPlan(PlainRecord):
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """All micro-batches in the plan's order, empty ones included."""
+        """All micro-batches in order, empty ones included."""
         return tuple(self.micro_batch(i) for i in range(self.num_micro_batches))
 
     def digest(self) -> int:
-        """Return a 60-bit hash of the plan, by which hosts notice that their plans differ."""
+        """Return a 60-bit hash of the plan. Ranks compare it to detect that their plans differ."""
         columns = self.pieces.columns().values()
         return digest(
             self.policy, self.step, *columns, self.offsets, self.workload_ns, str(self.layout)
@@ -197,7 +215,7 @@ class PackingPlan(PlainRecord):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PackingPlan":
-        """Read what `to_json` wrote; UserError if it is not a packing plan."""
+        """Make the plan from what `to_json` returned; UserError if it is not a packing plan."""
         with parsing("packing plan"):
             values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
@@ -205,18 +223,19 @@ class PackingPlan(PlainRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Carry(PlainRecord):
-    """State that a packer keeps between two steps: immutable data, saved in checkpoints.
+    """The state that a packer keeps between two steps. Checkpoints store it.
 
-    It does not depend on the number of micro-batches or on the DP size, so a run can be resumed in
-    another layout.
+    The state does not depend on the number of micro-batches or on the data-parallel size, so a run
+    can be resumed on another number of ranks.
     """
 
-    policy: str  # packing policy that made it
-    pieces: Pieces  # waiting pieces, in the policy's order
-    # queue of each waiting piece, shape [num_pieces]. Its meaning depends on the policy; for
-    # Algorithm 1, slot 0 has the leftover pieces and slot i those of outlier queue i.
+    policy: str  # name of the packing policy that made this state
+    pieces: Pieces  # pieces that wait, in the order in which the policy keeps them
+    # number of the queue in which each piece waits, shape [num_pieces]. With Algorithm 1, queue 0
+    # has pieces that did not fit into the step, and queue i has outliers of threshold i. Other
+    # policies number their queues in their own way.
     slot: IntArray
-    next_step: int  # step that is planned next
+    next_step: int  # number of the step that the packer plans next
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slot", int_array("Carry.slot", self.slot))
@@ -226,30 +245,35 @@ class Carry(PlainRecord):
 
     @classmethod
     def empty(cls, policy: str, *, next_step: int = 0) -> "Carry":
-        """Return the state before the first step, in which nothing waits."""
+        """Return a state in which no piece waits.
+
+        Args:
+            policy: Name of the packing policy.
+            next_step: Number of the step that is planned next.
+        """
         return cls(
             policy=policy, pieces=Pieces.empty(), slot=int_array("slot", []), next_step=next_step
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that wait."""
+        """Number of tokens that wait."""
         return self.pieces.num_tokens
 
     def in_slot(self, slot: int) -> Pieces:
-        """Return the pieces of one slot, in their order."""
+        """Return the pieces that wait in queue number `slot`, in order."""
         return self.pieces.take(np.flatnonzero(self.slot == slot))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Carry":
-        """Read what `to_json` wrote; UserError if it is not a carry."""
+        """Make the carry from what `to_json` returned; UserError if it is not a carry."""
         with parsing("carry"):
             values: dict[str, Any] = {**data, "pieces": Pieces.from_json(data["pieces"])}
             return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write an `.npz` file, which is smaller and faster to read than JSON."""
-        # Given a name instead of an open file, numpy would append a suffix.
+        """Write the carry to an `.npz` file, which is smaller and faster to read than JSON."""
+        # Open the file here: given a path, numpy would append ".npz" to it.
         with open(path, "wb") as file:
             arrays: dict[str, Any] = {
                 "policy": np.array(self.policy),
@@ -261,14 +285,16 @@ class Carry(PlainRecord):
 
     @classmethod
     def load(cls, path: str | Path) -> "Carry":
-        """Read what `save` wrote; UserError with the file's name for anything else."""
+        """Read a file that `save` wrote; UserError if it is any other file."""
         what = f"{path} is not a carry that `Carry.save` wrote"
-        remedy = "give the file that it wrote"
+        remedy = "give a file that `Carry.save` wrote"
         arrays = load_arrays(path, what, remedy=remedy)
         with malformed(what, remedy):
             policy, next_step = arrays.pop("policy"), arrays.pop("next_step")
             if policy.dtype.kind != "U" or next_step.dtype.kind not in "iu" or next_step.ndim:
-                raise UserError(f"{what}: its policy is no text or its next step no whole number")
+                raise UserError(
+                    f"{what}: `policy` must be text and `next_step` a whole number; {remedy}"
+                )
             return cls(
                 policy=str(policy),
                 next_step=int(next_step),

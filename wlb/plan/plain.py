@@ -1,7 +1,4 @@
-"""Conversion of records to plain JSON values and back.
-
-Values that are no such record are refused with an error that names the record.
-"""
+"""Conversion of dataclasses to plain JSON values, and errors for JSON values of the wrong form."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -15,17 +12,25 @@ from wlb.plan.errors import UserError
 
 
 class PlainRecord:
-    """A dataclass that is written to JSON as an object with its fields, by name and in order."""
+    """A base of dataclasses whose JSON form is an object with one key for each field, in order."""
 
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`; `from_json` reads them back."""
+        """Return a dictionary for `json.dumps`, with one key for each field."""
         return {f.name: plain(getattr(self, f.name)) for f in fields(cast(Any, self))}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the entries of nested mappings in order, by dotted names ("model.hidden_size")."""
+    """Return the entries of nested mappings as a flat list of (dotted name, value), in order.
+
+    Args:
+        values: The mapping, such as {"model": {"hidden_size": 64}}.
+        prefix: Text that is put before every name.
+
+    Returns:
+        Pairs such as ("model.hidden_size", 64).
+    """
     out: list[tuple[str, Any]] = []
     for name, value in values.items():
         dotted = f"{prefix}{name}"
@@ -37,7 +42,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Return the JSON value of a field: records by their `to_json`, arrays and tuples as lists."""
+    """Return `value` in a form that `json.dumps` accepts.
+
+    A record is converted by its `to_json`, an array or tuple to a list, and an enum to its text.
+    """
     if hasattr(value, "to_json"):
         return value.to_json()
     if isinstance(value, np.ndarray):
@@ -49,14 +57,18 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def parsing(what: str) -> Generator[None, None, None]:
-    """Turn the exception of a missing or misplaced value into a UserError that names the record.
+    """Convert errors of a block that makes a record from JSON values into a UserError.
 
-    A ValueError passes unchanged, because the records themselves name the value that is wrong.
+    LookupError, TypeError and AttributeError are converted: they mean that a value is missing or of
+    the wrong type. A ValueError passes unchanged, because records raise it and name the wrong value.
+
+    Args:
+        what: Name of the record, for the message.
     """
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"this is not a {what} that `to_json` wrote ({reason}); give the whole value"
+            f"the value is not a {what} as `to_json` returns it ({reason}); give the whole value"
         ) from error

@@ -5,12 +5,12 @@ from pathlib import Path
 
 
 class ProcessState(Enum):
-    """What a process is doing, as far as it matters to another process that waits for it."""
+    """Whether a process runs, and if not, why it does not answer."""
 
     RUNS = "runs"
-    STOPPED = "stopped"  # by a signal or a debugger; it answers nothing until it is continued
-    AWAITS_DISK = "awaits disk"  # waits for a disk or a file server; it answers no signal meanwhile
-    GONE = "gone"  # does not exist, or has ended and its parent has not collected it yet
+    STOPPED = "stopped"  # paused by a signal or a debugger until it receives SIGCONT
+    AWAITS_DISK = "awaits disk"  # waits for a disk or a file server and cannot be interrupted
+    GONE = "gone"  # does not exist, or is a zombie: it has ended but its parent has not waited
 
 
 _STATES = {
@@ -23,7 +23,7 @@ _STATES = {
 
 
 def process_state(pid: int) -> ProcessState:
-    """Return what a process is doing; GONE if there is none of this id."""
+    """Return the state of the process with this id; GONE if there is no such process."""
     try:
         letter = process_status(pid)[0]
     except OSError:
@@ -32,9 +32,10 @@ def process_state(pid: int) -> ProcessState:
 
 
 def process_start(pid: int) -> float:
-    """Return when a process started, in clock ticks since the machine started; 0 if there is none.
+    """Return when a process started, in clock ticks since the machine was started.
 
-    Linux reuses process ids. Two processes with the same id differ in their start.
+    Linux reuses process ids. If a process with a known id has another start time, it is another
+    process. The result is 0 if there is no process with this id.
     """
     try:
         return float(process_status(pid)[19])
@@ -43,9 +44,10 @@ def process_start(pid: int) -> float:
 
 
 def process_status(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the process's name.
+    """Return the fields of /proc/PID/stat that follow the name of the process.
 
-    Field 0 is the state (one letter), 11 and 12 are user and system time, 19 is the start time.
+    Of the returned fields, 0 is the state (one letter), 11 and 12 are user and system time, and 19
+    is the start time.
     """
-    # The name stands in brackets and may itself have brackets and blanks.
+    # Split at the last bracket: the name is in brackets and may itself contain brackets and spaces.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,7 +1,7 @@
-"""Records of single ranks: a table of all ranks' times, and a timeline of a few ranks' passes.
+"""Records of ranks: a table of all ranks' times, and a timeline of a few ranks' passes.
 
-Times are whole microseconds. Training writes the records every `RANKS_INTERVAL` and
-`TIMELINE_INTERVAL` steps, and `wlb report` reads them.
+Times are whole microseconds. Training writes a table every `RANKS_INTERVAL` steps and a timeline
+every `TIMELINE_INTERVAL` steps. `wlb report` reads both.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,18 @@ from wlb.plan.plain import PlainRecord
 from wlb.plan.schema import COUNT, Schema, schema_of
 
 RANKS_INTERVAL = 10
-"""Steps between tables of all ranks' times. Shorter intervals find a slow rank sooner; a table
-costs a gather of 35 bytes a rank."""
+"""Steps from one table of all ranks' times to the next. A shorter interval finds a slow rank sooner,
+but each table costs a gather of 35 bytes from every rank."""
 TIMELINE_INTERVAL = 100
-"""Steps between timelines of the passes of up to 64 ranks. The last step of a run has one too."""
+"""Steps from one timeline to the next. A timeline records the passes of up to 64 ranks in one step.
+The last step of a run is recorded too."""
 STRAGGLER_THRESHOLD = 0.15
-"""A rank is slow if its ratio of measured to predicted time exceeds the median rank's by this
-fraction. Smaller differences are usual noise of clocks and predictions."""
+"""A rank is slow if its ratio of measured to predicted time exceeds the median over ranks by more
+than this fraction. Smaller differences are common: clock speeds vary, and predictions are not
+exact."""
 STRAGGLER_TABLES = 3
-"""Consecutive tables in which a rank must be slow to be reported. A single one may be a
-disturbance."""
+"""A rank is reported as a straggler only if it is slow in this many consecutive tables, because a
+single slow interval may be a passing disturbance."""
 
 
 class Place(NamedTuple):
@@ -36,7 +38,10 @@ class Place(NamedTuple):
 
 
 def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
-    """Return the places of all ranks as a dictionary that has each host's name once."""
+    """Return the places of all ranks as a dictionary for `json.dumps`.
+
+    The dictionary has each host name once, and one index of a host and one node for each rank.
+    """
     hosts = sorted({p.host for p in places})
     numbers = {host: i for i, host in enumerate(hosts)}
     return {
@@ -47,19 +52,20 @@ def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
 
 
 def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
-    """Read what `places_to_json` wrote."""
+    """Return the places from what `places_to_json` returned."""
     hosts = data["hosts"]
     return tuple(Place(hosts[h], n) for h, n in zip(data["host"], data["node"], strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler(PlainRecord):
-    """A rank that is slower than others for the same work."""
+    """A rank that is slower than other ranks for the same work."""
 
-    rank: int
-    over: float  # its ratio of measured to predicted time, divided by the median rank's ratio
+    rank: int  # global rank
+    over: float  # the rank's ratio of measured to predicted time, divided by the median over ranks
     host: str
     node: int
+    # the rank's number along each dimension of the device mesh
     tp: int
     cp: int
     pp: int
@@ -67,36 +73,38 @@ class Straggler(PlainRecord):
 
     @property
     def text(self) -> str:
-        """The straggler in words: which rank, where, and how slow."""
+        """A sentence that says which rank is slow, where it runs, and how slow it is."""
         return (
             f"rank {self.rank} on {self.host} (node {self.node}; tp {self.tp}, cp {self.cp}, "
-            f"pp {self.pp}, dp {self.dp}) takes {self.over:.2f} times what its work takes on the "
+            f"pp {self.pp}, dp {self.dp}) takes {self.over:.2f} times as long for its work as the "
             f"median rank"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankTable(PlainRecord):
-    """Times of every rank in the `num_steps` steps up to `step`, each of shape [ranks]."""
+    """Times of every rank, summed over the `num_steps` steps up to and including `step`."""
 
-    step: int  # last step of the table
-    steps_done: int  # executed steps of the run by then
-    num_steps: int
-    measured_us: IntArray  # measured time of work that contains no waiting for other ranks
+    step: int  # number of the last step of the table
+    steps_done: int  # number of steps that the run has executed, this one included
+    num_steps: int  # number of steps over which times are summed
+    # All arrays have shape [ranks].
+    measured_us: IntArray  # measured time of work during which ranks do not wait for each other
     predicted_us: IntArray  # predicted time of the same work
-    compute_us: IntArray  # time in all passes
+    compute_us: IntArray  # time that the rank spends in passes
     bubble_us: IntArray  # the rest of the steps
-    loading_us: IntArray  # waiting for inputs
-    stragglers: tuple[Straggler, ...] = ()  # slow ranks as of this table
+    loading_us: IntArray  # time that the rank waits for inputs
+    # ranks that have been slow in `STRAGGLER_TABLES` consecutive tables, this one included
+    stragglers: tuple[Straggler, ...] = ()
 
     @property
     def over_median(self) -> FloatArray:
-        """Each rank's ratio of measured to predicted time, divided by the median rank's.
+        """Each rank's ratio of measured to predicted time, divided by the median over ranks.
 
-        A rank without a prediction, such as one without a token, has 1.
+        The result is 1 for a rank without a measured or predicted time, such as a rank that had no
+        tokens.
         """
         ratio = np.full(self.measured_us.size, np.nan)
-        # A rank without tokens has nothing to compare.
         known = (self.predicted_us > 0) & (self.measured_us > 0)
         np.divide(self.measured_us, self.predicted_us, out=ratio, where=known)
         if not known.any():
@@ -105,11 +113,14 @@ class RankTable(PlainRecord):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "RankTable":
-        """Read a line of metrics.jsonl; other keys are ignored."""
+        """Make the table from an object of metrics.jsonl; keys that are no fields are ignored."""
         values: dict[str, Any] = {n: data[n] for n in ("step", "steps_done", "num_steps")}
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
         if len(sizes := {values[name].size for name in COLUMNS}) > 1 or 0 in sizes:
-            raise UserError(f"columns of ranks have {sorted(sizes)} entries")
+            raise UserError(
+                f"the columns of a table of ranks have {sorted(sizes)} entries; each column must "
+                f"have one entry for each rank"
+            )
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
 
 
@@ -123,13 +134,13 @@ PLACES: Schema = {"hosts": [str], "host": [COUNT], "node": [COUNT]}
 
 
 class TimedPass(NamedTuple):
-    """One pass that a rank executed."""
+    """One pass that a rank executed: one micro-batch in one pipeline stage."""
 
     kind: str  # one of `PASSES`
-    stage: int  # pipeline stage
-    micro_batch: int  # index in the plan of the rank's pipeline
-    begin_us: int  # start, counted from when the first rank began the step
-    time_us: int  # duration
+    stage: int  # number of the pipeline stage
+    micro_batch: int  # number of the micro-batch in the execution order of its pipeline
+    begin_us: int  # when the pass began, counted from when the first rank began the step
+    time_us: int  # duration of the pass
 
 
 PASSES = ("forward", "backward", "weight")
@@ -137,28 +148,32 @@ PASSES = ("forward", "backward", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimeline(PlainRecord):
-    """When a few ranks executed which passes of a step."""
+    """A timeline of one step: the passes that a few ranks executed, with their times."""
 
     step: int  # number of the step
-    steps_done: int  # executed steps of the run, this one included
-    ranks: tuple[int, ...]  # the recorded ranks
-    # when each rank had finished its passes, counted from when the first rank began
+    steps_done: int  # number of steps that the run has executed, this one included
+    ranks: tuple[int, ...]  # numbers of the recorded ranks
+    # for each of `ranks`: when it finished its last pass, counted from when the first rank began
+    # the step
     wall_us: tuple[int, ...]
-    passes: tuple[tuple[TimedPass, ...], ...]  # passes of each rank
+    passes: tuple[tuple[TimedPass, ...], ...]  # for each of `ranks`: its passes in order
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; kinds of passes are written as their index in `PASSES`."""
+        """Return a dictionary for `json.dumps`, in which `kind` is an index into `PASSES`."""
         kinds = [[[PASSES.index(p[0]), *p[1:]] for p in of_rank] for of_rank in self.passes]
         return PlainRecord.to_json(self) | {"passes": kinds}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MeasuredTimeline":
-        """Read what `to_json` wrote."""
+        """Make the timeline from what `to_json` returned."""
         values: dict[str, Any] = {name: data[name] for name in ("step", "steps_done")}
         values |= {name: tuple(data[name]) for name in ("ranks", "wall_us")}
         sizes = {len(data[name]) for name in ("ranks", "wall_us", "passes")}
         if len(sizes) > 1 or 0 in sizes:
-            raise UserError(f"a timeline has {sorted(sizes)} ranks, times and lists of passes")
+            raise UserError(
+                f"the columns ranks, wall_us and passes of a timeline have {sorted(sizes)} entries; "
+                f"each must have one entry for each recorded rank"
+            )
         passes = [[TimedPass(PASSES[p[0]], *p[1:]) for p in ps] for ps in data["passes"]]
         return cls(**values, passes=tuple(map(tuple, passes)))
 

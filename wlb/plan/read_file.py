@@ -1,9 +1,10 @@
-"""Reading of text, JSON, TOML and NumPy files that somebody else may have written.
+"""Reading of text, JSON, TOML and NumPy files that another program may have written or damaged.
 
-A file that cannot be read raises a UserError with the file, the key, its value and a remedy. This
-covers bytes that are not text, text that is not JSON, values nested too deeply, numbers beyond 64
-bits, keys that occur twice, arrays that claim more entries than their file has, and, inside
-`malformed`, values of an unexpected shape.
+A file that cannot be read raises a UserError with the name of the file, the key, its value and a
+remedy. The functions detect bytes that are not text, text that is not JSON, values that are nested
+too deeply, integers of more than 64 bits, keys that occur twice, and arrays whose header claims more
+entries than the file has. `malformed` does so for code that uses values of a file without checking
+their types.
 """
 
 import io
@@ -26,14 +27,16 @@ import numpy.typing as npt
 from wlb.plan.errors import UserError, shortened
 
 MOST_DEPTH = 64
-"""Deepest nesting of lists and objects that is accepted. Files of common tools nest less than 20
-deep."""
+"""Most levels of nested lists and objects that a file may have. Files of common tools have fewer
+than 20 levels."""
 MOST_BYTES = 1 << 30
-"""Largest file that is read as a whole, as text or JSON."""
+"""Most bytes of a text or JSON file."""
 MOST_TOML_BYTES = 1 << 20
+"""Most bytes of a TOML file."""
 MOST_ARRAY_BYTES = 1 << 35
-"""Most bytes of an array in a .npy or .npz file."""
-# Longest integer in TOML, in bits. Python refuses to print much longer ones in a message.
+"""Most bytes of one array in a .npy or .npz file."""
+# Most bits of an integer in a TOML file. Python refuses to print much longer integers, which error
+# messages do.
 _MOST_BITS = 4096
 _DIGITS = re.compile(r"\d{19}")
 _PART = r"""(?:(?<![\w-])[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -58,19 +61,19 @@ WRONG_SHAPE = (
     lzma.LZMAError,
     zipfile.BadZipFile,
 )
-"""Exceptions that code raises when it reads a value of an unexpected type or shape."""
+"""Exceptions that code may raise when a value of a file has an unexpected type or form."""
 
 
 @contextmanager
 def malformed(where: object, remedy: str) -> Generator[None]:
-    """Turn exceptions of a block that only reads values of a file into a UserError.
+    """Convert exceptions of a block that interprets the content of a file into a UserError.
 
-    An error in such a block is the file's fault. A UserError passes, preceded by `where` unless its
-    message has it already.
+    Use it only for blocks in which every exception means that the file is wrong. If the block
+    raises a UserError itself, `where` is put before its message, unless the message contains it.
 
     Args:
-        where: The file, or what is read.
-        remedy: What the reader of the message can do.
+        where: Name of the file, for the message.
+        remedy: What the user can do, for the message.
     """
     try:
         yield
@@ -83,7 +86,7 @@ def malformed(where: object, remedy: str) -> Generator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception that a value of an unexpected shape has caused."""
+    """Return what an exception of `WRONG_SHAPE` says about the file that caused it."""
     text = shortened(" ".join(str(error).split()), 300)
     match error:
         case KeyError():
@@ -97,9 +100,15 @@ def describe_error(error: BaseException) -> str:
 
 
 def read_text(path: Path, *, remedy: str) -> str:
-    """Return the text of a UTF-8 file; UserError if it is binary or very large.
+    """Return the text of a UTF-8 file.
 
-    An OSError passes.
+    Args:
+        path: The file.
+        remedy: What the user can do, for error messages.
+
+    Raises:
+        UserError: The file is not UTF-8, or has more than `MOST_BYTES` bytes.
+        OSError: The file does not exist or cannot be read.
     """
     _check_size(path, remedy)
     try:
@@ -128,10 +137,11 @@ def parse_json(
 
     Args:
         text: JSON, as text or UTF-8 bytes.
-        where: The file or source, for messages.
-        remedy: What the reader of a message can do.
-        unique: Refuse an object that has a key twice. Otherwise its last value counts.
-        wide: Accept integers of more than 64 bits.
+        where: Name of the file or other source, for error messages.
+        remedy: What the user can do, for error messages.
+        unique: Whether to refuse an object that has a key twice. If not, the key's last value is
+            used.
+        wide: Whether to accept integers of more than 64 bits.
 
     Raises:
         UserError: The text is not JSON, or exceeds the limits.
@@ -140,8 +150,8 @@ def parse_json(
         raise UserError(f"{where} has {len(text)} bytes, must have at most {MOST_BYTES}; {remedy}")
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        # A text without 19 digits in a row has no integer beyond 64 bits, and `parse_int` slows
-        # parsing.
+        # Check integers only if the text has 19 digits in a row, because shorter integers fit in 64
+        # bits and `parse_int` slows parsing.
         is_limited = not wide and _DIGITS.search(decoded) is not None
         options: dict[str, Any] = {"parse_int": _int64} if is_limited else {}
         options |= {"object_pairs_hook": _unique} if unique else {}
@@ -152,23 +162,25 @@ def parse_json(
         raise UserError(f"{where} is nested too deeply to be JSON; {remedy}") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); {remedy}") from None
-    # Nesting this deep needs at least as many brackets, so most files need no second pass.
+    # Check the depth only if there are enough brackets for it, which few files have.
     if decoded.count("[") + decoded.count("{") > MOST_DEPTH:
         check_depth(value, where, remedy=remedy)
     return value
 
 
 def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = False) -> Any:
-    """Return the value of a JSON file; UserError if it is not JSON.
-
-    An OSError passes.
+    """Return the value of a JSON file.
 
     Args:
         path: The file.
-        remedy: What the reader of a message can do.
-        wide: Accept integers of more than 64 bits. Files of Hugging Face have some: for a tokenizer
-            without a length limit, transformers writes "model_max_length":
+        remedy: What the user can do, for error messages.
+        wide: Whether to accept integers of more than 64 bits. Files of Hugging Face have them: for
+            a tokenizer without a length limit, transformers writes "model_max_length":
             1000000000000000019884624838656.
+
+    Raises:
+        UserError: The file is not JSON, has a key twice in an object, or exceeds a limit.
+        OSError: The file does not exist or cannot be read.
     """
     _check_size(path, remedy)
     return parse_json(path.read_bytes(), path, remedy=remedy, unique=True, wide=wide)
@@ -177,44 +189,60 @@ def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = 
 def read_object(
     path: Path, *, remedy: str = "repair or replace it", wide: bool = False
 ) -> dict[str, Any]:
-    """Return the object of a JSON file; UserError if it is anything else.
+    """Return the object of a JSON file; UserError if the file is not JSON or not an object.
 
-    The arguments are those of `read_json`.
+    Args:
+        path: The file.
+        remedy: What the user can do, for error messages.
+        wide: Whether to accept integers of more than 64 bits.
     """
     return object_of(read_json(path, remedy=remedy, wide=wide), path, remedy=remedy)
 
 
 def object_of(value: Any, where: object, *, remedy: str = "repair or replace it") -> dict[str, Any]:
-    """Return `value` if it is a JSON object; otherwise raise a UserError."""
+    """Return `value` if it is a JSON object (a dictionary); otherwise raise a UserError.
+
+    Args:
+        value: A parsed JSON value.
+        where: Name of the file, for the message.
+        remedy: What the user can do, for the message.
+    """
     if not isinstance(value, dict):
-        raise UserError(f"{where}: must be a JSON object, got {type(value).__name__}; {remedy}")
+        raise UserError(
+            f"{where}: must be a JSON object, but it is a {type(value).__name__}; {remedy}"
+        )
     return cast("dict[str, Any]", value)
 
 
 def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
-    """Return the keys of TOML text; UserError if it is not TOML or exceeds the limits.
+    """Return the content of TOML text as a dictionary; UserError if it is not TOML or too large.
 
-    `where` is the file or source, for messages.
+    Args:
+        text: TOML, as text or UTF-8 bytes.
+        where: Name of the file or other source, for error messages.
     """
     if len(text) > MOST_TOML_BYTES:
         raise UserError(
-            f"{where} has {len(text)} bytes, must have at most {MOST_TOML_BYTES}; leave out what "
-            f"is no configuration"
+            f"{where} has {len(text)} bytes but must have at most {MOST_TOML_BYTES}; remove what is "
+            f"not configuration"
         )
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        # tomllib takes quadratic time for a key with many parts.
+        # Refuse keys with many parts (a.b.c...) first: tomllib takes quadratic time for them.
         if (found := _LONG_KEY.search(decoded)) is not None:
             raise UserError(
                 f"{where}: the key {shortened(found[0], 60)!r} has more than {MOST_DEPTH} parts; "
-                f"write section.key"
+                f"write keys in the form section.key"
             )
         values = tomllib.loads(decoded)
     except UserError:
         raise
     except RecursionError:
-        raise UserError(f"{where}: not valid TOML: it is nested too deeply") from None
-    # For an integer of thousands of digits, tomllib raises a plain ValueError.
+        raise UserError(
+            f"{where}: not valid TOML: it is nested too deeply; write keys in the form section.key"
+        ) from None
+    # Catch ValueError, not only TOMLDecodeError: tomllib raises it for integers of thousands of
+    # digits.
     except ValueError as error:
         raise UserError(f"{where}: not valid TOML: {error}") from None
     check_depth(values, where, remedy="write section.key", bits=_MOST_BITS)
@@ -222,45 +250,45 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
 
 
 def _int64(digits: str) -> int:
-    """Convert digits to an integer that fits 64 bits."""
+    """Convert the digits of a JSON integer; UserError if it does not fit in 64 bits."""
     value = int(digits) if len(digits) < 32 else 1 << 64
     if not -(1 << 63) <= value < 1 << 64:
-        raise UserError(f"holds {shortened(digits, 60)}, an integer of more than 64 bits")
+        raise UserError(f"contains {shortened(digits, 60)}, an integer of more than 64 bits")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON pairs; UserError if it has a key twice."""
+    """Make a dictionary from the (key, value) pairs of a JSON object; UserError for a double key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"has the key {shortened(twice, 60)!r} twice in an object")
+        raise UserError(f"has the key {shortened(twice, 60)!r} twice in the same object")
     return found
 
 
 def check_depth(value: Any, where: object, *, remedy: str, bits: int = 0) -> None:
-    """Raise a UserError for values nested deeper than `MOST_DEPTH`.
+    """Raise a UserError if a parsed JSON or TOML value has more than `MOST_DEPTH` nested levels.
 
     Args:
-        value: Lists and objects.
-        where: The file, for the message.
-        remedy: What the reader of the message can do.
-        bits: Also refuse integers of more bits than this; 0 means no limit.
+        value: The value.
+        where: Name of the file, for the message.
+        remedy: What the user can do, for the message.
+        bits: Most bits that an integer in the value may have; 0 means no limit.
     """
-    # Descend level by level. A recursive function could itself overflow the stack.
+    # Use a loop over levels, because a recursive function could overflow the stack.
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 2):
         inner = [part for one in level for part in _parts(one)]
         if bits and (wide := [v for v in inner if type(v) is int and v.bit_length() > bits]):
             raise UserError(
-                f"{where} holds an integer of {wide[0].bit_length()} bits, must be at most {bits}; "
-                f"{remedy}"
+                f"{where} contains an integer of {wide[0].bit_length()} bits, but integers must have "
+                f"at most {bits} bits; {remedy}"
             )
         level = [part for part in inner if isinstance(part, dict | list)]
         if not level:
             return
-    raise UserError(f"{where} is nested more than {MOST_DEPTH} deep; {remedy}")
+    raise UserError(f"{where} is nested more than {MOST_DEPTH} levels deep; {remedy}")
 
 
 def _parts(value: Any) -> Any:
@@ -270,18 +298,20 @@ def _parts(value: Any) -> Any:
 def load_arrays(
     source: str | Path | bytes, where: object, *, remedy: str, most_bytes: int = MOST_ARRAY_BYTES
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of an .npz file by name, or the array of an .npy file as `""`.
-
-    Nothing is unpickled.
+    """Return the arrays of an .npz or .npy file as a dictionary, without unpickling anything.
 
     Args:
-        source: Path or contents of the file.
-        where: The file, for messages.
-        remedy: What the reader of a message can do.
-        most_bytes: Most bytes of one unpacked array.
+        source: Path of the file, or its bytes.
+        where: Name of the file, for error messages.
+        remedy: What the user can do, for error messages.
+        most_bytes: Most bytes that one array of an .npz file may have when decompressed.
+
+    Returns:
+        The arrays by name. The array of an .npy file has the name "".
 
     Raises:
-        UserError: The file is neither, or an array claims more than the file has, or is too large.
+        UserError: The file is neither .npz nor .npy, an array is larger than `most_bytes`, or the
+            file has fewer bytes than an array's header claims.
     """
     with malformed(where, remedy):
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
@@ -290,12 +320,13 @@ def load_arrays(
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             names = [item.filename.removesuffix(".npy") for item in file.infolist()]
             if twice := next((n for i, n in enumerate(names) if n in names[:i]), None):
-                raise UserError(f"{where} has two arrays {twice!r}; {remedy}")
-            # Check the sizes first: a small zip file may unpack to more than memory has.
+                raise UserError(f"{where} has two arrays with the name {twice!r}; {remedy}")
+            # Check all sizes before decompressing, because a small zip file may decompress to more
+            # than memory can take.
             for item in file.infolist():
                 if item.file_size > most_bytes:
                     raise UserError(
-                        f"{where}: array {item.filename!r} has {item.file_size} bytes, must have "
+                        f"{where}: array {item.filename!r} has {item.file_size} bytes but must have "
                         f"at most {most_bytes}; {remedy}"
                     )
             items = zip(names, file.infolist(), strict=True)
@@ -303,10 +334,10 @@ def load_arrays(
 
 
 def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of an array in a zip file.
+    """Return the decompressed bytes of an array in a zip file.
 
-    A decompressor may raise OSError for corrupt bytes. It is converted, because callers would take
-    it for a failing disk.
+    For corrupt bytes, a decompressor may raise OSError. It is converted to ValueError, because
+    callers take an OSError for a failing disk.
     """
     try:
         return file.read(item)
@@ -315,7 +346,7 @@ def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
 
 
 def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[Any]:
-    """Return the array of .npy bytes, after checking that they are as many as the header says."""
+    """Return the array in the bytes of a .npy file, after checking their number with the header."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     read = {
@@ -323,26 +354,29 @@ def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[An
         (2, 0): np.lib.format.read_array_header_2_0,
     }.get(version)
     if read is None:
-        raise UserError(f"{where} is a .npy file of version {version}; {remedy}")
+        raise UserError(
+            f"{where} is a .npy file of format version {version}, but only versions (1, 0) and "
+            f"(2, 0) are supported; {remedy}"
+        )
     shape, _, dtype = read(stream)
-    # Read the header alone first: numpy would allocate what it claims.
+    # Check the size that the header claims before `np.load` allocates it.
     need, have = dtype.itemsize, len(data) - stream.tell()
     for length in shape:
         need *= length
     if dtype.hasobject or need > have or min(shape, default=0) < 0:
         said = f" {name!r}" if name else ""
         raise UserError(
-            f"{where}: array{said} of shape {shape} and dtype {dtype} needs {need} bytes, the file "
-            f"has {have}; {remedy}"
+            f"{where}: array{said} of shape {shape} and dtype {dtype} needs {need} bytes, but the "
+            f"file has {have}; {remedy}"
         )
     return np.load(io.BytesIO(data), allow_pickle=False)
 
 
 class Fields:
-    """Typed look-ups in a JSON object, for files whose values are checked one by one.
+    """A JSON object whose values are read and type-checked one by one.
 
-    An absent or null key gives `default`; without a default it is an error. Errors are UserErrors
-    with the file, the key, its value and a remedy.
+    If a key is absent or null, the methods return their `default`, or raise an error if that is
+    None. Errors are UserErrors with the name of the file, the key, its value and a remedy.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, *, remedy: str = "") -> None:
@@ -351,7 +385,7 @@ class Fields:
     def whole(
         self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = 2**62
     ) -> int:
-        """Return an integer in [at_least, at_most]."""
+        """Return the value of the key `name`, which must be an integer in [at_least, at_most]."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -362,7 +396,7 @@ class Fields:
         return value
 
     def real(self, name: str, default: float | None = None, *, at_most: float = 1e30) -> float:
-        """Return a number whose magnitude is at most `at_most`."""
+        """Return the value of the key `name`, a number of at most `at_most` in magnitude."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -372,7 +406,7 @@ class Fields:
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return text that contains no zero characters."""
+        """Return the value of the key `name`, which must be text without NUL characters."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or "\0" in value:
@@ -380,7 +414,12 @@ class Fields:
         return value
 
     def error(self, name: str, why: str) -> UserError:
-        """Return a UserError that says `why` the value of a key cannot be used."""
+        """Return (not raise) a UserError about the value of a key.
+
+        Args:
+            name: The key.
+            why: What is wrong with its value, such as "must be text".
+        """
         said = shortened(repr(self.values[name]), 300) if name in self.values else "(missing)"
         remedy = f"; {self.remedy}" if self.remedy else ""
         return UserError(f"{self.where}: {name} = {said} {why}{remedy}")

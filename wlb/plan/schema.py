@@ -4,12 +4,12 @@ The file is checked before records are built from it, so that a reader may use e
 further checks. A schema is plain Python:
 
 - `int`, `float` (integers included), `str`, `bool`, `dict`: a value of this type
-- a `range`: a whole number in it
+- a `range`: a whole number within the range
 - `ANYTHING`: any value; `None`: null
-- a tuple: one of several schemas
-- a list with one schema: a list of such values
-- a dictionary: an object with these keys and no others. A name that ends in "?" may be absent, and
-  `OTHERS` stands for all further names.
+- a tuple of schemas: a value that fits one of them
+- a list with one schema: a list whose items all fit this schema
+- a dictionary: an object with these keys and no others. A key that ends in "?" is optional. The key
+  `OTHERS` gives the schema of all keys that are not listed.
 """
 
 import types
@@ -27,7 +27,7 @@ Schema = Any
 ANYTHING = object()
 OTHERS = "*"
 COUNT = range(2**62 + 1)
-"""Schema of a count. Its limit keeps sums of a few counts below 64 bits."""
+"""Schema of a count. It allows at most 2^62, so that the sum of a few counts fits in 64 bits."""
 _PLAIN: dict[Any, tuple[set[type], str]] = {
     int: ({int}, "a whole number"),
     float: ({int, float}, "a number"),
@@ -35,30 +35,31 @@ _PLAIN: dict[Any, tuple[set[type], str]] = {
     bool: ({bool}, "true or false"),
     dict: ({dict}, "an object"),
 }
-"""For each plain schema, the types that its values may have and the name that messages use."""
+"""For each schema that is a type: the Python types it accepts, and its name in error messages."""
 
 
 def check_schema(value: Any, schema: Schema, where: object, *, remedy: str) -> None:
-    """Raise a UserError that names the first value which does not fit `schema`.
+    """Raise a UserError that names the first part of `value` that does not fit `schema`.
 
     Args:
-        value: What was read.
-        schema: What it must fit.
-        where: The file, for the message.
-        remedy: What the reader can do; ends the message.
+        value: The parsed content of a JSON file.
+        schema: The schema, in the form that this module's docstring describes.
+        where: Name of the file, with which the message begins.
+        remedy: What the user can do about it, with which the message ends.
     """
     if found := _misfit(value, schema, ""):
         raise UserError(f"{where}: {found}; {remedy}")
 
 
 def schema_of(record: type, **others: Schema) -> dict[str, Schema]:
-    """Return the schema of a dataclass that is written by the names of its fields.
+    """Return the schema of the JSON object whose keys are the fields of a dataclass.
 
-    Fields with defaults may be absent.
+    Fields that have a default are optional keys.
 
     Args:
         record: The dataclass.
-        **others: Schemas of fields that are written in another form, and of further keys.
+        **others: Schemas of fields whose JSON form does not follow from their type, and of keys
+            that are not fields.
     """
     hints = get_type_hints(record)
     out: dict[str, Schema] = {}
@@ -89,11 +90,17 @@ def _of_type(hint: Any) -> Schema:
 
 
 def _misfit(value: Any, schema: Schema, at: str) -> str:
-    """Return what is wrong with a value, or "" if it fits; `at` is its place in the file."""
+    """Return what is wrong with a value, or "" if it fits `schema`.
+
+    Args:
+        value: The value.
+        schema: The schema that it must fit.
+        at: Dotted path of the value in the file, such as "carry.slot[3]"; "" for the whole file.
+    """
     match schema:
         case tuple():
-            # The message is about the first schema, which is the present form; others are null or
-            # old forms.
+            # If no schema fits, report the mismatch with the first one. It is the current format;
+            # the others are null or formats of earlier versions.
             found = [_misfit(value, one, at) for one in cast("tuple[Any, ...]", schema)]
             return "" if "" in found else found[0]
         case list():
@@ -114,11 +121,11 @@ def _misfit(value: Any, schema: Schema, at: str) -> str:
 
 
 def _misfit_of_list(value: Any, inner: Schema, at: str) -> str:
-    # A record's `to_json` has tuples where its file has lists.
+    # Accept tuples too: the argument may be a record's `to_json`, not yet written to a file.
     if not isinstance(value, list | tuple):
         return _message(value, at, "a list")
     items = cast("list[Any]", value)
-    # Fast path: a carry may have millions of waiting pieces.
+    # Check all items at once if they are scalars: a carry may list millions of waiting pieces.
     if inner in (int, float, str) and set(map(type, items)) <= _PLAIN[inner][0]:
         return ""
     found = (_misfit(item, inner, f"{at}[{i}]") for i, item in enumerate(items))

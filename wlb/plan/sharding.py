@@ -1,8 +1,9 @@
 """ShardingPlan: which tokens of a micro-batch each context-parallel (CP) rank processes.
 
-The packed sequence of S tokens is divided over cp ranks. A rank has an ordered list of spans
-[start, stop) of pieces. The queries of a span attend to the keys [0, stop) of the same piece. Every
-rank has `local_tokens(S)` rows; rows behind its spans are padding.
+The S tokens of a packed sequence are divided over cp ranks. Each rank processes an ordered list of
+spans; a span is the tokens [start, stop) of one piece. The queries of a span attend to the keys
+[0, stop) of the same piece. Every rank has `local_tokens(S)` rows: the tokens of its spans, followed
+by padding.
 """
 
 import math
@@ -18,18 +19,24 @@ from wlb.plan.plain import parsing
 
 
 def row_multiple(tp: int, multiple: int) -> int:
-    """Return the number that divides the rows of every rank: lcm(tp, multiple)."""
+    """Return the number to a multiple of which every rank pads its rows: lcm(tp, multiple).
+
+    Args:
+        tp: Tensor-parallel size. Sequence parallelism divides the rows evenly over TP ranks.
+        multiple: `data.row_multiple`, a further number that must divide the rows.
+    """
     if tp < 1 or multiple < 1:
         raise UserError(f"tp = {tp} and row_multiple = {multiple} must be at least 1")
     return math.lcm(tp, multiple)
 
 
 def local_tokens(num_tokens: int, *, cp: int, row_multiple: int) -> int:
-    """Return the rows of each CP rank: ceil(S / (cp * q)) * q for S tokens, and q if S = 0.
+    """Return how many rows each CP rank has for a micro-batch of `num_tokens` tokens.
 
-    S is `num_tokens` and q is `row_multiple`. Pipeline stages size their buffers by this formula,
-    so ranks exchange no shapes. A micro-batch of at least one token has less than cp * q rows of
-    padding.
+    The tokens are divided evenly over `cp` ranks, and each share is rounded up to a multiple of
+    `row_multiple`. A micro-batch without tokens has `row_multiple` rows of padding on each rank.
+    Pipeline stages compute the sizes of their buffers with this function, so ranks need not send
+    each other shapes.
     """
     if num_tokens < 0 or cp < 1 or row_multiple < 1:
         raise ValueError(f"num_tokens = {num_tokens}, cp = {cp}, row_multiple = {row_multiple}")
@@ -39,63 +46,68 @@ def local_tokens(num_tokens: int, *, cp: int, row_multiple: int) -> int:
 class Span(NamedTuple):
     """Tokens [start, stop) of one piece."""
 
-    piece: int  # row of the piece in the micro-batch
-    start: int  # first token
-    stop: int  # token behind the last one
+    piece: int  # number of the piece in the micro-batch
+    start: int  # position of the span's first token in the piece, from 0
+    stop: int  # position of the span's last token in the piece, plus one
 
 
 class KeyExchange(StrEnum):
-    """How CP ranks get each other's keys and values."""
+    """The collective with which CP ranks receive each other's keys and values."""
 
-    GATHER = "gather"  # all-gather of all rows
-    NEEDED = "needed"  # all-to-all of the rows that each rank reads (`wlb.plan.exchange`)
+    GATHER = "gather"  # all-gather: every rank receives all rows
+    NEEDED = "needed"  # all-to-all: a rank receives only rows that its queries attend to
 
 
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
 class RankTimes:
-    """Predicted kernel times of CP ranks, including launches but no collectives.
+    """Predicted times of the attention kernels of one layer on each CP rank.
 
-    CP ranks wait for each other in each pass, so the slowest rank of each pass decides.
+    The times include kernel launches, but not the collectives. CP ranks wait for each other in
+    forward and again in backward, so the slowest rank of each decides how long it takes.
     """
 
     __slots__ = ()
-    forward_ns: IntArray  # shape [cp]
-    backward_ns: IntArray  # shape [cp]
+    forward_ns: IntArray  # time of the forward kernels of each rank, shape [cp]
+    backward_ns: IntArray  # time of the backward kernels of each rank, shape [cp]
 
     @property
     def latency_ns(self) -> IntArray:
-        """Forward plus backward of each rank, shape [cp]."""
+        """Each rank's forward time plus its backward time, shape [cp]."""
         return self.forward_ns + self.backward_ns
 
     @property
     def slowest_kernels_ns(self) -> int:
-        """The slowest rank's forward plus the slowest rank's backward."""
+        """The longest forward time of a rank plus the longest backward time of a rank."""
         return int(self.forward_ns.max()) + int(self.backward_ns.max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardingPlan(RankTimes):
-    """Spans of one micro-batch on its CP ranks, rank 0's first."""
+    """How one micro-batch is divided over CP ranks: a list of spans for each rank."""
 
-    strategy: str  # strategy that made the spans; with `adaptive`, the one that it chose
-    lengths: IntArray  # tokens of each piece, shape [num_pieces]
-    piece: IntArray  # piece of each span, shape [num_spans]
-    start: IntArray  # first token of each span in its piece, shape [num_spans]
-    stop: IntArray  # token behind the last one of each span, shape [num_spans]
+    # name of the sharding strategy. `adaptive` gives the name of the static strategy it selected.
+    strategy: str
+    lengths: IntArray  # tokens of each piece of the micro-batch, shape [num_pieces]
+    # The spans of rank 0 come first, then those of rank 1, and so on.
+    piece: IntArray  # number of the piece of which each span is a part, shape [num_spans]
+    start: IntArray  # position of each span's first token in its piece, shape [num_spans]
+    stop: IntArray  # position of each span's last token in its piece, plus one; shape [num_spans]
     # rank r has the spans [rank_offsets[r], rank_offsets[r + 1]), shape [cp + 1]
     rank_offsets: IntArray
-    # predicted forward time of each rank's attention kernels and their launches, shape [cp]; zeros
+    # predicted time of each rank's forward attention kernels with their launches, shape [cp]; zeros
     # if unknown
     forward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    # the same for backward
+    # predicted time of each rank's backward attention kernels with their launches, shape [cp];
+    # zeros if unknown
     backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    exchange: KeyExchange = KeyExchange.GATHER  # how ranks get each other's keys and values
+    # the collective with which ranks receive each other's keys and values
+    exchange: KeyExchange = KeyExchange.GATHER
 
     def __post_init__(self) -> None:
         if self.exchange not in set(KeyExchange):
-            raise UserError(f"exchange = {self.exchange!r} is not one of {', '.join(KeyExchange)}")
+            raise UserError(f"exchange = {self.exchange!r} must be one of {', '.join(KeyExchange)}")
         object.__setattr__(self, "exchange", KeyExchange(self.exchange))
         for name in _COLUMNS:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
@@ -122,35 +134,37 @@ class ShardingPlan(RankTimes):
 
     @property
     def cp(self) -> int:
-        """Number of ranks that share the micro-batch."""
+        """Number of context-parallel ranks that share the micro-batch."""
         return self.rank_offsets.size - 1
 
     @property
     def num_tokens(self) -> int:
-        """Document tokens of the micro-batch."""
+        """Number of document tokens in the micro-batch."""
         return int(self.lengths.sum())
 
     @property
     def tokens(self) -> IntArray:
-        """Document tokens of each rank, shape [cp]."""
+        """Number of document tokens on each rank, without padding; shape [cp]."""
         running = offsets_of(self.stop - self.start)
         return running[self.rank_offsets[1:]] - running[self.rank_offsets[:-1]]
 
     def validate(self) -> "ShardingPlan":
-        """Check that spans cover each piece exactly once, and ranks differ by at most one token.
+        """Check that the spans are a partition of all pieces into shares of equally many tokens.
 
         Returns:
             The plan itself.
 
         Raises:
-            ValueError: The plan breaks one of these rules, which is a defect of the strategy.
+            ValueError: A token is in no span or in several, or ranks differ by more than one token.
+                Either is a bug of the sharding strategy.
         """
         order = np.lexsort((self.start, self.piece))
         piece, start, stop = self.piece[order], self.start[order], self.stop[order]
         first = np.ones(piece.size, bool)
         first[1:] = piece[1:] != piece[:-1]
         last = np.roll(first, -1)
-        # In order, each span must start where the one before it in the same piece stops.
+        # With spans sorted by piece and start, each span must start where the previous span of the
+        # same piece stops.
         expected = np.where(first, 0, np.roll(stop, 1))
         covered = np.array_equal(piece[first], np.arange(self.lengths.size))
         if (
@@ -165,7 +179,7 @@ class ShardingPlan(RankTimes):
         return self
 
     def for_rank(self, rank: int) -> "RankSpans":
-        """Return the spans of one rank, from 0 to cp - 1."""
+        """Return the spans of CP rank `rank` (0 to cp - 1)."""
         if not 0 <= rank < self.cp:
             raise ValueError(f"rank {rank} is outside the {self.cp} ranks of this plan")
         rows = slice(int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1]))
@@ -177,17 +191,20 @@ class ShardingPlan(RankTimes):
         )
 
     def gathered_rows(self, local_tokens: int) -> IntArray:
-        """Return where an all-gather of keys and values puts each token of the packed sequence.
+        """Return in which row of an all-gathered tensor each token of the packed sequence is.
 
         Args:
-            local_tokens: Rows that each rank contributes, padding included.
+            local_tokens: Rows of each rank, padding included.
 
         Returns:
-            Row of each token in the gathered tensor, in which the ranks' rows follow each other;
-            shape [num_tokens].
+            Row of each token, shape [num_tokens]. The gathered tensor has the rows of rank 0, then
+            those of rank 1, and so on.
         """
         if (most := int(self.tokens.max())) > local_tokens:
-            raise UserError(f"a rank holds {most} tokens, more than local_tokens = {local_tokens}")
+            raise UserError(
+                f"local_tokens = {local_tokens} must be at least {most}, the tokens of the rank that "
+                f"has the most"
+            )
         rows = np.empty(self.num_tokens, np.int64)
         for rank in range(self.cp):
             index = self.for_rank(rank).token_index
@@ -195,79 +212,85 @@ class ShardingPlan(RankTimes):
         return rows
 
     def digest(self) -> int:
-        """Return a 60-bit hash of the spans, by which hosts notice that they differ."""
-        # With an all-gather the digest stays what it was before there was another exchange.
+        """Return a 60-bit hash of the plan. Ranks compare it to detect that their plans differ."""
+        # Leave an all-gather out of the hash: earlier versions had no other exchange, and their
+        # digests must stay valid.
         exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
         spans = (self.piece, self.start, self.stop, self.rank_offsets)
         return digest(self.strategy, self.lengths, *spans, *exchange)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`; `from_json` reads them back."""
+        """Return a dictionary that `json.dumps` can write and `from_json` can read."""
         names = (*_COLUMNS, "latency_ns")
         columns = {n: getattr(self, n).tolist() for n in names}
         return {"strategy": self.strategy, "exchange": str(self.exchange), **columns}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
-        """Read what `to_json` wrote; UserError if it is not a sharding plan."""
+        """Make the plan from what `to_json` returned; UserError if it is not a sharding plan."""
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
-            # Files of early versions have no exchange, and only the sum of forward and backward.
+            # Files of early versions lack `exchange`, and have only `latency_ns`, the sum of forward
+            # and backward. Use it as the forward time then.
             return cls(**{"forward_ns": both, **values})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankSpans:
-    """One rank's spans in order: the rows of its local tokens, and its attention segments.
+    """The spans of one CP rank, in the order of the rank's rows.
 
-    The queries of a span are the last of its keys, so the causal mask is aligned bottom right:
-    query i of q attends to the keys [0, k - q + i]. In FlashAttention since 2.1 this is
-    `causal=True`, in Transformer Engine attn_mask_type "padding_causal_bottom_right". All arrays
-    are int64; `for_kernel` converts them to the int32 that kernels take.
+    Attention treats each span as one segment. A span has the queries [start, stop) and the keys
+    [0, stop) of its piece, so its queries are the last of its keys and the causal mask is aligned
+    bottom right. With q queries and k keys, query i attends to the keys [0, k - q + i]. FlashAttention
+    (2.1 or later) does this with `causal=True`, Transformer Engine with the attn_mask_type
+    "padding_causal_bottom_right". All arrays are int64; `for_kernel` converts them to int32.
     """
 
-    piece: IntArray  # piece of each span, shape [num_spans]
-    start: IntArray  # first token of each span in its piece, shape [num_spans]
-    stop: IntArray  # token behind the last one of each span, shape [num_spans]
-    piece_offsets: IntArray  # start of each piece in the packed sequence, shape [num_pieces + 1]
+    piece: IntArray  # number of the piece of which each span is a part, shape [num_spans]
+    start: IntArray  # position of each span's first token in its piece, shape [num_spans]
+    stop: IntArray  # position of each span's last token in its piece, plus one; shape [num_spans]
+    # row of each piece's first token in the packed sequence, then the number of all its tokens;
+    # shape [num_pieces + 1]
+    piece_offsets: IntArray
 
     @property
     def num_tokens(self) -> int:
-        """Document tokens of the rank, without padding."""
+        """Number of document tokens on the rank, without padding."""
         return int((self.stop - self.start).sum())
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans as objects, in the order of the rank's rows."""
+        """The spans as `Span` objects, in the order of the rank's rows."""
         columns = zip(self.piece.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
         return tuple(Span(*row) for row in columns)
 
     @property
     def cu_seqlens_q(self) -> IntArray:
-        """Offset of each span in the rank's rows, shape [num_spans + 1]."""
+        """Offsets of the spans' queries in the rank's rows, shape [num_spans + 1]."""
         return offsets_of(self.stop - self.start)
 
     @property
     def cu_seqlens_k(self) -> IntArray:
-        """Offset of each span's keys, the prefix [0, stop) of its piece; shape [num_spans + 1]."""
+        """Offsets of the spans' keys in `key_index`, shape [num_spans + 1]."""
         return offsets_of(self.stop)
 
     @property
     def max_seqlen_q(self) -> int:
-        """Rows of the longest span; 0 without spans."""
+        """Number of queries of the longest span; 0 without spans."""
         return int((self.stop - self.start).max(initial=0))
 
     @property
     def max_seqlen_k(self) -> int:
-        """Keys of the span that has the most; 0 without spans."""
+        """Number of keys of the span that has the most keys; 0 without spans."""
         return int(self.stop.max(initial=0))
 
     @property
     def key_index(self) -> IntArray:
-        """Row in the packed sequence of each span's keys, shape [cu_seqlens_k[-1]].
+        """Rows of the packed sequence that are the spans' keys, shape [cu_seqlens_k[-1]].
 
-        The spans follow each other. Keys that two spans of a piece attend to are listed twice.
+        The keys of the first span come first, then those of the second, and so on. If two spans of
+        a piece attend to the same key, its row is listed for both.
         """
         base = self.piece_offsets[self.piece]
         return ranges(base, base + self.stop)
@@ -276,9 +299,9 @@ class RankSpans:
         """Return the arguments of a variable-length attention kernel for this rank.
 
         Args:
-            key_rows: Row of K and V at which each token of the packed sequence lies, such as
-                `ShardingPlan.gathered_rows` returns for an all-gather. None means that K and V are
-                in packed order.
+            key_rows: For each token of the packed sequence, its row in the tensors K and V. After an
+                all-gather these are `ShardingPlan.gathered_rows`. None means that K and V have the
+                order of the packed sequence.
 
         Raises:
             UserError: There are more keys than int32 offsets can address.
@@ -286,8 +309,8 @@ class RankSpans:
         most = int(self.stop.sum())
         if most > MOST_INT32:
             raise UserError(
-                f"the rank's spans have {most} keys, more than int32 offsets reach ({MOST_INT32}); "
-                f"use more ranks, or shorter micro-batches"
+                f"the rank's spans have {most} keys, but the int32 offsets of attention kernels "
+                f"allow at most {MOST_INT32}; use more CP ranks or shorter micro-batches"
             )
         return KernelSegments(
             cu_seqlens_q=self.cu_seqlens_q.astype(np.int32),
@@ -299,10 +322,13 @@ class RankSpans:
         )
 
     def first_keys(self, sliding: int = 0) -> IntArray:
-        """Return the first key of its piece that each span attends to, shape [num_spans].
+        """Return the position in its piece of the first key that each span attends to.
 
         Args:
-            sliding: Keys of the sliding window; 0 means no window.
+            sliding: Length of the sliding attention window, in keys; 0 means no window.
+
+        Returns:
+            Positions, shape [num_spans].
         """
         return np.maximum(0, self.start - sliding + 1) if sliding else np.zeros_like(self.start)
 
@@ -313,27 +339,27 @@ class RankSpans:
 
     @property
     def token_index(self) -> IntArray:
-        """Row in the packed sequence of each of the rank's tokens, shape [num_tokens]."""
+        """Row of each of the rank's tokens in the packed sequence, shape [num_tokens]."""
         base = self.piece_offsets[self.piece]
         return ranges(base + self.start, base + self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelSegments:
-    """Arguments of one rank's variable-length attention kernel, causal and aligned bottom right.
+    """Arguments of the variable-length attention kernel for one CP rank.
 
-    With tensors: `flash_attn_varlen_func(q, k[key_index], v[key_index], cu_seqlens_q, cu_seqlens_k,
-    max_seqlen_q, max_seqlen_k, causal=True)`. A rank without spans calls no kernel, but joins every
-    collective.
+    Call `flash_attn_varlen_func(q, k[key_index], v[key_index], cu_seqlens_q, cu_seqlens_k,
+    max_seqlen_q, max_seqlen_k, causal=True)` with these fields. The causal mask is aligned bottom
+    right. A rank without spans calls no kernel, but takes part in every collective.
     """
 
-    cu_seqlens_q: Int32Array  # shape [num_spans + 1]
-    cu_seqlens_k: Int32Array  # shape [num_spans + 1]
-    max_seqlen_q: int  # queries of the longest span, 0 without spans
-    max_seqlen_k: int  # keys of the span with the most, 0 without spans
-    key_index: IntArray  # rows of K and V that are the call's keys, shape [cu_seqlens_k[-1]]
-    # row in the packed sequence of each query, shape [cu_seqlens_q[-1]]. Queries are the rank's
-    # first rows; the rows behind them are padding.
+    cu_seqlens_q: Int32Array  # offsets of the spans' queries, shape [num_spans + 1]
+    cu_seqlens_k: Int32Array  # offsets of the spans' keys in `key_index`, shape [num_spans + 1]
+    max_seqlen_q: int  # number of queries of the longest span; 0 without spans
+    max_seqlen_k: int  # number of keys of the span that has the most keys; 0 without spans
+    key_index: IntArray  # rows to select from K and V, shape [cu_seqlens_k[-1]]
+    # row of each query in the packed sequence, shape [cu_seqlens_q[-1]]. On the rank, the queries
+    # are the first rows of Q, and padding follows.
     query_index: IntArray
 
 
@@ -342,6 +368,6 @@ def ranges(start: IntArray, stop: IntArray) -> IntArray:
     sizes = stop - start
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if ends.size else 0
-    # One arange over all ranges, shifted to the start of each.
+    # Make one arange over all ranges, then add to each range the difference to its start.
     out = np.arange(total, dtype=np.int64)
     return out + np.repeat(start - (ends - sizes), sizes)

@@ -17,22 +17,23 @@ from wlb.plan.sharding import ShardingPlan, local_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannerState(PlainRecord):
-    """Everything that a planner needs to continue after a step; immutable, saved as JSON."""
+    """Everything that a planner needs to resume after a step. Checkpoints store it as JSON."""
 
-    carry: Carry  # the packer's state
-    baseline: Carry  # state of the usual loader's packer, whose steps are planned for comparison
-    corpus: dict[str, Any]  # read position of the data source, in a form that only the source knows
-    ready: tuple[PackingPlan, ...] = ()  # plans that the packer already made for later steps
-    # metrics of baseline steps that no training step has reported yet
+    carry: Carry  # state of the packer: the documents that wait
+    # state of a second packer, the usual loader, whose steps are planned only for comparison
+    baseline: Carry
+    corpus: dict[str, Any]  # read position of the data source, which only the source interprets
+    ready: tuple[PackingPlan, ...] = ()  # packing plans that were already made for later steps
+    # metrics of steps of the usual loader that were planned but not yet attached to a training step
     baseline_made: tuple[StepMetrics, ...] = ()
-    num_batches: int = 0  # global batches that the source has returned
-    exhausted: bool = False  # the source has ended, and no document waits
+    num_batches: int = 0  # global batches that were read from the source so far
+    exhausted: bool = False  # whether the source has ended and no document waits
     num_tokens: int = 0  # document tokens of all steps so far
 
     def __eq__(self, other: object) -> bool:
         """Return whether a planner would continue identically from both states.
 
-        Their JSON forms are compared, so a state equals its copy that was read back from a file.
+        Compares the JSON forms, so that a state equals a copy of it that was read from a file.
         """
         if not isinstance(other, PlannerState):
             return NotImplemented
@@ -43,19 +44,19 @@ class PlannerState(PlainRecord):
 
     @property
     def next_step(self) -> int:
-        """The step that `Planner.next` plans from here."""
+        """Number of the step that `Planner.next` returns first when it starts from this state."""
         return self.ready[0].step if self.ready else self.carry.next_step
 
     def reopened(self) -> "PlannerState":
-        """Return the state to resume from, in which ended data may continue.
+        """Return this state with `exhausted` cleared, for a run that resumes from it.
 
-        The source is read once more, because the resumed run may have more epochs.
+        The planner then asks the source for data once more: the resumed run may have more epochs.
         """
         return replace(self, exhausted=False)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
-        """Read what `to_json` wrote; UserError if it is not a planner state."""
+        """Make the state from what `to_json` returned; UserError if it is not a planner state."""
         what = "this is not a planner state that `to_json` wrote"
         check_schema(data, _STATE, what, remedy="give the whole value")
         _refuse_learned(data)
@@ -81,63 +82,69 @@ _STATE: Schema = {
     "num_batches": COUNT,
     "exhausted": bool,
     "num_tokens": COUNT,
-    # Written by versions that learned prices while they trained.
+    # Earlier versions could adjust prices while they trained, and stored them here.
     "prices?": ({"base": str, "changes": [{"step": COUNT, "prices": dict}]}, None),
 }
 
 
 def _refuse_learned(data: dict[str, Any]) -> None:
-    """Refuse the state of an earlier version whose run had learned prices (`cost.online`).
+    """Raise a UserError if a planner state contains prices that the run adjusted (`cost.online`).
 
-    The next steps were to be planned with those prices. This version does not know them and would
-    plan differently without notice.
+    Earlier versions could adjust prices to measured times during training. This version cannot
+    apply such prices, and without them it would plan the next steps differently.
     """
     prices = data.get("prices")
     if prices is None or not prices["changes"]:
         return
     step = prices["changes"][0]["step"]
     raise UserError(
-        f"this planner state has prices for steps from {step + 1} on that its run learned from its "
-        f"own times, over those of {prices['base']!r}, and cost.online, which learned them, was "
-        f"removed; resume from a checkpoint saved before prices changed, or use the version of "
-        f"wlb that wrote this one, or start a new run from its weights (checkpoint.init_from)"
+        f"this checkpoint was written with cost.online, which adjusted the prices of "
+        f"{prices['base']!r} to measured times from step {step + 1} on; cost.online was removed, so "
+        f"wlb cannot resume from this checkpoint. Resume from a checkpoint of an earlier step, use "
+        f"the version of wlb that wrote this checkpoint, or start a new run from its weights "
+        f"(checkpoint.init_from)"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProgress:
-    """Progress of a run after a step."""
+    """How far a run has come once a step is executed."""
 
-    next_step: int  # step that comes next
+    next_step: int  # number of the step that follows
     num_tokens: int  # document tokens of all steps so far
-    # planner state for a checkpoint. None on ranks that write no checkpoint, because it has every
-    # waiting document.
+    # planner state that a checkpoint stores. Ranks that write no checkpoint have None, because the
+    # state lists every waiting document and can be large.
     state: PlannerState | None
 
     @classmethod
     def of(cls, state: PlannerState) -> "PlanProgress":
-        """Return a record that includes the whole state."""
+        """Return the progress that a planner state describes, with the state itself."""
         return cls(next_step=state.next_step, num_tokens=state.num_tokens, state=state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One training step over all pipelines."""
+    """The plan of one training step: its micro-batches, and which pipeline executes which."""
 
-    packing: PackingPlan  # the step's micro-batches
-    pipelines: IntArray  # micro-batches of each pipeline in execution order, shape [dp, N / dp]
-    cp: int  # ranks that share a micro-batch
-    row_multiple: int  # the rows of every rank are a multiple of this
-    # the usual loader on the same documents: its steps for the global batches since our last step
-    # (usually one), merged into one record. None if it is not computed.
+    packing: PackingPlan  # the pieces of each micro-batch
+    # numbers of the micro-batches of each pipeline, in execution order; shape [dp, N / dp]
+    pipelines: IntArray
+    cp: int  # context-parallel ranks that share each micro-batch
+    row_multiple: int  # every rank pads its rows to a multiple of this
+    # metrics that the usual loader would have on the same global batches: those read since the
+    # previous step (usually one). Several of its steps are merged into one record. None if there
+    # are none, or if the comparison is off.
     baseline: StepMetrics | None
-    progress: PlanProgress  # progress once this step has been executed
+    progress: PlanProgress  # how far the run has come once this step is executed
 
     @property
     def state(self) -> PlannerState:
         """Planner state that a checkpoint stores once this step has been executed."""
         if self.progress.state is None:
-            raise ValueError(f"the plan of step {self.step} was sent here without planner state")
+            raise ValueError(
+                f"the plan of step {self.step} has no planner state, because `without_state` "
+                f"removed it for a rank that writes no checkpoint"
+            )
         return self.progress.state
 
     def without_state(self) -> "StepPlan":
@@ -151,27 +158,34 @@ class StepPlan:
 
     @property
     def num_targets(self) -> int:
-        """Labels of the step; the summed loss is divided by it."""
+        """Number of labels in the step, by which the sum of the tokens' losses is divided."""
         return self.packing.num_targets
 
     @property
     def predicted(self) -> StepMetrics:
-        """The step's metrics, as far as they follow from packing."""
+        """Predicted metrics of the step, as far as they follow from packing without sharding."""
         rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
         padded = sum(map(rows_of, self.packing.rows.tolist())) * self.cp
         return predict(self.packing, num_padding_tokens=padded - self.packing.num_tokens)
 
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
-        """Return the rows per CP rank of each micro-batch of a pipeline, in execution order."""
+        """Return the number of rows that each CP rank has in each micro-batch of a pipeline.
+
+        Args:
+            pipeline: Number of the pipeline, from 0.
+
+        Returns:
+            One number for each micro-batch in execution order, padding included.
+        """
         rows = self.packing.rows[self.pipelines[pipeline]]
         return tuple(local_tokens(int(n), cp=self.cp, row_multiple=self.row_multiple) for n in rows)
 
     def digest(self) -> int:
-        """Return a 60-bit hash of the plan, by which hosts notice that their plans differ."""
+        """Return a 60-bit hash of the plan. Ranks compare it to detect that their plans differ."""
         return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`; `from_json` reads them back."""
+        """Return a dictionary that `json.dumps` can write and `from_json` can read."""
         return {
             "packing": self.packing.to_json(),
             "pipelines": self.pipelines.tolist(),
@@ -183,7 +197,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
-        """Read what `to_json` wrote; UserError if it is not a step plan."""
+        """Make the plan from what `to_json` returned; UserError if it is not a step plan."""
         with parsing("step plan"):
             baseline = data["baseline"]
             return cls(
@@ -198,17 +212,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelinePlan:
-    """One pipeline's micro-batches in execution order, with their spans."""
+    """What one pipeline executes in a step: its micro-batches, sharded over CP ranks."""
 
     step: int  # number of the step, from 0
     pipeline: int  # number of the pipeline, from 0
     micro_batches: tuple[MicroBatch, ...]  # in execution order
-    shardings: tuple[ShardingPlan, ...]  # spans of each micro-batch, in the same order
-    local_tokens: tuple[int, ...]  # rows of each micro-batch on every CP rank, padding included
-    # rows of the whole step's segments, over all pipelines, without the rows that pad ranks to
-    # equal sizes
+    shardings: tuple[ShardingPlan, ...]  # how each of `micro_batches` is divided over CP ranks
+    # rows that each CP rank has in each of `micro_batches`, padding included
+    local_tokens: tuple[int, ...]
+    # rows of all attention segments of the step, summed over all pipelines. Rows that only pad
+    # ranks to equal sizes are not counted.
     step_rows: int
 
     def digest(self) -> int:
-        """Return a 60-bit hash of the pipeline's spans, by which hosts notice that they differ."""
+        """Return a 60-bit hash of the plan. Ranks compare it to detect that their plans differ."""
         return digest(self.step, self.pipeline, *(s.digest() for s in self.shardings))

@@ -1,15 +1,16 @@
 """Which linear-attention states CP ranks send each other for documents that lie on several ranks.
 
-A linear-attention or recurrent layer needs, at the first token of a span, the state of all tokens
-before it. Each rank computes its spans from a zero state. The summary of a span then says how the
-span changes any state, and which state it ends with from zero:
+A linear-attention or recurrent layer needs, at the first token of a span, the state after all
+earlier tokens of the document. Each rank first computes its spans from a zero state. The result is a
+summary of each span: its final state when it starts from zero, and the linear map that it applies to
+any other initial state. A rank with a later span of the document receives the summaries of the
+earlier spans and applies them in order to a zero state:
 
-    rank 0, span A: summary of A --+--> rank 1, span B: state before B = A from zero
-                                   +--> rank 2, span C: state before C = A, then B, from zero
+    rank 0, span A: summary of A --+--> rank 1, span B: initial state = A(0)
+                                   +--> rank 2, span C: initial state = B(A(0))
     rank 1, span B: summary of B --+
 
-A rank with later spans of the document composes the summaries before them, in order. A document on
-one rank needs no exchange.
+A document that lies on one rank needs no exchange.
 """
 
 from typing import NamedTuple
@@ -21,11 +22,14 @@ from wlb.plan.sharding import ShardingPlan, ranges
 
 
 def runs_of_spans(plan: ShardingPlan) -> tuple[IntArray, IntArray, IntArray]:
-    """Join neighbouring spans of a piece on one rank into runs.
+    """Join spans of a piece that are consecutive and on the same rank into runs.
+
+    Args:
+        plan: How the micro-batch is divided over CP ranks.
 
     Returns:
-        Piece of each run, its number within the piece (from 0, in order of tokens), and its rank;
-        shape [num_runs] each, sorted by piece and number.
+        For each run the number of its piece, its number within the piece (from 0, in order of
+        tokens), and its rank. The arrays have shape [num_runs], sorted by piece and number.
     """
     rank = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
     used = plan.stop > plan.start
@@ -39,23 +43,27 @@ def runs_of_spans(plan: ShardingPlan) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def summaries_made(plan: ShardingPlan) -> IntArray:
-    """Return how many summaries each rank makes: one for each run with a later one; shape [cp]."""
+    """Return how many summaries each rank makes, shape [cp].
+
+    A rank makes one summary for each run of spans (`runs_of_spans`) that is not the last run of its
+    piece.
+    """
     piece, _, rank = runs_of_spans(plan)
-    goes_on = np.append(piece[1:] == piece[:-1], np.zeros(min(1, piece.size), bool))
-    return np.bincount(rank[goes_on], minlength=plan.cp).astype(np.int64)
+    has_later = np.append(piece[1:] == piece[:-1], np.zeros(min(1, piece.size), bool))
+    return np.bincount(rank[has_later], minlength=plan.cp).astype(np.int64)
 
 
 def summaries_moved(plan: ShardingPlan) -> IntArray:
-    """Return the summaries that rank i receives from rank j, shape [cp, cp]; the diagonal is zero.
+    """Return how many summaries rank i receives from rank j, as an array [i, j] of shape [cp, cp].
 
-    A rank receives the summaries of all runs of a document before its last run in it, except those
-    that it made itself.
+    If a rank has spans of a document, it receives the summaries of all runs (`runs_of_spans`) of the
+    document before its own last run, except those that it made itself. The diagonal is zero.
     """
     piece, place, rank = runs_of_spans(plan)
     moved = np.zeros((plan.cp, plan.cp), np.int64)
     if not piece.size:
         return moved
-    # The number of each rank's last run in each piece; -1 if it has none.
+    # For each piece and rank, the number of the rank's last run in the piece; -1 if it has none.
     last = np.full((int(piece.max()) + 1, plan.cp), -1, np.int64)
     np.maximum.at(last, (piece, rank), place)
     needs = last[piece] > place[:, None]  # [num_runs, cp]: whether a rank reads a run's summary
@@ -65,39 +73,43 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
 
 
 class RowsOf(NamedTuple):
-    """The rows that one rank reads of itself and of others in an all-to-all, and for which span.
+    """One rank's part of an all-to-all of rows, and which rows each of its spans reads.
 
-    Spans index a pool of rows: first the rank's local rows that any rank reads, then the received
-    rows, in the order of the sending ranks.
+    After the all-to-all, the rank concatenates its local rows `kept` and the received rows, in the
+    order of the sending ranks. `found` indexes this concatenation.
     """
 
-    kept: IntArray  # local rows that any rank reads, in order; shape [N]
-    sent: IntArray  # places in `kept` of the rows to send, by receiving rank; shape [M]
-    splits: IntArray  # rows to send to each rank, shape [cp]
-    received: IntArray  # rows to receive from each rank, shape [cp]
-    # for each span, places in the pool of the rows that it reads; unused places are -1; shape [S,
-    # columns]
+    kept: IntArray  # local rows that this rank or another one reads, ascending; shape [N]
+    # indices into `kept` of the rows to send, sorted by receiving rank; shape [M]
+    sent: IntArray
+    splits: IntArray  # number of rows to send to each rank, shape [cp]
+    received: IntArray  # number of rows to receive from each rank, shape [cp]
+    # for each of the rank's S spans, indices of the rows that it reads, shape [S, columns]. Columns
+    # that a span does not need are -1.
     found: IntArray
 
 
 class RankSummaries(NamedTuple):
-    """One rank's part of the exchanges that linear-attention layers need in a micro-batch.
+    """What one rank sends and receives for the linear-attention layers in a micro-batch.
 
-    Spans that are neighbours both in the rank's rows and in their document are one span here.
+    Spans that are consecutive in the rank's rows and also in their document count as one span here.
     """
 
-    lengths: IntArray  # tokens of each span, shape [S]
-    latest: RowsOf  # rows of the latest tokens before each span, the oldest first
-    before: RowsOf  # summaries of all spans of the document before each span, in order
+    lengths: IntArray  # tokens of each span of the rank, shape [S]
+    # exchange of the last few tokens before each span, which the layer's short convolution reads;
+    # the earliest token is first
+    latest: RowsOf
+    # exchange of the summaries of all earlier spans of each span's document, in order of tokens
+    before: RowsOf
 
 
 def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummaries:
-    """Return what a rank sends and receives for linear-attention layers.
+    """Return what a rank sends and receives for the linear-attention layers in a micro-batch.
 
     Args:
-        plan: Spans of the micro-batch on all ranks.
-        rank: The rank.
-        latest: Tokens before a span that the layer's short convolution reads.
+        plan: How the micro-batch is divided over CP ranks.
+        rank: Number of the CP rank.
+        latest: How many tokens before a span the layer's short convolution reads.
     """
     # 1. List all spans by rank and row, and join those that are neighbours in their document.
     of_rank = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
@@ -131,7 +143,8 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
     read = ranges(first, np.arange(piece.size))
     before = readers.rows(reader, place[read], of_rank[read], number[read])
 
-    # 4. Each span also reads the latest tokens before its first one. They may lie in several spans.
+    # 4. Each span also reads the `latest` tokens before its first token, which may lie in several
+    # spans.
     token = start[:, None] - np.arange(latest, 0, -1)
     reader, slot = np.nonzero(token >= 0)
     token = token[reader, slot]
@@ -143,12 +156,12 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
 
 
 class _Readers(NamedTuple):
-    """Spans of all ranks, which read rows of each other."""
+    """The spans of all CP ranks, from which `rows` makes one rank's part of an all-to-all."""
 
-    cp: int
-    rank: int  # rank for which `RowsOf` is made
-    of_rank: IntArray  # rank of each span
-    number: IntArray  # number of each span on its rank
+    cp: int  # number of CP ranks
+    rank: int  # the CP rank whose part is made
+    of_rank: IntArray  # rank of each span, shape [num_spans]
+    number: IntArray  # number of each span among the spans of its rank, shape [num_spans]
 
     def rows(
         self,
@@ -159,20 +172,21 @@ class _Readers(NamedTuple):
         *,
         width: int | None = None,
     ) -> RowsOf:
-        """Return one rank's part of an exchange in which spans read rows.
+        """Return the rank's part of an all-to-all, given which span reads which row.
 
-        All arguments except `width` have one entry for each access of a span to a row.
+        Entry i of the four arrays means that span `reader[i]` reads row `row[i]` of rank
+        `holder[i]`.
 
         Args:
-            reader: Span that reads.
-            slot: Column of `RowsOf.found` in which the span looks for the row.
+            reader: Number of the span that reads.
+            slot: Column of `RowsOf.found` that tells the span where the row is.
             holder: Rank that has the row.
             row: Number of the row on that rank.
-            width: Columns of `RowsOf.found`; None means as many as the rank's spans use.
+            width: Number of columns of `RowsOf.found`. None means as few as the rank's spans need.
         """
         reading = self.of_rank[reader]
         travels = reading != holder
-        # A row is sent to a rank once, however many of its spans read it.
+        # Send a row to a rank only once, even if several of the rank's spans read the row.
         most = int(row.max(initial=0)) + 1
         key = (reading * self.cp + holder) * most + row
         moved = np.unique(key[travels])

@@ -1,4 +1,4 @@
-"""Sums over the steps of a run, for the summary at the end of training and for `wlb report`."""
+"""Totals over the steps of a run, for the summary at the end of training and for `wlb report`."""
 
 from collections import Counter
 from copy import deepcopy
@@ -13,11 +13,11 @@ from wlb.plan.telemetry import Moments, Spread, Telemetry, Work
 
 
 class BalanceGain(NamedTuple):
-    """Predicted gain of balanced packing over the usual loader on the same documents.
+    """Predicted imbalance with the run's packing and with the usual loader, on the same documents.
 
-    Imbalance is taken of forward and backward together: the sum of the slowest micro-batches of all
-    steps over the sum of the mean ones. `wlb plan`, `tune`, `simulate`, `train` and `report` all
-    show these two figures.
+    Imbalance is the time of the slowest micro-batch of each step, summed over steps, divided by the
+    mean time of a micro-batch, also summed over steps. Times are forward and backward together.
+    `wlb plan`, `tune`, `simulate`, `train` and `report` all show these figures.
     """
 
     usual: float  # imbalance with the usual loader
@@ -25,11 +25,11 @@ class BalanceGain(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Share of the slowest micro-batches' time that is saved; negative if it grows."""
+        """Fraction by which the slowest micro-batches take less time; negative if they take more."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
-        """Return both figures and the saved share."""
+        """Return the fields and `saved` by name."""
         return {**self._asdict(), "saved": self.saved}
 
     def __str__(self) -> str:
@@ -42,16 +42,16 @@ class BalanceGain(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """Sums of predicted metrics over the steps of one packing: ours or the usual loader's."""
+    """Predicted metrics summed over steps, for the run's packing or for the usual loader."""
 
-    ratios: float = 0.0  # sum of the steps' imbalance
-    slowest_ns: float = 0.0  # sum of the slowest micro-batches' times
-    mean_ns: float = 0.0  # sum of the mean micro-batches' times
-    tokens: int = 0
-    steps: int = 0
+    ratios: float = 0.0  # imbalance of each step, summed
+    slowest_ns: float = 0.0  # predicted time of the slowest micro-batch of each step, summed
+    mean_ns: float = 0.0  # mean predicted time of a micro-batch of each step, summed
+    tokens: int = 0  # document tokens
+    steps: int = 0  # number of steps
 
     def add(self, metrics: StepMetrics) -> None:
-        """Add a step, or the several steps that `merge` made into one record."""
+        """Add the metrics of a step, or of several steps that were merged into one record."""
         degrees = degrees_of(metrics)
         self.ratios += sum(degrees)
         self.slowest_ns += metrics.max_workload_ns
@@ -61,39 +61,40 @@ class Share:
 
     @property
     def mean_imbalance(self) -> float:
-        """Mean of the steps' imbalance (Section 7.4)."""
+        """Mean over steps of the imbalance (Section 7.4); every step counts equally."""
         return self.ratios / self.steps if self.steps else 1.0
 
     @property
     def weighted_imbalance(self) -> float:
-        """Sum of the slowest micro-batches over sum of the mean ones; slow steps count more."""
+        """Mean over steps of the imbalance, in which each step is weighted by its time."""
         return self.slowest_ns / self.mean_ns if self.mean_ns else 1.0
 
 
 @dataclass(slots=True)
 class MeasuredShare:
-    """Sums over telemetry records, each weighted by its number of steps."""
+    """Measured times (`Telemetry`) summed over the steps of a run."""
 
     steps: int = 0  # number of steps
-    degrees: float = 0.0  # sum of measured imbalance
+    degrees: float = 0.0  # measured imbalance, summed over steps
+    # forward time of the slowest and of the mean micro-batch, measured and predicted
     slowest_ns: float = 0.0
     mean_ns: float = 0.0
     predicted_slowest_ns: float = 0.0
     predicted_mean_ns: float = 0.0
-    loading_s: float = 0.0
-    planning_s: float = 0.0
-    records_s: float = 0.0
-    step_s: float = 0.0
-    work: Work = field(default_factory=Work)
-    # statistics of each of `TERMS`
+    loading_s: float = 0.0  # time that the mean rank waits for inputs
+    planning_s: float = 0.0  # time that the mean rank waits for plans
+    records_s: float = 0.0  # time that the mean rank spends on timestamps and records
+    step_s: float = 0.0  # wall time of the steps
+    work: Work = field(default_factory=Work)  # model FLOPs
+    # for each name in `wlb.plan.telemetry.TERMS`, statistics of predicted and measured times
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
-    # by name (compute, bubble): sums of the mean rank's and of the slowest rank's seconds
+    # for "compute" and "bubble": seconds of the mean rank, and seconds of the slowest rank
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    # by name: how many steps each rank was the slowest
+    # for "compute" and "bubble": in how many steps each rank was the slowest
     slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
 
     def add(self, record: Telemetry) -> None:
-        """Add the record of one or more steps."""
+        """Add a telemetry record, which covers one or more steps."""
         num = record.num_steps
         self.steps += num
         self.degrees += record.imbalance * num
@@ -115,9 +116,14 @@ class MeasuredShare:
             self.slowest_ranks.setdefault(name, Counter())[spread.max_rank] += num
 
     def spread(self, name: str) -> tuple[float, float, int]:
-        """Return the mean and the slowest rank's seconds a step, and the slowest rank's number.
+        """Return how long the mean rank and the slowest rank take in a step on average.
 
-        The slowest rank may change between steps; the one that was slowest in most steps is named.
+        Args:
+            name: "compute" (time in passes) or "bubble" (the rest of the step).
+
+        Returns:
+            Seconds of the mean rank, seconds of the slowest rank, and the number of the rank that
+            was the slowest in most steps.
         """
         mean, largest = self.spreads[name]
         rank = self.slowest_ranks[name].most_common(1)[0][0]
@@ -125,23 +131,24 @@ class MeasuredShare:
 
 
 class NamedStraggler(NamedTuple):
-    """A straggler and the tables of ranks that named it."""
+    """A slow rank, and the tables of all ranks' times (`RankTable`) that list it as slow."""
 
     worst: Straggler  # the rank's entry in the table in which it was slowest
-    num_tables: int  # tables that named it
-    first: int  # `steps_done` of the first of these tables
-    last: int  # `steps_done` of the last of these tables
+    num_tables: int  # number of tables that list the rank as slow
+    first: int  # steps that the run had executed at the first of these tables
+    last: int  # steps that the run had executed at the last of these tables
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Ranks that tables of ranks named as slow."""
+    """The slow ranks of a run, collected from its tables of all ranks' times (`RankTable`)."""
 
-    num_tables: int = 0  # all tables that were added
+    num_tables: int = 0  # number of all tables, with or without slow ranks
+    # the slow ranks, by rank number
     by_rank: dict[int, NamedStraggler] = field(default_factory=dict[int, NamedStraggler])
 
     def add(self, table: RankTable) -> None:
-        """Add the stragglers of a table."""
+        """Add the ranks that a table lists as slow."""
         self.num_tables += 1
         for now in table.stragglers:
             at = table.steps_done
@@ -151,20 +158,26 @@ class Stragglers:
 
     @property
     def worst_first(self) -> list[NamedStraggler]:
-        """Named ranks, the slowest first."""
+        """The slow ranks, in order from the slowest to the least slow."""
         return sorted(self.by_rank.values(), key=lambda named: -named.worst.over)
 
 
 @dataclass(slots=True)
 class Saves:
-    """Checkpoints of a run, by the number of executed steps."""
+    """The checkpoints of a run. Each is identified by the number of steps executed before it."""
 
-    # seconds for which training waited for each save
+    # seconds for which training waited while each checkpoint was saved
     stall_s: dict[int, float] = field(default_factory=dict[int, float])
-    failed: set[int] = field(default_factory=set[int])  # saves that could not be written
+    failed: set[int] = field(default_factory=set[int])  # checkpoints that could not be written
 
     def add(self, step: int, stall_s: float, error: str) -> None:
-        """Record the end of a save; the same save may be recorded twice."""
+        """Record that a save has ended. A repeated save replaces the record of the first one.
+
+        Args:
+            step: Number of steps executed before the checkpoint.
+            stall_s: Seconds for which training waited.
+            error: Message of the error that prevented the save; "" if it succeeded.
+        """
         self.stall_s[step] = stall_s
         if error:
             self.failed.add(step)
@@ -174,38 +187,38 @@ class Saves:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the steps of a run, from which the summary is written."""
+    """Totals over the steps of a run, from which the summary at its end is written."""
 
     ours: Share = field(default_factory=Share)  # predicted metrics of the run's packing
     plain: Share = field(default_factory=Share)  # predicted metrics of the usual loader
-    # mean loss of each step, in order; steps without an update have none
+    # mean loss of each step that updated the weights, in order
     losses: list[float] = field(default_factory=list[float])
     step_tokens: list[int] = field(default_factory=list[int])  # tokens of each step, in order
-    # (executed steps, held-out loss) of each evaluation
+    # for each evaluation: how many steps had been executed, and the held-out loss
     heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    # number of micro-batches by sharding strategy
+    # for each sharding strategy: number of micro-batches that it divided
     shardings: dict[str, int] = field(default_factory=dict[str, int])
-    key_rows: KeyRows = KeyRows()  # rows that CP ranks exchanged
+    key_rows: KeyRows = KeyRows()  # rows of keys that CP ranks sent each other
     # `MeasuredStep.expert_load` of each step, in order
     expert_loads: list[float] = field(default_factory=list[float])
-    # load of experts by layer and EP rank
+    # load of experts for each layer and EP rank
     experts: ExpertLoads = field(default_factory=ExpertLoads)
-    token_delays: float = 0.0  # sum of the delays of all tokens, in steps
-    max_delay: int = 0  # longest delay of a piece, in steps
-    overdue: int = 0  # pieces trained later than packing.max_delay
-    padding: int = 0  # padding tokens
-    held: int = 0  # tokens that wait after the last step
-    train_time_s: float = 0.0
-    # measured times after the warm-up
+    token_delays: float = 0.0  # delay of each token in steps, summed over tokens
+    max_delay: int = 0  # longest delay of a token, in steps
+    overdue: int = 0  # pieces trained more than packing.max_delay steps after they were read
+    padding: int = 0  # tokens of padding
+    held: int = 0  # tokens of documents that still wait after the last step
+    train_time_s: float = 0.0  # wall time of all steps
+    # measured times, without the first steps, which warm up
     telemetry: MeasuredShare = field(default_factory=MeasuredShare)
     stragglers: Stragglers = field(default_factory=Stragglers)  # slow ranks
     saves: Saves = field(default_factory=Saves)  # checkpoints
-    # number of steps with a loss or gradient that was not finite, by the action taken
+    # number of steps whose loss or gradient was not finite, by what the run did about it
     refused: Counter[str] = field(default_factory=Counter[str])
-    skipped_tokens: int = 0  # tokens of such steps that were skipped
-    # further lines of the summary, which hooks set by name
+    skipped_tokens: int = 0  # tokens of steps that were skipped for this reason
+    # further lines of the summary, which hooks add: name and text
     rows: dict[str, str] = field(default_factory=dict[str, str])
-    stopped: str = ""  # who or what ended the run early and at which step, in words
+    stopped: str = ""  # why the run ended early and at which step, as text; "" if it did not
 
     def add(
         self, measured: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
@@ -213,9 +226,9 @@ class Tally:
         """Add an executed step.
 
         Args:
-            measured: Its measurements.
-            predicted: Its predicted metrics.
-            plain: Predicted metrics of the usual loader for the same documents, if they are due.
+            measured: Measurements of the step.
+            predicted: Predicted metrics of the step.
+            plain: `StepPlan.baseline`: predicted metrics of the usual loader, or None.
         """
         self.ours.add(predicted)
         if plain is not None:
@@ -239,28 +252,32 @@ class Tally:
 
     @property
     def mean_delay(self) -> float:
-        """Mean delay over tokens, in steps."""
+        """How many steps later than it was read a token is trained, mean over tokens."""
         return self.token_delays / self.ours.tokens if self.ours.tokens else 0.0
 
     @property
     def balance(self) -> BalanceGain:
-        """Predicted gain of the run's packing over the usual loader.
+        """Predicted imbalance with the run's packing and with the usual loader.
 
-        It compares imbalance and not times per token: the usual loader cuts documents, and
-        therefore computes less attention.
+        Times per token would not be a fair comparison: the usual loader cuts documents and therefore
+        computes less attention.
         """
         return BalanceGain(self.plain.weighted_imbalance, self.ours.weighted_imbalance)
 
     @property
     def padding_share(self) -> float:
-        """Padding tokens over document tokens."""
+        """Number of padding tokens divided by the number of document tokens."""
         return self.padding / max(1, self.ours.tokens)
 
     def rolled_back(self, until: "Tally") -> "Tally":
-        """Return a copy of an earlier tally, except for counters that are not tied to steps.
+        """Return the tally of a run that goes back to an earlier step and repeats the steps since.
 
-        Saves, refused steps and rows of hooks keep their present values: repeating steps does not
-        undo them.
+        Args:
+            until: Tally at the earlier step.
+
+        Returns:
+            A copy of `until` with the present `saves`, `refused` and `rows`, because these events
+            have happened even if their steps are repeated.
         """
         kept = ("saves", "refused", "rows")
         return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})

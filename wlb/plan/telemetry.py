@@ -9,34 +9,36 @@ from typing import Any
 from wlb.plan.schema import ANYTHING, OTHERS, Schema, schema_of
 
 TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
-"""Times that are compared with predictions. `linear` is the paper's W_l (Eq. 2): everything in
-decoder layers except attention kernels. Embedding, head and loss are not part of it and are
-recorded separately."""
+"""Names of the times that are both measured and predicted. `linear` is the paper's W_l (Eq. 2):
+everything in decoder layers except attention kernels. Embedding, head and loss are not part of it
+and are recorded separately."""
 
 _ROUNDING = 1e-12
-"""Variances below this multiple of the squared mean are rounding errors."""
+"""A variance below this multiple of the squared mean counts as 0: it is a rounding error."""
 _LEAST_VARIATION = 0.1
-"""Smallest ratio of the predictions' standard deviation to their mean that allows to fit a line."""
+"""`Moments.line` fits no line if the standard deviation of the predictions is below this fraction of
+their mean, because nearly equal predictions do not determine a slope."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums of one term's predicted and measured times in seconds, from which statistics follow.
+    """Sums over samples of predicted and measured times, from which statistics are computed.
 
-    Each summand is one cell: a micro-batch in a stage on a rank. Moments of disjoint cells add up.
+    A sample is the time of one micro-batch in one pipeline stage on one rank, for one of `TERMS`.
+    Times are in seconds. Adding two `Moments` unites their samples.
     """
 
-    num_cells: int = 0
-    predicted_s: float = 0.0
-    measured_s: float = 0.0
+    num_cells: int = 0  # number of samples
+    predicted_s: float = 0.0  # sum of predicted times
+    measured_s: float = 0.0  # sum of measured times
     predicted_squares: float = 0.0  # sum of squared predicted times
     measured_squares: float = 0.0  # sum of squared measured times
-    products: float = 0.0  # sum of predicted x measured times
+    products: float = 0.0  # sum of (predicted time x measured time)
     errors: float = 0.0  # sum of |measured - predicted| / measured
 
     @classmethod
     def of(cls, predicted_s: float, measured_s: float) -> "Moments":
-        """Return the moments of one cell, whose measured time is above 0."""
+        """Return the moments of one sample; `measured_s` must be above 0."""
         return cls(
             num_cells=1,
             predicted_s=predicted_s,
@@ -53,17 +55,17 @@ class Moments:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted time of all cells; None if nothing was predicted."""
+        """Sum of measured times over sum of predicted times; None if nothing was predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s else None
 
     @property
     def mape(self) -> float | None:
-        """Mean of |measured - predicted| / measured over cells; None without cells."""
+        """Mean over samples of |measured - predicted| / measured; None without samples."""
         return self.errors / self.num_cells if self.num_cells else None
 
     @property
     def _spread(self) -> tuple[float, float, float, float, float]:
-        """Means of predicted and measured time, their variances, and their covariance."""
+        """Mean predicted time, mean measured time, variance of each, and their covariance."""
         n = self.num_cells
         x, y = self.predicted_s / n, self.measured_s / n
         variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y
@@ -71,10 +73,10 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """Least-squares line of measured over predicted time: (slope, intercept in seconds).
+        """Least-squares fit measured = slope x predicted + intercept: (slope, intercept in seconds).
 
-        None if predictions vary too little to fit a line, or if the line is no possible correction
-        of prices (slope not above 0, or intercept below 0).
+        None if the predictions vary too little to fit a line, or if the line cannot correct prices
+        because its slope is not above 0 or its intercept is below 0.
         """
         if self.num_cells < 2:
             return None
@@ -87,11 +89,11 @@ class Moments:
 
     @property
     def correlation(self) -> float | None:
-        """Pearson's correlation over cells; None if predicted or measured times do not vary."""
+        """Pearson correlation of predicted and measured times; None if either does not vary."""
         if self.num_cells < 2:
             return None
         x, y, variance_x, variance_y, covariance = self._spread
-        # Differences of sums this small are rounding errors.
+        # Treat variances this small as 0: they are rounding errors.
         if variance_x <= _ROUNDING * x * x or variance_y <= _ROUNDING * y * y:
             return None
         return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))
@@ -99,25 +101,25 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A time over all ranks, averaged over steps."""
+    """Mean and largest of a time that was measured on every rank, averaged over steps."""
 
-    mean_s: float  # mean rank
-    max_s: float  # rank with the largest time
-    max_rank: int  # number of this rank, the lowest if several have it
+    mean_s: float  # mean over ranks
+    max_s: float  # time of the rank that has the largest
+    max_rank: int  # number of this rank; the lowest number if several ranks have the largest time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Model FLOPs of executed steps, which add up."""
+    """Model FLOPs and wall time of executed steps. Adding two `Work` records sums their steps."""
 
-    rank_s: float = 0.0  # wall time times number of ranks
-    # forward and backward (3 x forward) of document tokens, with attention within documents,
-    # without recomputation or padding
+    rank_s: float = 0.0  # wall time of the steps times number of ranks
+    # FLOPs of forward and backward (3 x forward) for document tokens, with attention only within
+    # documents. Recomputation and padding are not counted.
     model_flops: float = 0.0
-    # the same with attention over whole context windows, as Megatron-LM counts; overstates short
-    # documents
+    # like `model_flops`, but with attention over whole context windows. Megatron-LM counts in this
+    # way, which overstates the attention of documents shorter than the window.
     window_flops: float = 0.0
-    # FLOPs that the devices could do in this time at their peak; 0 if unknown for any part
+    # FLOPs that all devices could have done in this time at their peak speed; 0 if unknown
     peak_flops: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
@@ -132,90 +134,93 @@ class Work:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of the mean rank."""
+        """Mean TFLOP/s of a rank, from `model_flops`."""
         return self.model_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the devices' peak FLOPs; None if the peak is unknown."""
+        """`model_flops` divided by the devices' peak FLOPs; None if the peak is unknown."""
         return self.model_flops / self.peak_flops if self.peak_flops else None
 
     @property
     def window_tflops(self) -> float:
-        """TFLOP/s of the mean rank, with attention counted over whole windows."""
+        """Mean TFLOP/s of a rank, from `window_flops`."""
         return self.window_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
 
     @property
     def window_mfu(self) -> float | None:
-        """Window FLOPs over the devices' peak FLOPs; None if the peak is unknown."""
+        """`window_flops` divided by the devices' peak FLOPs; None if the peak is unknown."""
         return self.window_flops / self.peak_flops if self.peak_flops else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields and the rates derived from them."""
+        """Return a dictionary of the fields and of the rates derived from them, such as `mfu`."""
         derived = ("tflops", "mfu", "window_tflops", "window_mfu")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Work":
-        """Read what `to_json` wrote; the derived rates are ignored."""
+        """Make the record from what `to_json` returned; the derived rates are ignored."""
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Times of `num_steps` steps, written to metrics.jsonl with the last of these steps.
+    """Measured and predicted times of `num_steps` consecutive steps.
 
-    A micro-batch's latency sums, over pipeline stages, the time in decoder layers of the stage's
-    slowest CP and TP rank (Section 7.4). Times in seconds are means over all ranks and steps.
+    The forward latency of a micro-batch is the time in decoder layers of the slowest CP and TP rank
+    of each pipeline stage, summed over the stages (Section 7.4). Times in nanoseconds are summed
+    over the steps. Times in seconds are means over ranks and steps.
     """
 
-    num_steps: int  # steps since the last record
-    slowest_ns: int  # measured forward latency of the slowest micro-batch, summed over steps
-    mean_ns: float  # measured forward latency of the mean micro-batch, summed over steps
-    predicted_slowest_ns: int  # predicted latency of the slowest micro-batch
-    predicted_mean_ns: float  # predicted latency of the mean micro-batch
-    whole_slowest_ns: int  # measured slowest micro-batch, with embedding, head and loss
-    whole_mean_ns: float  # measured mean micro-batch, with embedding, head and loss
-    terms: tuple[tuple[str, Moments], ...]  # statistics of each of `TERMS`, by name
-    embedding_s: float  # under FSDP this includes the all-gather of parameters
-    head_s: float  # head and loss
-    compute: Spread  # time in passes
+    num_steps: int  # number of steps since the previous record, the present step included
+    slowest_ns: int  # measured forward latency of each step's slowest micro-batch
+    mean_ns: float  # measured forward latency, mean over each step's micro-batches
+    predicted_slowest_ns: int  # predicted forward latency of each step's slowest micro-batch
+    predicted_mean_ns: float  # predicted forward latency, mean over each step's micro-batches
+    # like `slowest_ns` and `mean_ns`, but with the time of embedding, head and loss
+    whole_slowest_ns: int
+    whole_mean_ns: float
+    # for each name in `TERMS`, statistics of predicted and measured times
+    terms: tuple[tuple[str, Moments], ...]
+    embedding_s: float  # measured time of the embedding; with FSDP, also its parameters' all-gather
+    head_s: float  # measured time of head and loss
+    compute: Spread  # time that ranks spend in passes
     bubble: Spread  # the rest of the step
-    predicted_embedding_s: float = 0.0
-    predicted_head_s: float = 0.0
-    loading_s: float = 0.0  # waiting for inputs
-    planning_s: float = 0.0  # waiting for plans
-    records_s: float = 0.0  # thread time spent on timestamps and records
+    predicted_embedding_s: float = 0.0  # predicted time of the embedding
+    predicted_head_s: float = 0.0  # predicted time of head and loss
+    loading_s: float = 0.0  # time that a rank waits for inputs
+    planning_s: float = 0.0  # time that a rank waits for plans
+    records_s: float = 0.0  # time that a rank's training thread spends on timestamps and records
     step_s: float = 0.0  # wall time of a step
-    work: Work | None = None  # None in files of early versions
+    work: Work | None = None  # model FLOPs of the steps; None in files of early versions
 
     @property
     def overhead_s(self) -> float:
-        """Time of a step in which a rank neither computes nor waits for other ranks."""
+        """Seconds of a step in which a rank loads inputs, waits for plans or writes records."""
         return self.loading_s + self.planning_s + self.records_s
 
     @property
     def head_ratio(self) -> float | None:
-        """Measured over predicted time of head and loss; None if it was not predicted."""
+        """Measured time of head and loss divided by predicted time; None without prediction."""
         return self.head_s / self.predicted_head_s if self.predicted_head_s else None
 
     @property
     def imbalance(self) -> float:
-        """Slowest over mean micro-batch by measured latency, in which slow steps count more."""
+        """Measured forward imbalance, in which each step is weighted by its time."""
         return _degree(self.slowest_ns, self.mean_ns)
 
     @property
     def predicted_imbalance(self) -> float:
-        """Slowest over mean micro-batch by predicted latency."""
+        """Predicted forward imbalance, in which each step is weighted by its time."""
         return _degree(self.predicted_slowest_ns, self.predicted_mean_ns)
 
     @property
     def whole_imbalance(self) -> float:
-        """Slowest over mean micro-batch by measured latency with embedding, head and loss."""
+        """Like `imbalance`, but with the time of embedding, head and loss."""
         return _degree(self.whole_slowest_ns, self.whole_mean_ns)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields and values derived from them."""
+        """Return a dictionary of the fields and of values derived from them, for metrics.jsonl."""
         data = asdict(self)
         derived = ("imbalance", "predicted_imbalance", "whole_imbalance", "overhead_s")
         data |= {name: getattr(self, name) for name in derived}
@@ -228,7 +233,7 @@ class Telemetry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Telemetry":
-        """Read what `to_json` of any version wrote; derived values are ignored."""
+        """Make the record from what `to_json` of any version returned; ignore derived values."""
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         sums = [f.name for f in fields(Moments)]
         values["terms"] = tuple(
