@@ -3,11 +3,12 @@
 1. `per_sequence` (Section 3.1) cuts the packed sequence into 2 * CP chunks, and `per_document`
    (Section 5.1) cuts each document into as many. Rank r takes chunks r and 2 * CP - 1 - r:
 
-       chunk     0  1  2  3  4  5  6  7      with CP = 4. Chunks at the front are cheap, since they
-       rank      0  1  2  3  3  2  1  0      see few keys; each rank has a cheap and a dear one.
+       chunk     0  1  2  3  4  5  6  7      With CP = 4. Attention takes less time in the first
+       rank      0  1  2  3  3  2  1  0      chunks, since they attend to few keys. Each rank has
+                                             a fast chunk and a slow one.
 
-2. `from_spans` makes a plan of such spans.
-3. `cheapest` prices several plans and takes the fastest (Section 5.3).
+2. `from_spans` makes a plan of the spans, which are the parts of chunks inside one document.
+3. `cheapest` predicts the times of several plans and takes the fastest one (Section 5.3).
 4. `shard` applies the strategy with a given name. Its "adaptive" is the paper's choice between the
    two static strategies.
 
@@ -41,15 +42,17 @@ if TYPE_CHECKING:
 
 GATHER = ExchangeChoice.GATHER
 NAMES = tuple(map(str, Strategy))
-"""Names of all strategies."""
+"""Names of all sharding strategies."""
 WITH_REMAINDER = ("per_document", "adaptive")
-"""Strategies that support `remainder = "one_by_one"`."""
+"""Strategies that support `remainder = "one_by_one"`, which assigns the tokens left over by equal
+chunks one by one."""
 STRATEGIES = tuple(name for name in NAMES if name != "adaptive")
-"""Values of a plan's `strategy`; a plan of "adaptive" has the name of the strategy it chose."""
+"""Values of `ShardingPlan.strategy`. "adaptive" is not among them, because its plans have the name
+of the strategy that it chose."""
 
 
 class RankedSpans(NamedTuple):
-    """Spans with their ranks: tokens [start[i], stop[i]) of piece[i] are on rank[i].
+    """Spans with their ranks: rank[i] processes the tokens [start[i], stop[i]) of piece[i].
 
     All arrays have shape [num_spans].
     """
@@ -61,13 +64,13 @@ class RankedSpans(NamedTuple):
 
 
 def per_sequence(lengths: IntLike, *, cp: int) -> ShardingPlan:
-    """Shard a micro-batch into 2 * CP symmetric chunks of the packed sequence (Section 3.1).
+    """Cut the packed sequence of a micro-batch into 2 * CP chunks, two for each rank (Section 3.1).
 
     Rank r takes chunks r and 2 * CP - 1 - r, as in Llama 3. This is balanced for a single document.
     With several documents in the sequence, one rank may get much more attention work than another.
 
-    The paper pads the sequence to a multiple of 2 * CP. Here the first S mod (2 * CP) chunks of S
-    tokens are one token longer instead, so ranks differ by at most one token.
+    The paper pads the sequence to a multiple of 2 * CP. Here, for a sequence of S tokens, the first
+    S mod (2 * CP) chunks are one token longer instead, so ranks differ by at most one token.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
@@ -81,13 +84,13 @@ def per_sequence(lengths: IntLike, *, cp: int) -> ShardingPlan:
 
 
 def head_tail_ranks(cp: int) -> IntArray:
-    """Return the rank of each of 2 * cp chunks: 0, 1, ..., cp-1, cp-1, ..., 1, 0."""
+    """Return the ranks of 2 * cp consecutive chunks: 0, 1, ..., cp-1, cp-1, ..., 1, 0."""
     up = np.arange(cp, dtype=np.int64)
     return np.concatenate([up, up[::-1]])
 
 
 def cut_sequence(lengths: IntArray, edges: IntArray, rank: IntArray) -> RankedSpans:
-    """Cut chunks of a packed sequence at the ends of its pieces, and return the spans.
+    """Cut chunks of a packed sequence where pieces end, so that each span lies in one piece.
 
     Args:
         lengths: Tokens of each piece, in the order of the sequence, shape [num_pieces].
@@ -106,20 +109,22 @@ def cut_sequence(lengths: IntArray, edges: IntArray, rank: IntArray) -> RankedSp
 def per_document(
     lengths: IntLike, *, cp: int, remainder: Remainder | str = Remainder.MERGED
 ) -> ShardingPlan:
-    """Shard a micro-batch into 2 * CP symmetric chunks of each document (Section 5.1).
+    """Cut each document of a micro-batch into 2 * CP chunks, two for each rank (Section 5.1).
 
     Rank r takes chunks r and 2 * CP - 1 - r of every document, so ranks get equal tokens and equal
     attention without padding. A short document leaves some chunks empty.
 
-    Deviations from the paper: a chunk has d // (2 * CP) tokens (e_i in the text lacks the factor).
-    Each of the d mod (2 * CP) left-over tokens makes one chunk a token longer. They go to the ranks
-    round-robin, continued from document to document, so ranks differ by at most one token.
+    There are two deviations from the paper. A chunk of a document of d tokens has d // (2 * CP)
+    tokens; the paper's formula for e_i lacks the factor 2. And each of the d mod (2 * CP) left-over
+    tokens makes one chunk a token longer. These tokens go to the ranks in turn, and the next
+    document continues with the next rank, so ranks differ by at most one token.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        remainder: "one_by_one" assigns left-over tokens as the paper does, for comparison. Each of
-            them is a kernel segment by itself, which costs a full tile.
+        remainder: How left-over tokens are assigned. "merged" makes chunks longer as described.
+            "one_by_one" is the paper's way, for comparison: each of these tokens is a segment of
+            the attention kernel by itself, which takes as long as a full tile.
     """
     pieces = checked_lengths(lengths, cp)
     # A single rank gets all tokens, so there is no remainder to distribute.
@@ -141,7 +146,7 @@ def per_document(
 
 
 def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[IntArray, IntArray]:
-    """Return start and stop of the 2 * cp chunks of each document.
+    """Return the first token and the end of each of a document's 2 * cp chunks.
 
     Args:
         lengths: Tokens of each document, shape [num_pieces].
@@ -156,9 +161,9 @@ def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[
     if not grows:
         stop = base[:, None] * np.arange(1, 2 * cp + 1)
         return stop - base[:, None], stop
-    # Left-over tokens go to ranks round-robin, from the rank after the one that got the previous
-    # document's last. A rank's first left-over token of a document goes to its head chunk, and its
-    # second to its tail chunk.
+    # Left-over tokens go to the ranks in turn, beginning with the rank after the one that got the
+    # last left-over token of the previous document. A rank may get two of a document: the first
+    # makes its first chunk longer, and the second its last chunk.
     first = (np.cumsum(over) - over) % cp
     turn = (np.arange(cp) - first[:, None]) % cp
     served = np.concatenate([turn, turn[:, ::-1] + cp], 1)
@@ -168,7 +173,11 @@ def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[
 
 
 def checked_lengths(values: IntLike, cp: int) -> IntArray:
-    """Return the lengths as an array; a piece without tokens, or cp below 1, is a UserError."""
+    """Return the lengths of pieces as an array, after checking them and `cp`.
+
+    Raises:
+        UserError: If a piece has no token, or if `cp` is below 1.
+    """
     lengths = int_array("lengths", values)
     check_at_least("cp", cp, 1)
     if (bad := first_true(lengths < 1)) is not None:
@@ -177,10 +186,11 @@ def checked_lengths(values: IntLike, cp: int) -> IntArray:
 
 
 def from_spans(lengths: IntArray, spans: RankedSpans, *, cp: int, strategy: str) -> ShardingPlan:
-    """Make a plan of spans: sort them by rank, drop empty ones and merge adjacent ones.
+    """Make a sharding plan from spans.
 
-    Spans of a rank keep their order. If one span continues the previous one, they are merged,
-    because each span is a kernel segment.
+    Spans are sorted by rank, and empty ones are dropped. The spans of a rank keep their order. If a
+    span continues the one before it, both become one span, because each span is a segment of the
+    attention kernel and fewer segments are faster.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
@@ -219,21 +229,25 @@ def cheapest(
 ) -> ShardingPlan:
     """Return the plan whose slowest rank is predicted to finish first, with predicted times.
 
-    The price of a rank is that of its attention segments, forward and backward (Section 5.3). A
-    segment has a span's tokens as queries, and all tokens up to the span's end as keys. All
-    candidates are priced in one call.
+    The predicted time of a rank includes:
 
-    Linear layers do not matter, because all ranks have equally many rows, and neither does an
-    all-gather, which always moves all rows. Summaries of linear-attention layers do
-    (`SummaryPrices`), because they depend on where documents are cut. If the exchange may be
-    `needed`, the time that ranks wait for it counts too, and of equally fast plans the one that
-    moves fewest rows is taken. Otherwise the first of equally fast plans is taken.
+    - the attention of its segments, forward and backward (Section 5.3). A segment has a span's
+      tokens as queries, and all tokens up to the span's end as keys.
+    - the summaries of linear-attention layers (`SummaryPrices`), which depend on where documents
+      are cut.
+    - with an exchange of "needed" or "auto", the time that the rank waits for keys and gradients of
+      other ranks.
+
+    It excludes linear layers and all-gathers, because they take the same time on all ranks and in
+    all plans. Of equally fast plans, the first is taken, or, with an exchange of "needed", the one
+    that transfers fewest rows.
 
     Args:
-        plans: Candidates, all over the same ranks.
-        cost: Prices of segments and of an exchange.
-        strategy: Name that the plan gets. "" keeps the candidate's name.
-        exchange: How ranks get each other's keys. "auto" tries both ways for each plan.
+        plans: Candidates, all for the same number of ranks.
+        cost: Predicts the times.
+        strategy: Strategy name that the returned plan gets. "" keeps the candidate's name.
+        exchange: How ranks get each other's keys: "gather", "needed", or "auto", which tries both
+            for each plan.
 
     Raises:
         UserError: If the exchange is unknown.
@@ -251,8 +265,8 @@ def cheapest(
         names = list(KeyExchange) if is_auto else [KeyExchange(exchange)]
         found: list[tuple[tuple[float, float], int, ShardingPlan]] = []
         for i in map(int, np.argsort(slowest, kind="stable")):
-            # Plans come by ascending attention time, and waiting only adds to it. So none of the
-            # remaining plans can be the fastest.
+            # Plans are tried by ascending attention time, and the wait for an exchange only adds
+            # time. So if this plan is slower without it than the best one with it, all others are.
             if found and slowest[i] > found[0][0][0]:
                 break
             tried = [replace(plans[i], exchange=name) for name in names]
@@ -271,14 +285,16 @@ def cheapest(
 def _with_waits(
     plan: ShardingPlan, cost: WorkloadModel, kernels: Sequence[IntArray]
 ) -> tuple[float, float]:
-    """Return a plan's price with its exchange: (time of the slowest rank in ns, rows that move).
-
-    Rows count 0 for an all-gather.
+    """Predict a plan's time including the time that ranks wait for the exchange of keys.
 
     Args:
-        plan: The plan, with its exchange.
-        cost: Prices.
-        kernels: Attention time of each rank in forward and in backward, shape [cp] each.
+        plan: The plan, which says what exchange it uses.
+        cost: Predicts the times.
+        kernels: Attention time of each rank in ns, forward and backward, shape [cp] each.
+
+    Returns:
+        Time of the slowest rank in ns, forward plus backward, and the number of rows that are
+        transferred, which breaks ties. It is 0 for an all-gather.
     """
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)
@@ -296,20 +312,22 @@ def shard(
     remainder: Remainder | str = Remainder.MERGED,
     exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
-    """Shard a micro-batch by the strategy of this name.
+    """Divide the tokens of a micro-batch over context-parallel ranks by a named strategy.
 
-    "adaptive" takes the static strategy whose slowest rank is predicted to finish first (Section
-    5.3), or per_sequence if both are equal. Its plan has the name of the strategy it took.
+    The strategy "adaptive" computes the plans of per_sequence and per_document, and takes the one
+    whose slowest rank is predicted to finish first (Section 5.3), or per_sequence if both are
+    equal. Its plan has the name of the strategy that it took.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Ranks of the context-parallel group.
         strategy: One of `NAMES`.
-        cost: Prices by which plans are compared: a `WorkloadModel`, or any other cost that
-            `wlb.balance.balance_step` takes and that prices segments, such as the path of a
-            config.json.
-        remainder: How per_document assigns left-over tokens, also as a candidate of adaptive.
-        exchange: How ranks get each other's keys. "auto" decides by price.
+        cost: Predicts the times by which plans are compared. It is a `WorkloadModel`, or any other
+            form of cost that `wlb.balance.balance_step` takes, such as the path of a config.json,
+            but no cost that is given for whole samples.
+        remainder: How tokens that are left over by equal chunks are assigned in per_document, and
+            in adaptive if it takes per_document: "merged" or "one_by_one".
+        exchange: How ranks get each other's keys: "gather", "needed", or "auto" for the faster one.
 
     Returns:
         The plan, with each rank's predicted attention time.
@@ -318,7 +336,7 @@ def shard(
         UserError: If the strategy or the cost is unknown, or the strategy lacks this remainder.
         ValueError: If the plan would lose or repeat a token.
     """
-    # These two files import this one.
+    # Import these two files here, because they import this file.
     from wlb.sharding.balanced import balanced
     from wlb.sharding.hybrid import hybrid
 

@@ -54,7 +54,7 @@ class Items:
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """Return the most, in ns, by which cuts can bring a packing below the program's lower bound.
+        """Return the most that a packing can cost below the program's lower bound, in ns.
 
         The program's lower bound holds for packings that cut no piece. A packing with cuts can cost
         less, but only by the cost of the pieces that it cuts. The result holds for all packings
@@ -240,5 +240,5 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return the headroom of micro-batch j, divided by its free tokens if it must become full."""
+        """Return the headroom of micro-batch j, over its free tokens if it must become full."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

@@ -72,7 +72,7 @@ class IlpOptions:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """Return `divisible_below` in tokens, with its default for this context window filled in."""
+        """Return `divisible_below` in tokens; None becomes its default for this window."""
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 

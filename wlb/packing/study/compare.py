@@ -2,8 +2,9 @@
 
 Each row of the table is a variant of the run's [packing] section, with the same S_max, T,
 thresholds and maximum delay. The run's configured policy is marked. Two settings may differ from
-the run's because a policy supports nothing else: policies that fill windows make N micro-batches,
-and balancing policies keep documents separate.
+the run's, because some policies support only one value: policies that fill windows make as many
+micro-batches as a global batch has windows, and policies that balance work use the layout
+"separate", in which documents do not attend to each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from wlb.plan import GlobalBatch, Layout
 from wlb.spec import PackingSection, Policy, RunSpec, WindowCut
 
 CONSTANT_TOKENS = 1.1
-"""T, in global batches, of the variant that keeps the tokens of a step nearly constant."""
+"""T, in global batches, of the variant of `bounded` in which all steps have nearly equal numbers of
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,14 @@ class Variant:
 
 
 def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
-    """Return the comparison's rows, the run's configured policy first and without repetition."""
+    """Return the policies to compare: the run's configured one first, then all that differ from it.
+
+    Policies whose steps have no room for a global batch are left out.
+    """
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
-        # Write the default as 0, as in the other rows, so that equal sections compare equal.
+        # 0 means the same number. The other variants have 0, so write 0 here too; otherwise the
+        # run's policy would be listed twice.
         base = replace(base, num_micro_batches=0)
     own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)
     windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
@@ -60,7 +66,14 @@ def compare(
     cost: WorkloadModel,
     variants: Sequence[Variant] | None = None,
 ) -> Iterator[PackingRun]:
-    """Run each variant (by default those of `variants_of`) on `batches` and yield its results."""
+    """Pack `batches` with each variant, and yield its results.
+
+    Args:
+        spec: The run.
+        batches: The global batches.
+        cost: Workload model that predicts times.
+        variants: The policies to compare. Defaults to `variants_of(spec)`.
+    """
     for variant in variants_of(spec) if variants is None else variants:
         packer = packer_for(replace(spec, packing=variant.section), cost)
         yield measure(packer, batches, cost=cost, label=variant.label)
@@ -69,7 +82,18 @@ def compare(
 def solver_packers(
     spec: RunSpec, cost: WorkloadModel, *, windows: Sequence[int] = (1, 2), time_limit_s: float
 ) -> tuple[tuple[str, Packer], ...]:
-    """Return (label, packer) of the fixed-length solver (Eq. 1) for each W in `windows`."""
+    """Return packers that fill windows of C tokens by integer programming (Eq. 1).
+
+    Args:
+        spec: The run.
+        cost: Workload model that predicts times.
+        windows: Values of W, the number of global batches that are packed together. Each makes one
+            packer.
+        time_limit_s: Time limit of the solver for each W batches, in seconds.
+
+    Returns:
+        (label, packer) for each W.
+    """
     section = replace(_in_windows(spec.packing), layout=Layout.SEPARATE)
     options = options_for(replace(spec, packing=section), cost)
     ilp = IlpOptions(time_limit_s=time_limit_s)
@@ -80,12 +104,18 @@ def solver_packers(
 
 
 def _in_windows(base: PackingSection) -> PackingSection:
-    """Return the section for policies that fill windows, with one micro-batch for each window."""
+    """Return `base` changed for policies that fill windows: as many micro-batches as windows."""
     return replace(base, num_micro_batches=0)
 
 
 def _bounded(base: PackingSection) -> list[PackingSection]:
-    """Return `bounded` as configured, and with nearly constant tokens per step."""
+    """Return two sections with policy `bounded`: T as configured, and T = CONSTANT_TOKENS.
+
+    The second is left out if the configured T or S_max is no larger.
+
+    Args:
+        base: The run's [packing] section.
+    """
     section = replace(base, policy=Policy.BOUNDED)
     if min(section.step_tokens or section.s_max, section.s_max) <= CONSTANT_TOKENS:
         return [section]
@@ -93,7 +123,14 @@ def _bounded(base: PackingSection) -> list[PackingSection]:
 
 
 def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Return thresholds of one queue, the configured ones, and one more between the first two."""
+    """Return the outlier thresholds to compare, each a tuple with one threshold for each queue.
+
+    They are the first configured threshold alone, all configured ones, and these with one more
+    between the first two.
+
+    Args:
+        levels: The configured thresholds, in context windows, ascending.
+    """
     if not levels:
         return [()]
     out = [levels[:1], levels]
@@ -104,7 +141,7 @@ def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
 
 
 def _label(section: PackingSection) -> str:
-    """Return a row's label: the policy, with the options in which rows differ."""
+    """Return a row's name in the table: the policy and the options in which rows differ."""
     match section.policy:
         case Policy.FIXED:
             return f"fixed, W = {section.window_batches}"

@@ -1,11 +1,13 @@
 """Measures a policy on a stream of global batches: balance, delay, tokens and packing time.
 
 The imbalance of a step is the slowest micro-batch over the mean. It is computed for the predicted
-forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. The mean over
-steps flatters policies whose slow steps are long, so a time-weighted ratio stands beside it.
+forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. In the mean
+over steps, a slow step that takes long counts no more than a short one. So each mean comes with a
+time-weighted ratio.
 
-The delay of a token is the number of steps from the one that was next when its batch arrived. A
-token that is trained earlier has no delay, but counts in `mean_advance`.
+The delay of a token is counted in steps. It is the index of the step that trains the token, minus
+the index of the step that was next when its global batch arrived. If this is negative, the token
+has no delay, but counts in `mean_advance`.
 
 Steps of the flush are left out of imbalance, so that holding documents back cannot look like a
 gain.
@@ -33,11 +35,13 @@ from wlb.plan import (
 )
 
 DELAY_BINS = 1024
-"""Number of bins of the histogram of delays. The last bin has all longer delays."""
+"""Number of bins in the histogram of delays. Bin d counts tokens that were delayed by d steps, and
+the last bin counts all longer delays."""
 LONGEST = 0.1
-"""The longest documents are those that have this share of all labels."""
+"""For `PackingSummary.long_weight`, the longest documents are those that together have this share
+of all labels."""
 DEAR = 1.6
-"""Factor of attention's price in `PackingSummary.imbalance_dear`."""
+"""`PackingSummary.imbalance_dear` assumes that attention takes its predicted time times this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,36 +99,41 @@ class PackingSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingRun:
-    """A policy's summary, with data for plots."""
+    """The results of a policy on a stream of global batches: a summary, and data for plots."""
 
     summary: PackingSummary
     imbalance: FloatArray  # forward imbalance of each step, shape [num_steps]
     tokens: IntArray  # tokens of each step, shape [num_steps]
-    delay_tokens: IntArray  # number of tokens by delay, shape [max_delay + 1], at most DELAY_BINS
+    # delay_tokens[d]: number of tokens that were delayed by d steps, shape [max_delay + 1]. There
+    # are at most DELAY_BINS entries, of which the last one then counts all longer delays.
+    delay_tokens: IntArray
 
 
 class StepLoads:
-    """Collects the loads of each step's micro-batches, and computes imbalance from them."""
+    """Collects the work of each step's micro-batches, and computes the imbalance of steps."""
 
     def __init__(self) -> None:
         self._slowest_and_sum: list[tuple[int, int]] = []
         self._num = 1
 
     def add(self, work_ns: IntArray) -> float:
-        """Add a step, given the work of each micro-batch, and return their mean."""
+        """Add a step, given the work of each of its micro-batches, and return their mean work."""
         self._num = work_ns.size
         self._slowest_and_sum.append((int(work_ns.max()), int(work_ns.sum())))
         return self._slowest_and_sum[-1][1] / self._num
 
     @property
     def imbalance(self) -> FloatArray:
-        """Imbalance of each step; 1 for a step without work, and a single 1 if there is no step."""
+        """Slowest micro-batch over the mean, for each step, shape [num_steps].
+
+        It is 1 for a step without work. If there is no step, the array has a single 1.
+        """
         pairs = self._slowest_and_sum or [(0, 0)]
         return np.array([a * self._num / b if b else 1.0 for a, b in pairs])
 
     @property
     def time_weighted(self) -> float:
-        """Sum over steps of the slowest micro-batch, over the sum of the means."""
+        """Sum over steps of the slowest micro-batch, over the sum over steps of the mean one."""
         slowest, total = (sum(pair[i] for pair in self._slowest_and_sum) for i in (0, 1))
         return slowest * self._num / total if total else 1.0
 
@@ -132,13 +141,13 @@ class StepLoads:
 def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
-    """Run a packer on `batches` and flush it, and measure the plans that it makes.
+    """Pack a stream of global batches to its end, and measure the plans that were made.
 
     Args:
         packer: The policy to measure.
         batches: The stream of global batches.
         cost: Workload model that predicts latencies.
-        label: Name of the row. Defaults to the policy's name.
+        label: Name of the result in a comparison. Defaults to the policy's name.
 
     Raises:
         UserError: If there are no documents to pack.
@@ -147,7 +156,8 @@ def measure(
     times: list[float] = []
     carry = packer.start()
     for batch in batches:
-        # Hide that a batch is the last one, so that all policies flush what waits separately.
+        # Hide from the policy that a batch is the last one. Otherwise `bounded` would flush
+        # together with this batch, and its flush could not be left out like those of others.
         usual = replace(batch, is_last=False)
         began = time.perf_counter()
         plans, carry = packer.push(usual, carry)
@@ -189,9 +199,10 @@ def measure(
 
 
 def label_weights(labels: IntArray) -> FloatArray:
-    """Return the weight of a label of each step if a step's loss is the mean over its labels.
+    """Return, for each step, the weight that one of its labels has in training.
 
-    A label of a step with few labels weighs more. 1 is the weight if all labels count the same.
+    The loss of a step is assumed to be the mean over its labels. So a label weighs more in a step
+    with few labels than in a step with many. The mean weight of all labels is 1.
 
     Args:
         labels: Number of labels of each step, shape [num_steps].
@@ -206,7 +217,16 @@ def label_weights(labels: IntArray) -> FloatArray:
 def _balance(
     stream: Sequence[PackingPlan], cost: WorkloadModel
 ) -> tuple[StepLoads, dict[str, float]]:
-    """Return the forward loads of all steps, and the summary's fields about balance."""
+    """Compute the balance of all steps.
+
+    Args:
+        stream: The plans of the steps.
+        cost: Workload model that predicts times.
+
+    Returns:
+        The predicted forward times of all steps, and the fields of `PackingSummary` about balance
+        by name.
+    """
     forward, attention, both, dear = StepLoads(), StepLoads(), StepLoads(), StepLoads()
     bounds: list[float] = []
     for plan in stream:
@@ -217,8 +237,8 @@ def _balance(
         both.add(plan.workload_ns)
         more = np.rint((DEAR - 1) * of_attention).astype(np.int64)
         dear.add(plan.workload_ns + more)
-        # No step is faster than its longest piece alone. The bound counts no padding and no joined
-        # documents, because another packing might need less of them.
+        # No packing makes a step faster than its longest piece alone. This lower bound leaves out
+        # padding and attention between joined documents, because another packing might need less.
         tallest = int(cost.forward_latency_ns(plan.pieces.length).max(initial=0))
         bounds.append(max(1.0, tallest / mean if mean else 1.0))
     return forward, {
@@ -237,7 +257,16 @@ def _balance(
 
 
 def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict[str, Any]]:
-    """Return the histogram of delays over tokens, and the summary's fields about delay."""
+    """Compute the delays of all tokens.
+
+    Args:
+        plans: The plans of all steps.
+        pieces: The pieces of these plans, in the same order.
+
+    Returns:
+        The number of tokens by delay in steps, and the fields of `PackingSummary` about delay by
+        name.
+    """
     step = np.repeat([plan.step for plan in plans], [len(plan.pieces) for plan in plans])
     late = step - pieces.arrival_step
     delay, length = np.maximum(late, 0), pieces.length
@@ -255,7 +284,7 @@ def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict
 
 
 def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: IntArray) -> float:
-    """Compute `PackingSummary.long_weight`.
+    """Return the mean weight (`label_weights`) of the labels of the longest documents.
 
     Args:
         stream: The plans before the flush.
@@ -278,9 +307,9 @@ def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: Int
 
 
 def _documents(pieces: Pieces) -> IntArray:
-    """Number the documents from 0, and return each piece's number, shape [num_pieces].
+    """Number the documents from 0, and return the number of each piece's document, [num_pieces].
 
-    Document ids alone would not do, because they are only unique within a source.
+    `Pieces.document` is not enough, because two sources may have documents with equal ids.
     """
     order = np.lexsort((pieces.document, pieces.source))
     keys = np.stack([pieces.source, pieces.document])[:, order]
@@ -290,9 +319,11 @@ def _documents(pieces: Pieces) -> IntArray:
 
 
 def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
-    """Return the lengths of all attention segments, shape [n], and each micro-batch's offsets.
+    """Return the attention segments of a plan's micro-batches.
 
-    The offsets have shape [num_micro_batches + 1].
+    Returns:
+        The lengths of all segments, shape [n], and offsets of shape [num_micro_batches + 1].
+        Micro-batch i has the segments from offsets[i] to offsets[i + 1].
     """
     if plan.layout == Layout.SEPARATE:
         return plan.pieces.length, plan.offsets
@@ -301,6 +332,11 @@ def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
 
 
 def _of_micro_batches(work: IntArray, offsets: IntArray) -> IntArray:
-    """Sum the work of segments (in plan order) over each micro-batch."""
+    """Return the work of each micro-batch, the sum over its segments.
+
+    Args:
+        work: Work of each segment, in the order of micro-batches, shape [n].
+        offsets: Micro-batch i has the segments from offsets[i] to offsets[i + 1].
+    """
     running = offsets_of(work)
     return running[offsets[1:]] - running[offsets[:-1]]

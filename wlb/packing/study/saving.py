@@ -1,9 +1,10 @@
 """Recommends the policy that saves most time over the usual loader.
 
-The figure is the time-weighted imbalance of both passes (`PackingSummary.step_time_weighted`). A
-policy's time for the same work would be proportional to it if every micro-batch took as long as the
-slowest one of its step. Real steps lose less, because the micro-batches of a pipeline overlap, and
-they include the flush. `wlb.simulate.forecast.simulated_shares` simulates them.
+Policies are compared by their time-weighted imbalance over both passes
+(`PackingSummary.step_time_weighted`). If every micro-batch took as long as the slowest one of its
+step, a policy's time for the same work would be proportional to it. Real steps lose less, because
+the micro-batches of a pipeline overlap. Real runs also have a flush, which is left out here.
+`wlb.simulate.forecast.simulated_shares` simulates whole runs.
 """
 
 from collections.abc import Sequence
@@ -20,17 +21,17 @@ from wlb.spec import RunSpec
 MEAN_DELAY = 1.0
 """Largest mean delay of a token, in steps, that the recommended policy may have."""
 ANYWHERE, SHORT = "original", "original, long whole"
-"""Labels of two rows. The first is the usual loader, which cuts documents anywhere, as Megatron and
-torchtitan do. The second is the paper's loader, which cuts only short documents and is balanced
-worse."""
+"""Names of two rows of the comparison. The first is the usual loader, which cuts documents
+anywhere, as Megatron and torchtitan do. The second is the paper's loader, which cuts only short
+documents and therefore makes less balanced steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
     """The policy that a comparison recommends, and what it saves."""
 
-    best: PackingSummary  # the row with the least time among those whose delay is permitted
-    usual: PackingSummary  # the row of the usual loader
+    best: PackingSummary  # result of the fastest policy whose mean delay is permitted
+    usual: PackingSummary  # result of the usual loader
 
     @property
     def gain(self) -> BalanceGain:
@@ -38,7 +39,7 @@ class Saving:
         return gain_over(self.usual, self.best)
 
     def to_json(self) -> dict[str, Any]:
-        """Return labels and figures, for `json.dumps`."""
+        """Return the names of both policies and the share of time saved, for `json.dumps`."""
         return {
             "best": self.best.label,
             "usual": self.usual.label,
@@ -48,14 +49,14 @@ class Saving:
 
 
 def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY) -> Saving | None:
-    """Return the recommendation among the rows of a comparison.
+    """Return the policy that saves most time over the usual loader.
 
     Args:
-        rows: The rows of a comparison.
+        rows: Results of the compared policies, including the usual loader.
         mean_delay: Largest mean delay that the recommended policy may have, in steps.
 
     Returns:
-        None if no row of a loader made steps.
+        The recommendation, or None if there is no result of a usual loader that made steps.
     """
     stepped = [row for row in rows if row.num_steps]
     anywhere, short = (
@@ -71,7 +72,7 @@ def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY)
 
 
 def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
-    """Return what the row of a policy gains over the row of the usual loader."""
+    """Return what the policy with results `ours` gains over the usual loader's results `usual`."""
     return BalanceGain(usual.step_time_weighted, ours.step_time_weighted)
 
 
@@ -87,5 +88,5 @@ def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) 
 
 
 def loader_of(row: PackingSummary) -> str:
-    """Return a row's label without the mark of the run's configured policy."""
+    """Return a row's name without " (run)", the mark of the run's configured policy."""
     return row.label.removesuffix(" (run)")

@@ -23,15 +23,16 @@ from wlb.plan import GlobalBatch, UserError, check_at_least
 from wlb.spec import PackingSection, Policy, RunSpec
 
 THRESHOLDS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.63, 0.8)
-"""Candidates for L_i, in context windows."""
+"""Outlier thresholds L_i of Algorithm 1 that are tried, in context windows."""
 S_MAX = (1.1, 1.5, 2.0)
-"""Candidates for S_max, in context windows."""
+"""Values of S_max that are tried, in context windows."""
 STEP_TOKENS = (0.0, 1.1, 1.5)
-"""Candidates for T, in global batches; 0 = no cap."""
+"""Values of T that are tried, in global batches; 0 = no cap."""
 PRICES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Candidates for `bounded`'s delay price, relative to its default."""
+"""Delay prices of the policy `bounded` that are tried, as multiples of its default."""
 OBJECTIVES = ("step_time_weighted", "mean_delay", "p99_delay", "max_delay", "tokens_cv")
-"""Fields of `PackingSummary` in which points of the front are compared; less is better."""
+"""Fields of `PackingSummary` by which settings are compared for the Pareto front. In each of them,
+less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,10 @@ class TuningGrid:
                 yield replace(section, queue_thresholds=thresholds)
 
     def size(self, spec: RunSpec) -> int:
-        """Return the number of candidates, including those that `tune_points` skips."""
+        """Return the number of [packing] sections to try, including those that are then skipped.
+
+        `tune_points` skips settings whose steps cannot have as many tokens as a global batch.
+        """
         return sum(1 for _ in self.sections(spec))
 
 
@@ -96,16 +100,16 @@ class TunePoint:
 
     section: PackingSection  # the setting
     summary: PackingSummary  # its result on the sample
-    own: PackingSection = PackingSection()  # the run's section, which `overrides` changes
+    own: PackingSection = PackingSection()  # the run's own section, to which `overrides` apply
 
     @property
     def objectives(self) -> tuple[float, ...]:
-        """The values in which points are compared; less is better."""
+        """Values of the fields OBJECTIVES, by which settings are compared; less is better."""
         return tuple(float(getattr(self.summary, name)) for name in OBJECTIVES)
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The setting as arguments of `--set`."""
+        """Arguments of the option `--set` that give the run this setting."""
         s = self.section
         out = ["packing.method="] if self.own.method else []
         out += ["packing.packs="] if self.own.packs else []
@@ -130,8 +134,10 @@ class Tuning:
     """The results of tuning."""
 
     points: tuple[TunePoint, ...]  # all settings that were tried
-    front: tuple[TunePoint, ...]  # those that no other dominates, by imbalance
-    recommended: TunePoint
+    # Pareto front, sorted by imbalance: for each of these settings, no other one is at least as
+    # good in all OBJECTIVES.
+    front: tuple[TunePoint, ...]
+    recommended: TunePoint  # the setting that is recommended
     delay_budget: float  # largest mean delay in steps that a recommendation should have
 
     @property
@@ -152,8 +158,8 @@ def tune(
 
     Args:
         spec: The run whose [packing] section is tuned.
-        batches: The sample.
-        cost: Workload model.
+        batches: A sample of global batches.
+        cost: Workload model that predicts times.
         grid: The values to try. Defaults to `TuningGrid()`.
         delay_budget: Largest mean delay in steps that a recommendation should have.
     """
@@ -164,9 +170,15 @@ def tune(
 def tune_points(
     spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel, *, grid: TuningGrid
 ) -> Iterator[TunePoint]:
-    """Yield the result of each setting when it is ready, so that a caller can show progress.
+    """Try every setting of a grid, and yield each result when it is ready.
 
-    Settings whose steps cannot take a global batch are skipped.
+    Settings whose steps cannot have as many tokens as a global batch are skipped.
+
+    Args:
+        spec: The run whose [packing] section is tuned.
+        batches: A sample of global batches.
+        cost: Workload model that predicts times.
+        grid: The values to try.
     """
     for section in grid.sections(spec):
         if not has_room(spec, section):
@@ -178,11 +190,23 @@ def tune_points(
 
 
 SAME = 0.002
-"""Among settings whose imbalances differ by less than this, the one with least delay is best."""
+"""Imbalances that differ by less than this are treated as equal, because such differences may be
+noise of the sample. Among such settings the one with least delay is recommended."""
 
 
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
-    """Compute the front and the recommendation of the points that were tried."""
+    """Return the Pareto front of the settings that were tried, and recommend one of them.
+
+    Recommended is the setting with the least imbalance among those whose mean delay is within the
+    budget. If there is none, it is the one with the least mean delay.
+
+    Args:
+        points: The settings that were tried, with their results.
+        delay_budget: Largest mean delay in steps that a recommendation should have.
+
+    Raises:
+        UserError: If no setting made a step.
+    """
     if not delay_budget >= 0:
         raise UserError(f"delay_budget = {delay_budget} iterations must be at least 0")
     tried = tuple(points)
@@ -210,7 +234,10 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
 
 
 def pareto_front(points: Sequence[TunePoint]) -> tuple[TunePoint, ...]:
-    """Return the points that no other dominates, sorted by imbalance, without duplicates."""
+    """Return the points that are not dominated, sorted by imbalance and without duplicates.
+
+    A point is dominated if another one is at least as good in all OBJECTIVES.
+    """
     front: list[TunePoint] = []
     for point in sorted(points, key=lambda p: p.objectives):
         mine = point.objectives
