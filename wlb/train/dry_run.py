@@ -1,9 +1,9 @@
-"""`wlb train --dry-run`: what a run would be and take, without starting ranks or importing torch.
+"""`wlb train --dry-run`: predicts a run's memory and time without starting ranks or using torch.
 
-The figures are for the machines that the run is meant for (the devices of its kernel profile and of
-[cluster]), not for the machine that runs the command. Of a store that the run names, only the index
-is read, for lengths and vocabulary. `data.corpus` is not opened; lengths are drawn at random
-instead.
+The figures are for the machines that the run is meant for: the devices of its kernel profile and of
+the section [cluster]. They are not for the machine that runs the command. If the run names a token
+store, only the store's index is read, for the lengths of documents and the size of the vocabulary.
+If the run names only `data.corpus`, the corpus is not opened, and lengths are drawn at random.
 """
 
 import math
@@ -47,14 +47,14 @@ class _Documents(NamedTuple):
 
 
 def show(spec: RunSpec, console: Console) -> bool:
-    """Print what a run would do on as many ranks as its layout has, the answer first.
+    """Print whether a run fits and how long it would take, then details of its plan and memory.
 
     Args:
         spec: The run.
         console: Where it is printed.
 
     Returns:
-        Whether the run fits into memory; true if the memory of the machines is not known.
+        Whether the run fits into memory; True if the memory of the machines is not known.
 
     Raises:
         UserError: If training would refuse the run for its telemetry, stores or checkpoints.
@@ -75,7 +75,8 @@ def show(spec: RunSpec, console: Console) -> bool:
     fits = known is None or estimate.total_bytes <= budget.planned_bytes * ROUNDING
     if not fits:
         lines.append(f"memory: {too_much(estimate, budget)}")
-    # Refuse what training would refuse. Memory that does not fit is only reported.
+    # Refuse what training would refuse, except a run that does not fit into memory. That is only
+    # reported.
     begin = begins_with(spec)
     if stores is not None:
         check_stores(spec, train=stores.train, heldout=stores.heldout)
@@ -98,7 +99,7 @@ def show(spec: RunSpec, console: Console) -> bool:
 
 
 def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
-    """Return the answer in words: whether the run fits, and how long it takes.
+    """Return in words whether the run fits, and how long a step and the run take.
 
     If it does not fit, the answer also says what to try first.
 
@@ -131,7 +132,8 @@ def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
 def _device(spec: RunSpec) -> str:
     """Return the kind of device that the figures are for, "cpu" or "cuda".
 
-    run.device = auto means GPUs here, unless cost.profile is auto too and this machine has no GPU.
+    In a dry run, run.device = auto means GPUs, because the run may be meant for another machine.
+    Only if cost.profile is auto too and this machine has no GPU does it mean CPUs.
     """
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"
@@ -156,9 +158,10 @@ def _cluster_budget(spec: RunSpec, device: str) -> Budget | None:
 
 
 def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Forecast, _Documents]:
-    """Predict the run from enough global batches for a standard error below `ENOUGH`.
+    """Predict the run's step time from a simulation of its first steps, and return its documents.
 
-    It stops earlier at `MOST_MICRO_BATCHES` or when the documents run out.
+    More steps are simulated until the relative standard error of the mean step time is at most
+    `ENOUGH`, `MOST_MICRO_BATCHES` micro-batches were simulated, or the documents run out.
     """
     cost, count = workload_for(spec, device), steps_to_simulate(spec)
     most = max(count, MOST_MICRO_BATCHES // spec.num_micro_batches)
@@ -168,14 +171,15 @@ def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Foreca
         error = made.simulation.standard_error
         if error <= ENOUGH or count >= most or len(documents.batches) < count:
             return made, documents
-        # The error is estimated from few steps and uncertain, so each round simulates at most eight
-        # times as many steps as the last.
+        # The standard error falls with the square root of the number of steps. It is itself
+        # estimated from few steps and thus uncertain, so each round simulates at most eight times
+        # as many steps as the round before.
         needed = 1.1 * count * (error / ENOUGH) ** 2
         count = min(most, max(2 * count, math.ceil(min(needed, 8 * count))))
 
 
 def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
-    """Return `count` global batches, from the run's store or with drawn lengths."""
+    """Return the first `count` global batches, from the run's store or with random lengths."""
     batch: dict[str, Any] = {"tokens_per_batch": spec.tokens_per_step, "seed": spec.run.seed}
     if stores is not None:
         stream = open_batches(stores.train, epochs=spec.data.epochs, **batch)
@@ -212,7 +216,10 @@ def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
 
 
 def _facts(made: Forecast, documents: str, machine: str) -> Table:
-    """Return the table of figures: parameters, ranks, time, checkpoints, documents and machine."""
+    """Return the table of parameters, ranks, times, checkpoints, documents and machine.
+
+    `documents` and `machine` are the texts of these two rows.
+    """
     spec, p = made.spec, made.spec.parallel
     table = facts_table(f"{spec.run.name}: dry run, nothing was started")
     size = spec.model.num_parameters
@@ -256,7 +263,7 @@ def _checkpoints(made: Forecast) -> str:
 
 
 def _experts_rows(made: Forecast) -> str:
-    """Describe the time of experts' all-to-alls in a step."""
+    """Describe how long the all-to-alls of experts take in a step, and how much of it is hidden."""
     spec = made.spec
     num = spec.micro_batches_per_pipeline
     tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
@@ -280,12 +287,15 @@ def _large(count: int) -> str:
 
 
 def _duration(days: float) -> str:
-    """Return a time in days, and also in the unit that suits it if it is less than a day."""
+    """Return a time as text in days; if it is less than a day, also in hours, minutes or seconds."""
     return _spelled(days) if days >= 1 else f"{days:.2g} days ({_spelled(days)})"
 
 
 def _spelled(days: float) -> str:
-    """Return a time in days, hours, minutes or seconds: the largest unit that it fills."""
+    """Return a time as text, in the largest unit of which it has at least one.
+
+    The units are days, hours, minutes and seconds.
+    """
     if days >= 1:
         return f"{days:,.1f} days"
     seconds = days * DAY_S
@@ -302,7 +312,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _layout(spec: RunSpec) -> Table:
-    """Return the table of pipeline ranks with their stages, layers and ranks."""
+    """Return the table that shows the stages, layers and ranks of each pipeline rank."""
     # The grid has shape [pp, dp, cp, tp].
     grid = rank_grid(spec.parallel)
     table = new_table(
@@ -317,14 +327,17 @@ def _layout(spec: RunSpec) -> Table:
 
 
 def _range(ranks: list[int]) -> str:
-    """Return "4-7" for consecutive numbers, "none" for an empty list."""
+    """Return consecutive numbers as text, such as "4-7"; "none" for an empty list."""
     if not ranks:
         return "none"
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _memory(spec: RunSpec, budget: Budget) -> Table:
-    """Return the table of the fullest rank's memory and of what plans may use."""
+    """Return the table of the memory that the fullest rank needs and that plans may use.
+
+    `budget` is the memory of a device, and the parts of it that plans may not use.
+    """
     estimate = estimate_of(spec)
     table = facts_table(f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated")
     for name, size in estimate.terms.items():
@@ -340,7 +353,7 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
 
 
 def _first_step(made: Forecast, console: Console) -> None:
-    """Print the plan of the first step and its imbalance."""
+    """Print the plan of the first step for pipeline 0, and the step's imbalance."""
     plan = made.first.plan
     console.print(_plan(made.spec, made.first.pipelines[0]))
     p = plan.predicted
@@ -393,9 +406,10 @@ def _sharded(sharding: ShardingPlan) -> str:
 
 
 def _most_keys(spec: RunSpec, sharding: ShardingPlan, rows: int) -> int:
-    """Return the bytes of one layer's keys and values during their exchange.
+    """Return the bytes of keys and values that one layer's exchange needs on the fullest CP rank.
 
-    They are counted on the CP rank that has the most, its sent and received rows together.
+    Rows that the rank sends and rows that it receives count together. `rows` is the number of rows
+    that each CP rank has.
     """
     ranks = range(sharding.cp)
     return max(sum(key_bytes(spec, sharding, rank=r, local_tokens=rows)) for r in ranks)

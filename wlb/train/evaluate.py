@@ -1,7 +1,7 @@
-"""Held-out loss: forward passes through the same pipeline and context parallelism.
+"""Computes the held-out loss with forward passes on the ranks and in the layout of training.
 
-Each evaluation starts at the beginning of the held-out store and packs plain windows (the paper's
-Plain-4D). So the loss depends on the weights alone and not on the packing policy under study.
+Each evaluation starts at the beginning of the held-out store and fills windows of C tokens like the
+paper's Plain-4D. So the loss depends on the weights alone, and not on the run's packing policy.
 """
 
 from itertools import islice
@@ -27,7 +27,8 @@ class Evaluator:
         executor: Runs the forward passes.
 
     Attributes:
-        plans: Plans of all pipelines and of this rank's pipeline, by step.
+        plans: For each global batch, the plan of all pipelines and the plan of this rank's
+            pipeline.
     """
 
     def __init__(self, spec: RunSpec, store: str, executor: Executor) -> None:
@@ -41,12 +42,12 @@ class Evaluator:
         ]
 
     def run(self) -> float:
-        """Return the mean loss per target, the same on every rank."""
+        """Return the mean loss per target in nats, the same on every rank. A collective call."""
         mesh = self.executor.mesh
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for _, pipeline in self.plans:
             loss = self.executor.evaluate(pipeline, self.reader)
-            # TP ranks have copies of the loss, so one of them counts it.
+            # All TP ranks have the same loss, so only one of them adds it to the sum.
             if mesh.at.tp == 0:
                 total += loss.double()
         dist.all_reduce(total)
@@ -54,9 +55,9 @@ class Evaluator:
 
 
 class EvaluateHeldOut(Hook):
-    """Evaluates before a new run's first step, when due, and at the end of the run.
+    """Evaluates before a new run's first step, at regular intervals, and at the end of the run.
 
-    It is due every `eval.interval` updates, or every `eval.interval_tokens` document tokens if that
+    The interval is `eval.interval` updates, or `eval.interval_tokens` tokens of documents if that
     is set. A run that was stopped does not evaluate at its end.
     """
 
@@ -86,9 +87,10 @@ class EvaluateHeldOut(Hook):
         tokens = run.spec.eval.interval_tokens
         if not tokens:
             return run.is_due(run.spec.eval.interval)
-        # `_tokens_before` is the count after the last updated step. If steps without an update
-        # crossed a multiple of the interval, it is due now. After a rollback `_tokens_before` may
-        # be larger than the count before this step, hence the minimum.
+        # An evaluation is due if the number of trained tokens has passed a multiple of the interval
+        # since the previous step that updated the weights. `_tokens_before` is the number after
+        # that step. After a rollback it may be larger than the number before this step, hence the
+        # minimum.
         done = plan.progress.num_tokens
         before = min(self._tokens_before, done - plan.packing.num_tokens)
         self._tokens_before = done

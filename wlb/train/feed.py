@@ -20,16 +20,16 @@ from wlb.planner.service import PlanClient, PlannerProcess
 from wlb.spec import RunSpec
 
 STEPS_AHEAD = 3
-"""Steps that the planner makes ahead of the requested one.
+"""How many steps the planner plans ahead of the step that training requests.
 
-More steps hide a slow step of the planner, and keep more plans in memory. At least 2, because the
-loop looks at the step after the next."""
+A larger number hides more of the planner's slow steps, but keeps more plans in memory. It must be
+at least 2, because the loop compares plans of the step after the next across ranks."""
 
 
 class PlanFeed:
-    """Gives this rank its steps in order, and lets it look at the steps that follow.
+    """Gives this rank the plans of its steps in order, and lets it look at the plans that follow.
 
-    All ranks construct it together. The first rank of a node starts the planner process.
+    All ranks construct it together. The first rank of each node starts the node's planner process.
 
     Args:
         spec: The run, with the attention kernel that prices its plans.
@@ -49,8 +49,8 @@ class PlanFeed:
         if world.rank == 0:
             token = [Address.new().key.decode()]
         dist.broadcast_object_list(token, src=0, group=host_group())
-        # The planner's socket of local ranks is in the folder of their rendezvous file, which their
-        # launcher removes.
+        # Local ranks share a rendezvous file in a temporary folder, which their launcher removes.
+        # The planner's socket is put into the same folder, so that it is removed too.
         shared = world.rendezvous_file
         folder = str(Path(shared).parent) if shared else ""
         address = Address.new(token[0] or "", world.node_rank, folder)
@@ -67,17 +67,18 @@ class PlanFeed:
             )
         # Wait until the planner process of every node has been started.
         dist.barrier(host_group())
-        # Rank 0 alone writes the planner's state to checkpoints.
+        # Only rank 0 receives the planner's state with every plan, to write it to checkpoints.
         self._client = PlanClient(
             address, mesh.at.dp, needs_state=world.rank == 0, silence_s=SILENCE_S
         )
         self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        """Return the next step, as the plan of all pipelines and of this rank's pipeline.
+        """Return the next step's plans, and wait until the planner has made them.
 
         Returns:
-            Both plans, or None after the last step.
+            The plan of all pipelines and the plan of this rank's pipeline; None after the last
+                step.
         """
         begin = time.perf_counter_ns()
         item = self._client.next()
@@ -85,13 +86,14 @@ class PlanFeed:
         return item
 
     def peek(self, steps_ahead: int) -> list[tuple[StepPlan, PipelinePlan]]:
-        """Return a plan ahead of the step that `next` returned last, without consuming it.
+        """Return the plans of a later step without consuming them: `next` still returns them.
 
         Args:
-            steps_ahead: 1 for the step that `next` returns next.
+            steps_ahead: How many steps to look ahead. 1 is the step that `next` will return.
 
         Returns:
-            A list with the plan; empty past the end of the data.
+            A list with one pair: the plan of all pipelines and the plan of this rank's pipeline.
+                The list is empty if the data end before that step.
         """
         begin = time.perf_counter_ns()
         item = self._client.peek(steps_ahead)

@@ -21,11 +21,11 @@ from wlb.train.faults.stop import by_hand
 from wlb.train.job import Job, directory_of
 from wlb.train.stores import DOCSTRINGS, STDLIB
 
-_TRIED_BYTES = 1 << 12  # written once, to find out whether the folder can be written
+_TRIED_BYTES = 1 << 12  # bytes written once, to find out whether files can be written to a folder
 
 
 def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
-    """Lock the run's folder and try to write there. Move an older run of the name aside.
+    """Lock the run's folder, move an older run of the same name aside, and try to write a file.
 
     Args:
         job: The run.
@@ -33,7 +33,7 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
         lock: The lock of the run's folder, which may be locked already.
 
     Raises:
-        UserError: If nothing can be written there, or another process trains that run.
+        UserError: If nothing can be written to the folder, or another process trains that run.
     """
     with claiming(job.spec):
         lock.take()
@@ -47,10 +47,10 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
 
 
 def _forget_stop(run: RunSection, console: Console) -> None:
-    """Remove a stop file that ended an earlier job of this name.
+    """Remove a stop file that is left from an earlier job of this name.
 
-    Only the process that has the lock may do this. A job that still waits for the lock would remove
-    a request that is meant for the running job.
+    Only the process that has locked the run's folder may do this. A job that still waits for the
+    lock would remove a stop file that is meant for the running job.
     """
     file = by_hand(run)
     if file.exists():
@@ -84,9 +84,9 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
 
 
 def _move_older_aside(job: Job, console: Console) -> bool:
-    """Move the folder of an older run of the name aside.
+    """Move the folder of an older run of the same name aside, to `NAME.1`, `NAME.2` and so on.
 
-    A resumed run keeps its folder; only checkpoints later than the resumed one are renamed.
+    A resumed run keeps its folder. Only checkpoints later than the resumed one are renamed.
 
     Returns:
         Whether a folder was moved.
@@ -107,7 +107,7 @@ def _move_older_aside(job: Job, console: Console) -> bool:
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield the paths that a run reads, with their keys."""
+    """Yield each path that a run reads, after the configuration key that names it."""
     data = spec.data
     yield "cost.profile", spec.cost.profile
     yield "checkpoint.init_from", spec.checkpoint.init_from

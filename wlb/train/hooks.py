@@ -1,4 +1,4 @@
-"""Hooks: everything that watches training, called at named events of the loop.
+"""Hooks: objects that the training loop calls at named events, such as the end of a step.
 
 `wlb.train.loop` trains. Everything that measures, records, shows, evaluates or saves is a `Hook`.
 `wlb.train.watchers` lists a run's hooks in the order of their calls. The order is the same on all
@@ -28,10 +28,10 @@ from wlb.train.telemetry.wall import Phase, WallTimes
 
 
 class LoadedRun(NamedTuple):
-    """What a loaded checkpoint says of its run."""
+    """A checkpoint that was loaded, and where its run continues."""
 
     saved_in: Path  # the checkpoint's folder
-    steps_done: int  # updates of its weights
+    steps_done: int  # optimizer updates that its weights have had
     state: PlannerState  # the planner's state, from which planning continues
 
 
@@ -73,12 +73,13 @@ class RunContext:
         return self.steps_done == self.spec.training.steps or not self.feed.peek(1)
 
     def is_due(self, interval: int) -> bool:
-        """Return whether the number of updates is a multiple of `interval`.
+        """Return whether a periodic event, such as a save, is due after the step that just ended.
 
-        After the last update it is false, because `Hook.end` follows and does the same work.
+        It is due if the number of updates is a multiple of `interval`. After the run's last update
+        it is never due, because `Hook.end` follows and does the same work.
 
         Args:
-            interval: Updates between events; 0 means never.
+            interval: Updates between two events; 0 means never.
         """
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
@@ -92,21 +93,23 @@ class ExecutedStep:
     pipeline: PipelinePlan  # this rank's pipeline's part of the plan
     sums: StepSums  # the step's sums over all ranks
     loss: float  # mean over targets, in nats
-    updated: bool  # False if the step had no target or was skipped as not finite
-    began_s: float  # time.perf_counter when it began
+    # Whether the step updated the weights. It did not if it had no target, or if it was skipped
+    # because its loss or gradient norm was not finite.
+    updated: bool
+    began_s: float  # time.perf_counter when the step began
     waited_ns: int  # time that this rank waited for plans before the step began
     # Times of all ranks, set by `MeasureSteps` if the step computed something.
     telemetry: Telemetry | None = None
-    # This rank's times (`TelemetryMeter.own_ns`); None in the warm-up.
+    # This rank's times (`TelemetryMeter.own_ns`); None in the first telemetry.warmup_steps steps.
     own_ns: np.ndarray | None = None
 
 
 class RefusedStep(NamedTuple):
     """A step whose loss or gradient norm is not finite."""
 
-    plan: StepPlan
-    sums: StepSums
-    action: OnNonfinite  # SKIP or ROLLBACK
+    plan: StepPlan  # what all pipelines should have trained
+    sums: StepSums  # the step's sums over all ranks
+    action: OnNonfinite  # what the run does about it: SKIP or ROLLBACK
     saved_in: Path | None = None  # newest checkpoint, to which a rollback returns; None without one
 
 
@@ -117,20 +120,22 @@ class Hook:
     `RunReport`, which is silent except on rank 0.
     """
 
-    # Phase of the wall time that the hook's events count in. `record` always counts in its step.
+    # The phase to which the wall time of this hook's methods is added. `record` is an exception:
+    # its time is added to `Phase.STEPS`. None adds it to start-up or to the rest.
     phase: ClassVar[Phase | None] = None
 
     def begin(self, run: RunContext) -> None:
         """Called before the first step, once all ranks agree on the first plans."""
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
-        """Called for a step whose sums are not finite and which updates nothing.
+        """Called for a step that updates nothing because its loss or gradient is not finite.
 
-        `record` follows if the step is skipped, `rolled_back` if the run returns to a checkpoint.
+        If the step is skipped, `record` is called next. If the run returns to a checkpoint,
+        `rolled_back` is called next.
         """
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Called once weights, optimiser and `run.progress` were restored from `saved_in`."""
+        """Called after weights, optimiser and `run.progress` were loaded from `saved_in`."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         """Called after each executed step. Its time is reported as telemetry's overhead."""

@@ -15,7 +15,7 @@ class Job:
     train_store: StoreName  # name of the token store, or of a blend of stores
     heldout_store: str  # prefix of the held-out token store; "" without one
     resume: Path | None  # checkpoint to resume from; None for a new run
-    title: str  # first line on the screen
+    title: str  # title of the table of steps on the screen
     started_s: float  # Unix time at which the command began
     ready_s: float = 0.0  # Unix time at which ranks could begin; 0 if not known
     # Kernel profile to write when training has ended; None to write none.
@@ -23,7 +23,7 @@ class Job:
     # Checkpoint whose weights a new run begins with; None for random weights.
     init_from: Path | None = None
     falls_back: bool = False  # whether an earlier checkpoint may replace a damaged one on resume
-    # Whether the screen shows all columns of steps and all rows of the summary.
+    # Whether the screen shows all columns of the table of steps and all rows of the summary.
     verbose: bool = False
 
     @property

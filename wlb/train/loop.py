@@ -48,10 +48,10 @@ class Trainer:
         job: The arguments that every rank of the run gets.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the 4-D layout, with its process groups.
-        position: Where the rank notes what it is doing, for reports of failures. None notes it in
-            memory only.
-        stop_request: Requests to stop, including those from before training. None looks for stop
-            files only.
+        position: Where the rank notes what it is doing, for reports of failures. None means notes
+            in this process' memory, which no report can read.
+        stop_request: Notices signals and stop files that ask the run to end, also those from before
+            training. None makes one that notices stop files only.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Trainer:
         self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
         clock = StepClock.of(mesh.device)
-        # Random weights are drawn only if the run starts without a checkpoint, because a checkpoint
-        # has all weights.
+        # Initialise weights at random only if the run begins without a checkpoint, because a
+        # checkpoint has all weights.
         draws = job.resume is None and job.init_from is None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
@@ -99,10 +99,10 @@ class Trainer:
         )
 
     def run(self) -> Tally:
-        """Train until `training.steps`, the end of the data or a request to stop.
+        """Train until `training.steps` updates are done, the data end, or somebody stops the run.
 
         Returns:
-            Sums over the trained steps, for the summary.
+            Sums over the trained steps, from which the summary is printed.
         """
         run = self.context
         with ExitStack() as opened:
@@ -142,7 +142,8 @@ class Trainer:
         sums = self._compute(plan, pipeline)
         run.stop = sums.stop
         action = self._reaction(plan, sums)
-        # The run is back at the checkpoint, and will train this step a second time.
+        # `_reaction` has loaded an earlier checkpoint. This step will be trained a second time, so
+        # it must not be recorded now.
         if action == OnNonfinite.ROLLBACK:
             return
         # A step without targets changes neither the weights nor the learning rate.
@@ -162,8 +163,8 @@ class Trainer:
             waited_ns=waited_ns,
         )
         self.position.enter("recording the step")
-        # CPU time of this thread, because wall time would count the wait for slower ranks in the
-        # hooks' collectives.
+        # Measure CPU time of this thread. Wall time would include waits for slower ranks, because
+        # some hooks call collectives.
         begin_ns = time.thread_time_ns()
         for hook in self.hooks:
             hook.record(run, step)
@@ -173,7 +174,7 @@ class Trainer:
                 hook.after_step(run, step)
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
-        """Run forward and backward of all micro-batches, and reduce the step's sums over ranks."""
+        """Run forward and backward of all micro-batches, and sum loss and counts over ranks."""
         run, scale = self.context, self.spec.loss_scale(plan.num_targets)
         loss = square = load = None
         if plan.num_targets:
@@ -186,7 +187,8 @@ class Trainer:
             load = load_values(self.executor.stages.values(), self.spec.model.num_layers, self.mesh)
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
-            # Compare plans two steps ahead, before anything is loaded for that step.
+            # The plans of the step after the next are compared across ranks now, before any rank
+            # loads inputs for that step.
             run.feed.peek(2),
             loss=loss,
             gradient_square=square,
@@ -196,10 +198,13 @@ class Trainer:
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
-        """Decide what follows a step: None lets it update the weights.
+        """Handle a loss or gradient norm that is not finite.
 
-        A loss or gradient that is not finite updates nothing. The step is then skipped, or the run
-        rolls back to the newest checkpoint.
+        The step then updates nothing. Either it is skipped, or the run loads the newest checkpoint
+        and continues from there (a rollback).
+
+        Returns:
+            None if both are finite, so that the step may update the weights; else SKIP or ROLLBACK.
         """
         if sums.is_finite:
             self.nonfinite.finite()
@@ -237,10 +242,10 @@ class Trainer:
         ).stop
 
     def _context(self) -> RunContext:
-        """Return the state at which the run begins.
+        """Load what the run begins with, and return the state that loop and hooks share.
 
-        A run begins anew, or with the weights of another run's checkpoint (`checkpoint.init_from`),
-        or resumes from its own checkpoint.
+        A run begins with random weights, or with the weights of another run's checkpoint
+        (`checkpoint.init_from`), or resumes from one of its earlier checkpoints.
         """
         loaded = self._load(self.job.resume) if self.job.resume is not None else None
         if loaded is None and self.job.init_from is not None:
@@ -267,13 +272,16 @@ class Trainer:
         return run
 
     def _load(self, saved_in: Path) -> LoadedRun:
-        """Load weights and optimiser from a checkpoint, or from an older one if it is damaged."""
+        """Load weights and optimiser from a checkpoint, and return what the checkpoint says.
+
+        If it is damaged and the job allows it (`Job.falls_back`), an older checkpoint is loaded.
+        """
         self.position.enter(f"loading {saved_in.name}")
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        # If the data had ended, `reopened` lets it continue, because the run may have more epochs
-        # now.
+        # A planner state that was saved after the end of the data says that nothing is left.
+        # `reopened` removes this mark, because data.epochs may have been raised since.
         return LoadedRun(saved_in, steps_done, planner_state(saved_in).reopened())
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:

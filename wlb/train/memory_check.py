@@ -1,12 +1,13 @@
-"""Compares a run's estimated memory with its devices' before any rank computes.
+"""Compares the memory that a run needs with the memory of its devices, before any rank computes.
 
-The estimate (`wlb.memory`) bounds the resident memory of the fullest rank, with packing's largest
-micro-batch (S_max) and largest step (T). It may take what `wlb.memory.budget` leaves of a device
-after CUDA's context, NCCL's buffers and the allocator's gaps.
+The estimate of `wlb.memory` is an upper bound on the memory of the fullest rank, for the largest
+micro-batch (S_max) and the largest step (T) that packing may make. It must not exceed the budget of
+`wlb.memory.budget`: the memory of a device without CUDA's context, NCCL's buffers and the
+allocator's gaps.
 
-The limit is `cluster.memory_gib` if it is set, else the memory of the smallest GPU. On a CPU
-without `cluster.memory_gib` the limit is unknown, and nothing is refused. Plans never use more than
-a GPU has.
+The memory of a device is `cluster.memory_gib` if it is set, else the memory of the smallest GPU. On
+a CPU without `cluster.memory_gib` it is unknown, and nothing is refused. Even if
+`cluster.memory_gib` is larger than the GPU's memory, plans do not use more than the GPU has.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ from wlb.spec import RunSpec
 
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
-    """Return the memory that ranks on `device` ("cpu" or "cuda") may use; None if unknown."""
+    """Return the memory that each rank on `device` ("cpu" or "cuda") may use; None if unknown."""
     given = spec.cluster.memory_gib
     if device != "cuda":
         return cpu_budget(spec, gib=given, source="cluster.memory_gib") if given else None
@@ -30,7 +31,7 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
 def measured_budget(spec: RunSpec) -> Budget | None:
     """Return the memory of the smallest GPU of this machine; None without a GPU.
 
-    `cluster.memory_gib` is not considered.
+    `cluster.memory_gib` is ignored.
     """
     # Imported here, so that a dry run, which needs no device, does not import torch.
     from wlb.parallel import world as worlds
@@ -42,7 +43,10 @@ def measured_budget(spec: RunSpec) -> Budget | None:
 
 
 def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
-    """Return a warning if `cluster.memory_gib` is more than a GPU has, else an empty list."""
+    """Return a warning if `cluster.memory_gib` is more than the GPU has, else an empty list.
+
+    `measured` is the memory of the smallest GPU; None without a GPU.
+    """
     given = spec.cluster.memory_gib
     if measured is None or given <= measured.gib:
         return []
@@ -61,14 +65,14 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 
 
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
-    """Lower `packing.memory_gib` to what the device has.
+    """Lower `packing.memory_gib` to the memory of the device that plans may use.
 
-    `--system` and `wlb tune layout` compute the key from `cluster.memory_gib`, and a device may
-    have a GiB less.
+    The option `--system` and `wlb tune layout` compute `packing.memory_gib` from
+    `cluster.memory_gib`, and a real device may have one GiB less than that.
 
     Args:
         spec: The run.
-        budget: Memory of the device, on GPUs as measured; None leaves the spec as it is.
+        budget: Memory of the device; on GPUs the measured memory. None leaves the spec as it is.
 
     Returns:
         The spec, and a line for the log if the key was lowered.
@@ -110,7 +114,10 @@ def check_budget(spec: RunSpec, budget: Budget | None) -> list[str]:
 
 
 def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
-    """Describe which rank needs how much memory for what, and the remedies."""
+    """Return the error message for a run that does not fit into memory.
+
+    It says how much memory the fullest rank needs, for what, and what can be done.
+    """
     terms = sorted(estimate.terms.items(), key=lambda term: -term[1])
     listed = ", ".join(f"{n.removesuffix('_bytes')} {size_text(size)}" for n, size in terms if size)
     return (

@@ -16,21 +16,22 @@ from wlb.spec import RateSchedule, RunSpec, TrainingSection
 def learning_rate(spec: RunSpec, step: int) -> float:
     """Return the learning rate of a step: linear warm-up to the peak, then `training.schedule`.
 
-    A decay begins at the peak. It would reach the minimum in step `training.steps`, the first that
-    is not trained. `cosine` and `linear` decay from the end of the warm-up; `wsd` decays linearly
-    over the last `decay_steps`.
+    The schedules `cosine` and `linear` decay from the end of the warm-up. `wsd` stays at the peak
+    and decays linearly over the last `decay_steps` steps. A decay begins at the peak and would
+    reach `min_learning_rate` in the step with index `training.steps`, which is no longer trained.
 
-    A wsd run that is resumed with more `training.steps` continues at the peak and decays in its new
-    last steps. Resume it from a checkpoint before the decay, or the rate rises in the middle of
-    training.
+    A wsd run that is resumed with more `training.steps` stays at the peak and decays in its new
+    last steps. It should be resumed from a checkpoint before the decay, because the rate would
+    otherwise rise in the middle of training.
 
-    The rate depends on steps, not on tokens. Packing moves tokens between neighbouring steps only,
-    so both give nearly the same schedule: the shares of a run differ by at most 2.3% in 30 steps of
-    the demo's documents, and by 1.1% in 300.
+    The rate depends on the number of steps, although steps may have different numbers of tokens.
+    This makes little difference, because packing moves tokens only to steps nearby: at each step,
+    the share of all tokens and the share of all steps differ by at most 2.3% in a run of 30 steps
+    on the demo's documents, and by 1.1% in 300 steps.
 
     Args:
         spec: The run.
-        step: Updates before this one.
+        step: Number of updates before this step.
     """
     t = spec.training
     if step < t.warmup_steps:
@@ -63,12 +64,12 @@ def peak_missed(spec: RunSpec) -> str:
 
 
 def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
-    """Return a warning if a resumed run continues at another learning rate, else "".
+    """Return a warning if changed keys make the learning rate jump where a run resumes, else "".
 
     Args:
         spec: The run as it is configured now.
-        before: The checkpoint's training keys.
-        step: Updates before the first resumed step.
+        before: The section [training] with which the checkpoint was saved.
+        step: Number of updates before the first resumed step.
     """
     old, new = learning_rate(replace(spec, training=before), step), learning_rate(spec, step)
     if math.isclose(old, new, rel_tol=1e-9):
@@ -88,7 +89,7 @@ class Optimizers:
 
     Args:
         spec: The run.
-        stages: This rank's stages by number.
+        stages: This rank's parts of the model, by the number of their pipeline stage.
     """
 
     def __init__(self, spec: RunSpec, stages: dict[int, nn.Module]) -> None:
@@ -96,8 +97,8 @@ class Optimizers:
         self.by_stage: dict[int, torch.optim.AdamW] = {}
         self._decayed: dict[int, list[bool]] = {}
         for index, stage in stages.items():
-            # A fused AdamW accepts tensors of one device mesh only. Experts, and replicated KV
-            # heads, have meshes of their own.
+            # A fused AdamW needs all tensors of a parameter group on one device mesh. Experts and
+            # replicated KV heads are on different meshes, so each mesh gets a group.
             groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
             for parameter in stage.parameters():
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -113,7 +114,7 @@ class Optimizers:
         """Clip the gradients, update the weights and clear the gradients.
 
         Args:
-            step: Updates so far, which decide the learning rate.
+            step: Number of updates so far, from which the learning rate follows.
             norm: Global norm of the gradients before clipping.
         """
         scale_gradients(self.parameters, norm=norm, max_norm=self.spec.training.clip_norm)
@@ -122,7 +123,8 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        # Routers with a balancing bias (model.experts.balance = bias) adjust it once an update.
+        # With model.experts.balance = bias, each router has a bias per expert that balances the
+        # load. It is adjusted once after every update.
         rebalance(self._stages)
         self.clear()
 

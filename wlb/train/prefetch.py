@@ -1,8 +1,9 @@
-"""The next step's inputs, loaded while a step is computed.
+"""Loads the inputs of the next step while the current step is computed.
 
-One thread reads tokens, builds index arrays and moves them to the device, on a GPU in a stream of
-its own. The computing stream waits for an event of that stream. The tensors are recorded on the
-computing stream, because the allocator would otherwise reuse their memory while they are read.
+A thread reads tokens, builds index arrays and copies them to the device. On a GPU it copies in a
+separate CUDA stream, and the computing stream waits for an event of that stream. The tensors are
+recorded on the computing stream (`record_stream`), because the caching allocator would otherwise
+reuse their memory while kernels still read them.
 """
 
 import time
@@ -17,9 +18,9 @@ from wlb.plan import PipelinePlan
 from wlb.train.feed import PlanFeed
 
 STEPS_LOADED = 1
-"""Steps whose inputs are loaded ahead.
+"""Number of steps whose inputs are loaded in advance.
 
-One is enough to hide the loading behind a step; more only take device memory."""
+One is enough, because loading takes less time than a step. More would only take device memory."""
 Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
@@ -31,7 +32,7 @@ class InputPrefetcher:
         reader: Reads tokens from the store.
 
     Attributes:
-        exposed_ns: Time that the last `take` waited for its inputs.
+        exposed_ns: Time that the most recent call of `take` waited for inputs.
     """
 
     def __init__(self, executor: Executor, reader: TokenReader) -> None:
@@ -41,17 +42,19 @@ class InputPrefetcher:
         device = executor.mesh.device
         self._pool = device_thread("inputs", device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The loading stream reads the rotary frequencies, which the current stream may still be
-        # writing.
+        # The loading stream reads the rotary frequencies, which kernels of the current stream may
+        # still be computing.
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
-        """Begin to load a step, unless it or `STEPS_LOADED` other steps are being loaded.
+        """Begin to load the inputs of a step in the thread.
+
+        Does nothing if that step is being loaded already, or if `STEPS_LOADED` other steps are.
 
         Args:
-            plan: This rank's part of the step.
-            loss_scale: Factor of the loss in the step.
+            plan: The step's plan of this rank's pipeline.
+            loss_scale: Factor by which the step multiplies its loss.
         """
         if plan.step in self._loading or len(self._loading) >= STEPS_LOADED:
             return
@@ -69,11 +72,11 @@ class InputPrefetcher:
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
         """Return the inputs of a step, and load them now if `start` was not called for it.
 
-        An exception of the loading thread is raised here.
+        If loading failed in the thread, its exception is raised here.
 
         Args:
-            plan: This rank's part of the step.
-            loss_scale: Factor of the loss in the step.
+            plan: The step's plan of this rank's pipeline.
+            loss_scale: Factor by which the step multiplies its loss.
         """
         begin = time.perf_counter_ns()
         future = self._loading.pop(plan.step, None)
@@ -96,6 +99,6 @@ class InputPrefetcher:
         return inputs, event
 
     def close(self) -> None:
-        """Drop inputs that were loaded and not taken."""
+        """End the loading thread, and drop inputs that were loaded but not used."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._loading.clear()

@@ -1,20 +1,20 @@
-"""One all-reduce a step: the loss, counts, and proof that all ranks execute the same plans.
+"""Sums loss and counts over ranks in one all-reduce a step, and checks that all plans are equal.
 
 Every node plans for itself, so different versions, configurations or data would cause a hang or
-wrong gradients. Therefore the all-reduce also compares digests of the plans two steps ahead, at no
-further communication.
+wrong gradients. Therefore the same all-reduce also compares digests of the plans that will be
+executed two steps later. This needs no further communication.
 
-A sum can prove equality: n numbers are equal exactly if n * sum(x^2) = sum(x)^2. A digest of 60
-bits is cut into four chunks x of 15 bits, so that both sums are exact in float64 for more than
-eight million ranks.
+A sum can prove equality: n numbers x are equal exactly if n * sum(x^2) = sum(x)^2. A digest of 60
+bits is cut into four chunks of 15 bits, and each chunk is sent as x and x^2. So both sums are exact
+in float64 for more than eight million ranks.
 
-The vector that is reduced:
+The vector that is reduced has these float64 values:
 
     loss, squared gradient norm      2
-    loads of experts                 0 without experts
-    counts of `_counts`              5 and one per sharding strategy
-    requests to stop                 one per source
-    digests                          one slot for the packing, one per pipeline for its sharding
+    loads of experts                 `num_load_values`; none in a model without experts
+    counts of `_counts`              5, and one per sharding strategy
+    requests to stop                 one per source (stop file, signal)
+    digests                          8 for the packing, and 8 per pipeline for its sharding
 """
 
 import math
@@ -32,14 +32,14 @@ from wlb.plan import ExpertLoad, FloatArray, KeyRows, PipelinePlan, StepPlan, ke
 from wlb.spec import ModelSpec
 from wlb.train.faults.stop import Stop
 
-_CHUNKS, _BITS = 4, 15  # chunks of a digest, and bits of each
+_CHUNKS, _BITS = 4, 15  # a digest is cut into 4 chunks of 15 bits
 _STOPS = (Stop.FILE, Stop.SIGNAL)
 _SUMS = 2
-"""Loss and squared gradient norm, the first values of the vector."""
+"""Number of values at the vector's beginning: the loss and the squared gradient norm."""
 _BEFORE_STRATEGIES = 5
-"""Values of `_counts` before the one per strategy."""
+"""Number of values in `_counts` before the counts of sharding strategies."""
 
-# Steps, each as the plan of all pipelines and of this rank's pipeline.
+# For each step, the plan of all pipelines and the plan of this rank's pipeline.
 Plans = list[tuple[StepPlan, PipelinePlan]]
 
 
@@ -53,10 +53,12 @@ class StepSums:
 
     loss: float  # sum of token losses, times loss_scale
     gradient_norm: float  # global norm before clipping
-    # Predicted attention time of the slowest CP rank over the mean rank, summed over micro-batches.
+    # Predicted attention time of the slowest CP rank over the mean CP rank's, after each of the two
+    # was summed over micro-batches.
     cp_imbalance: float
-    shardings: dict[str, int]  # micro-batches by sharding strategy
-    key_rows: KeyRows | None = None  # key rows that CP ranks exchanged; None if they exchanged none
+    shardings: dict[str, int]  # number of micro-batches by sharding strategy
+    # Rows of keys that CP ranks exchanged; None if they exchanged none.
+    key_rows: KeyRows | None = None
     experts: ExpertLoad | None = None  # loads of experts; None for a model without experts
     stop: Stop = Stop.NO  # the strongest request to stop on any rank
 
@@ -72,8 +74,8 @@ class StepReducer:
     Args:
         mesh: This rank's place in the layout, with its process groups.
         strategies: Names of all sharding strategies, the same on all ranks.
-        model: The model. Its sliding layers exchange fewer key rows, and its experts have loads.
-            None counts neither.
+        model: The model, to count the loads of its experts, and the fewer rows of keys that layers
+            with a sliding window exchange. None counts as if it had neither.
     """
 
     def __init__(
@@ -107,9 +109,11 @@ class StepReducer:
         Args:
             ahead: Plans of later steps, which are compared across ranks.
             loss: This rank's loss; None for a step without targets.
-            gradient_square: This rank's share of the squared gradient norm.
-            expert_load: Loads of this rank's layers (`wlb.parallel.expert_parallel.load_values`).
-            done: This pipeline's plan of the step that was executed, for its counts.
+            gradient_square: This rank's share of the squared gradient norm; None counts as 0.
+            expert_load: Loads of the experts in this rank's layers
+                (`wlb.parallel.expert_parallel.load_values`); None without experts.
+            done: This pipeline's plan of the step that was executed, to count its rows and sharding
+                strategies; None counts nothing.
             stop: The request to stop that this rank has noticed.
 
         Returns:
@@ -124,7 +128,7 @@ class StepReducer:
         host = np.concatenate([np.zeros(before), counts, self._digests(ahead)])
         # The copy to the device is asynchronous.
         vector = copy_to_device(host, mesh.device)
-        # TP ranks have copies of the loss, so one of them adds it.
+        # All TP ranks have the same loss, so only one of them adds it.
         if loss is not None and mesh.at.tp == 0:
             vector[0] = loss
         if gradient_square is not None:
@@ -169,10 +173,14 @@ class StepReducer:
         )
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:
-        """Return this pipeline's counts; zeros except on one rank of the pipeline.
+        """Return the counts of the executed step `done` that this rank adds to the sums.
 
-        They are the predicted attention time (ns) of the slowest and of the mean CP rank, the key
-        rows, and how often each strategy was chosen.
+        One rank of each pipeline counts for the whole pipeline; other ranks return zeros.
+
+        Returns:
+            Sums over the pipeline's micro-batches: predicted attention time (ns) of the slowest CP
+                rank and of the mean CP rank, three numbers of rows of keys (`KeyRows`), and for
+                each strategy the number of micro-batches that are sharded by it.
         """
         out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
@@ -188,9 +196,11 @@ class StepReducer:
         return out
 
     def _digests(self, ahead: Plans) -> FloatArray:
-        """Return the digests as sums can compare them: each chunk x of 15 bits as x and x^2.
+        """Return digests of the plans `ahead` in a form whose sum over ranks can prove equality.
 
-        Only this rank's slots are filled; other slots are zero.
+        Each chunk x of 15 bits is stored as x and x^2 (see the module). There is a slot for the
+        packing, which all ranks fill, and a slot for the sharding of each pipeline, which only the
+        pipeline's ranks fill. The other slots are zero on this rank.
         """
         out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0

@@ -1,8 +1,8 @@
-"""Refuses a run before its ranks start, for the same reasons as ranks and planners would.
+"""Refuses a run that cannot work before its ranks start, so that it fails early and in one line.
 
-Opening the planners reads the stores' lengths and the kernel profile, so it finds what is wrong
-with either. Planning the next step of a resumed run finds a planner state of another corpus or
-seed.
+Opening the run's planners reads the lengths of documents and the kernel profile, so it finds errors
+in either. Planning the next step of a resumed run finds out whether its planner state belongs to
+another corpus or seed.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,19 @@ MEANING = (
     *("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta", "rotary_share"),
     *("experts.per_token", "experts.scoring", "experts.normalised"),
 )
-"""Keys of a model that change its output but no weight's shape (`_meaning` adds rope_scaling)."""
+"""Keys of the section [model] that change a model's output but not the shape of any weight.
+
+The keys of model.rope_scaling belong to them too; `_meaning` adds them."""
 
 Probe = Callable[..., Any]
-"""Calls `fn(*args)`, where `fn` uses a GPU, in this process or in a new one."""
+"""A function `probe(fn, *args)` that calls `fn(*args)`, a check that uses a GPU.
+
+It calls the check in this process (`probe_here`), or in a child process, so that this process does
+not create a CUDA context."""
 
 
 def probe_here(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` in this process. For a process that will use the GPU anyway."""
+    """Call `fn(*args)` in this process, which will use the GPU anyway."""
     return fn(*args)
 
 
@@ -57,7 +62,7 @@ def refuse_early(
     init_from: Path | None,
     probe: Probe = probe_here,
 ) -> Planner:
-    """Refuse a run that cannot work.
+    """Check whether a run can work, before its ranks start.
 
     Args:
         spec: The run, with derived values filled in.
@@ -66,13 +71,13 @@ def refuse_early(
         device: Kind of device, "cpu" or "cuda".
         resume: The checkpoint to resume from; None for a new run.
         init_from: The checkpoint whose weights a new run begins with; None for random weights.
-        probe: Calls functions that use a GPU.
+        probe: Calls checks that use a GPU, in this process or in a child process.
 
     Returns:
         The planner of the run's steps, which was opened for the checks.
 
     Raises:
-        UserError: If the run cannot work, with the values and the remedy.
+        UserError: If the run cannot work. The message has the values and the remedy.
     """
     refuse_missing(spec)
     refuse_snapshots(spec, device)
@@ -94,9 +99,9 @@ def refuse_early(
 
 
 def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
-    """Raise UserError unless a checkpoint's planner state is consistent and fits the run's data.
+    """Raise UserError unless a checkpoint's planner state fits the run's data and its weights.
 
-    It must also fit the weights. They have at most one update per step, and may have fewer, since
+    The weights can have had at most one update per planned step. They may have had fewer, because
     steps without targets update nothing.
     """
     check_planner_state(state, planner.source, packers=planner.packers)
@@ -127,16 +132,17 @@ def with_backend(spec: RunSpec, device: str) -> RunSpec:
 def agree_on_kernel(
     spec: RunSpec, world: World, mesh: Mesh, *, stores: object = None
 ) -> tuple[RunSpec, str]:
-    """Compare kernels, profile and token stores across ranks. A collective call.
+    """Check that all ranks have the same kernels, profile and token stores. A collective call.
 
-    Devices and installed packages may differ between nodes, and ranks with different prices would
-    plan differently.
+    Devices and installed packages may differ between nodes. Ranks whose plans are priced
+    differently would plan differently.
 
     Args:
         spec: The run.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the layout.
-        stores: Identity of the token stores that this rank reads.
+        stores: A value that identifies the token stores that this rank reads
+            (`StoreReader.identity`).
 
     Returns:
         The spec with the attention kernel that all ranks use, and the name of the kernel profile.
@@ -169,12 +175,12 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
 
     Args:
         spec: The run.
-        device: Kind of device.
-        probe: Calls functions that use a GPU.
+        device: Kind of device, "cpu" or "cuda".
+        probe: Calls checks that use a GPU, in this process or in a child process.
 
     Returns:
-        A line each on attention, fused kernels, linear-attention layers, and whether the host waits
-            for row counts of experts.
+        One line for each of: attention, fused kernels, linear-attention layers, and whether the
+            host must wait for the device to know how many tokens each expert gets.
 
     Raises:
         UserError: If no kernel can compute the run on this device.
@@ -189,7 +195,10 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
 
 
 def priced_by(planner: Planner) -> str:
-    """Describe for the log which kernel profile prices plans, and how it differs from the model."""
+    """Describe for the log which kernel profile prices plans, and where it does not fit the run.
+
+    For example, the profile may have been measured with another number of heads than the model's.
+    """
     cost = priced_workload(planner)
     profile, kernel = cost.profile, cost.table.backends[0]
     line = (
@@ -206,9 +215,14 @@ def priced_workload(planner: Planner) -> ProfiledWorkload:
 
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:
-    """Return a line for the log if a checkpoint's weights now make another model, else "".
+    """Return a line for the log if the weights of a checkpoint continue as another model, else "".
 
-    Long-context training, for example, resumes the same weights with another RoPE scaling.
+    The shapes are equal, but other keys that change the output differ. Long-context training, for
+    example, resumes the same weights with another RoPE scaling.
+
+    Args:
+        model: The run's model.
+        saved_in: The checkpoint.
     """
     theirs = model_of(saved_in)
     ours, before = _meaning(model), _meaning(theirs)
@@ -221,9 +235,9 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:
-    """Return the keys of a model, with values, that change its output but no weight's shape.
+    """Return the keys, with values, that change a model's output but not the shape of any weight.
 
-    Two models with equal shapes compute the same if these are equal too.
+    Two models whose weights have equal shapes compute the same if these values are equal too.
     """
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
     # `bounds` fills in the defaults, so that a default and the same explicit values compare equal.

@@ -1,6 +1,6 @@
-"""Refuses stores, checkpoints and settings of telemetry that a run cannot use.
+"""Refuses token stores, checkpoints and telemetry settings that a run cannot use.
 
-It needs no torch, so dry runs use it too.
+This module does not import torch, so dry runs use it too.
 """
 
 from operator import attrgetter
@@ -33,7 +33,9 @@ SHAPES = (
     "experts.shared",
     "experts.shared_gate",
 )
-"""Keys of a model that decide the names and shapes of its tensors."""
+"""Keys of the section [model] that decide the names and shapes of a model's tensors.
+
+A run can load a checkpoint only if these keys are equal in both."""
 
 
 def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
@@ -86,12 +88,12 @@ def begins_with(spec: RunSpec) -> Path | None:
 
 
 def check_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
-    """Raise UserError for a checkpoint with damaged files or weights of other shapes.
+    """Raise UserError if a checkpoint is damaged or its weights do not fit the run's model.
 
     Args:
         model: The run's model.
         saved_in: The checkpoint.
-        option: The option that names the checkpoint, for the message.
+        option: The option that names the checkpoint, such as "--resume", for the message.
     """
     checkpoint.check_files(saved_in)
     theirs = model_of(saved_in)

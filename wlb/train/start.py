@@ -1,8 +1,8 @@
-"""From a spec to running ranks: stores, device, layout, folder, and which processes are the ranks.
+"""Starts a training run: makes its token stores, claims its folder, and starts or joins its ranks.
 
-Under torchrun or Slurm, their processes are the ranks. Otherwise this process starts as many local
-ranks as the layout needs, or is itself the only rank. A run that cannot work is refused before any
-rank computes.
+Under torchrun or Slurm, the processes that they started are the ranks. Otherwise this process
+starts as many local ranks as the layout needs, or is itself the only rank. A run that cannot work
+is refused before any rank computes.
 """
 
 import time
@@ -56,7 +56,9 @@ from wlb.train.stores import Stores, open_stores, ready
 from wlb.train.telemetry.calibrate import profile_path
 
 PREPARE_TIMEOUT_S = 24 * 3600.0
-"""How long ranks of torchrun or Slurm wait for rank 0 to make the token store."""
+"""Seconds that ranks of torchrun or Slurm wait for rank 0 to make the token store.
+
+Rank 0 may tokenise a large corpus meanwhile, so the limit is a day."""
 _STOPPED = "stopped by a signal before training began: there is nothing to save"
 
 
@@ -65,10 +67,11 @@ class _Request(NamedTuple):
 
     resume: str | None  # value of --resume; None without it
     calibrate: str | None  # value of --calibrate; None without it
-    console: Console
+    console: Console  # where messages are printed
     started_s: float  # Unix time at which the command began
     signals: Signals  # catches signals, also before training
-    verbose: bool = False  # whether all columns and rows are shown
+    # Whether all columns of the table of steps and all rows of the summary are shown.
+    verbose: bool = False
 
 
 def train(
@@ -81,7 +84,7 @@ def train(
     started_s: float | None = None,
     verbose: bool = False,
 ) -> bool:
-    """Train a spec to its end.
+    """Run the training that `spec` describes, until it ends or is stopped.
 
     Args:
         spec: The run.
@@ -90,11 +93,12 @@ def train(
         calibrate: Value of the option --calibrate; None without it.
         signals: The handler of signals, if the caller has installed one already.
         started_s: Unix time at which the command began; None means now.
-        verbose: Whether all columns of steps, and all rows of the summary, are shown.
+        verbose: Whether all columns of the table of steps and all rows of the summary are shown.
 
     Returns:
-        Whether the run was asked to end before its last step. Always false on ranks of torchrun or
-            Slurm.
+        Whether a signal or a stop file ended the run before its last step. Always False under
+            torchrun or Slurm: the caller turns True into an exit status other than 0, which these
+            launchers would report as a failure.
     """
     started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
@@ -125,7 +129,9 @@ def _start_ranks(spec: RunSpec, request: _Request) -> bool:
     request.console.print(_describe_ranks(checked, choice, None))
     directory = directory_of(checked)
     with request.signals.early(), closing(RunLock(directory, request.console)) as lock:
-        # A launcher must not create a CUDA context, which would take GPU memory until the run ends.
+        # A process that only starts local ranks must not create a CUDA context, which would take
+        # GPU memory until the run ends. Such a process makes checks that use a GPU in a child
+        # process.
         starts_gpu_ranks = world_size > 1 and choice.kind == "cuda"
         probe = _in_new_process if starts_gpu_ranks else probe_here
         job = _claimed_job(checked, world_size, choice, request, lock, probe)
@@ -161,8 +167,8 @@ def _join_ranks(spec: RunSpec, world: World, request: _Request) -> None:
     _keep_flight_records(directory_of(checked), choice.kind)
     with ExitStack() as waiting:
         waiting.enter_context(ended_by_signals(was_asked=request.signals.came))
-        # This timeout also limits the rendezvous, where ranks would wait for a rank that failed
-        # before it.
+        # This timeout also limits the rendezvous, in which ranks would otherwise wait without end
+        # for a rank that failed earlier.
         with (
             worlds.in_group(world, device, timeout_s=spec.training.timeout_s),
             closing(RunLock(directory_of(checked), request.console)) as lock,
@@ -236,10 +242,11 @@ def _keep_flight_records(directory: Path, device_kind: str) -> None:
 
 
 def _in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `fn` from a new process that then ends.
+    """Call `fn(*args)` in a new process that ends afterwards, and return the result.
 
-    Its CUDA context (0.5 GiB) ends with it. A launcher that used a GPU itself would keep such a
-    context until the run ends, in addition to the contexts of its ranks.
+    The CUDA context (0.5 GiB) that `fn` creates is freed when that process ends. A launcher that
+    used a GPU itself would keep such a context until the run ends, in addition to the contexts of
+    its ranks.
     """
     (result,) = run_local(_result_or_error, 1, fn, args, device="cuda", preload=[__name__])
     if isinstance(result, UserError):
@@ -263,7 +270,10 @@ def _claimed_job(
     lock: RunLock,
     probe: Probe,
 ) -> Job:
-    """Make the token stores, claim the run's folder, and return the job."""
+    """Make the token stores, claim the run's folder, and return the job.
+
+    `probe` calls the checks that use a GPU, in this process or in a child process.
+    """
     # Check the folder first: tokenising a corpus may take hours.
     refuse_nowhere(lock.directory)
     stores = open_stores(spec, request.console)
@@ -281,9 +291,9 @@ def _claimed_job(
 
 
 def _report_last_failure(directory: Path, console: Console) -> None:
-    """Print why the last start of this run failed, if it did.
+    """Print why the most recent start of this run failed, if it did.
 
-    The caller has the run's lock, so that start is over.
+    The caller has locked the run's folder, so no process of that earlier start is still running.
     """
     try:
         report = compose_report(directory)
@@ -306,17 +316,20 @@ def _job(
     request: _Request,
     probe: Probe,
 ) -> Job:
-    """Check that the run can work, print what was found, and return the job.
+    """Check that the run can work, print the findings of the checks, and return the job.
 
-    The steps: fill in derived values; compare memory; find the checkpoint to begin with; refuse
-    what cannot work; compare disk space; print one line for each finding.
+    The function fills in derived values, compares the estimated memory with the device's, and finds
+    the checkpoint to begin with. It then refuses a run that cannot work, compares disk space, and
+    prints one line for each finding. `probe` calls the checks that use a GPU, in this process or in
+    a child process.
     """
     console = request.console
     # Fill in the sizes and limits that depend on stores and memory.
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     measured = measured_budget(filled) if choice.kind == "cuda" else None
-    # Plans never use more than the device has, even if cluster.memory_gib allows the run more.
+    # `budget` may come from cluster.memory_gib, and `measured` from the GPU. Plans use the smaller
+    # one, so they never use more memory than the GPU has.
     least = min((b for b in (budget, measured) if b), key=lambda b: b.gib, default=None)
     filled = with_s_max(filled, planned_gib=least.planned_gib if least else None)
     filled, lowered = within(filled, least)
@@ -393,13 +406,16 @@ def _title(spec: RunSpec, device: str) -> str:
 
 
 def _resumed(spec: RunSpec, request: _Request) -> checkpoint.ToResume:
-    """Return the checkpoint that --resume selects in the run's folder."""
+    """Return the checkpoint that --resume selects in the run's folder, and what was skipped for it.
+
+    A folder without a checkpoint to resume from gives a new run only with --resume auto.
+    """
     folder = directory_of(spec) / "checkpoints"
     return checkpoint.resolve_resume(folder, request.resume)
 
 
 def _rate_change(spec: RunSpec, saved_in: Path) -> str:
-    """Return a warning if the resumed run continues at another learning rate, else ""."""
+    """Return a warning if the learning rate jumps where the run resumes from `saved_in`, else ""."""
     run = checkpoint.read_run(saved_in)
     saved = {"training": run["spec"]["training"]}
     before = apply(RunSpec(), saved, source=str(saved_in), is_stored=True)
@@ -407,7 +423,7 @@ def _rate_change(spec: RunSpec, saved_in: Path) -> str:
 
 
 def _refuse_calibration(spec: RunSpec) -> None:
-    """Raise UserError for a run whose times --calibrate cannot fit."""
+    """Raise UserError if a kernel profile cannot be fitted to the times of this run."""
     telemetry, steps, recompute = spec.telemetry, spec.training.steps, spec.training.recompute
     if steps <= telemetry.warmup_steps:
         raise UserError(
@@ -450,10 +466,10 @@ def run_rank(world: World, job: Job, device: torch.device, stop_request: StopReq
         world: This rank's place among the processes of the launcher.
         job: The arguments that every rank of the run gets.
         device: This rank's device.
-        stop_request: Requests to stop.
+        stop_request: Notices signals and stop files that ask the run to end.
 
     Returns:
-        Sums over the trained steps.
+        Sums over the trained steps, from which the summary is printed.
     """
     if job.calibrate is not None and device.type == "cpu":
         # Profiles are measured with one CPU thread, so a run that calibrates one uses one thread
@@ -470,6 +486,6 @@ def run_rank(world: World, job: Job, device: torch.device, stop_request: StopReq
     limit_collectives(spec.training.timeout_s)
     limit_collectives(spec.training.timeout_s, mesh)
     records = records_of(job.directory, job.started_s)
-    # From here on, a failure of this rank is recorded with what the rank was doing.
+    # If this rank fails inside the block, the record of the failure says what the rank was doing.
     with recorded(job.directory, records, world=world, mesh=mesh) as position:
         return Trainer(job, world, mesh, position, stop_request).run()

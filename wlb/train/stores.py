@@ -13,9 +13,10 @@ from wlb.prepare import StoreReport, docstring_prefix, prepare, prepare_docstrin
 from wlb.spec import RunSpec, check, resolve_dp
 
 SPLIT_SEED = 0
-"""Seed that selects the held-out documents.
+"""Seed of the random choice of held-out documents.
 
-It does not depend on run.seed, so that runs with different seeds hold out the same documents."""
+It does not depend on run.seed, so that runs with different seeds hold out the same documents. The
+value is arbitrary."""
 DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 
 
@@ -30,7 +31,7 @@ class Stores:
 
 
 def named_stores(spec: RunSpec) -> Stores | None:
-    """Open the stores that a run names, reading only their indices.
+    """Open the token stores that a run names, of which only the indices are read.
 
     Returns:
         The stores, or None if the run names none.
@@ -57,7 +58,11 @@ def named_stores(spec: RunSpec) -> Stores | None:
 
 
 def open_stores(spec: RunSpec, console: Console) -> Stores:
-    """Return the stores that a run names, or make and return the store of `data.corpus`."""
+    """Return a run's token stores: those that it names, or a store that is made here.
+
+    If the run names none, the store is made from `data.corpus`. This may take hours, unless an
+    earlier run has made the same store.
+    """
     named = named_stores(spec)
     if named is not None:
         return named
@@ -86,7 +91,10 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
 
 
 def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
-    """Describe a store that was made or reused. `what` names its documents."""
+    """Return the `Stores` of a store that was made from a corpus now or earlier.
+
+    `what` describes its documents and tokens for the log; the number of documents is put before it.
+    """
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(
         train=made.prefix,
@@ -113,7 +121,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
 
 def _docstring_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the options of `prepare_docstrings`. They also decide the store's name."""
+    """Return the options of `prepare_docstrings`. The name of the store depends on them too."""
     data = spec.data
     return {
         "vocab_size": data.bpe_vocab_size,
@@ -137,7 +145,11 @@ def _store_prefix(spec: RunSpec, folder: Path) -> Path:
 
 
 def with_vocabulary(spec: RunSpec) -> RunSpec:
-    """Fill in the vocabulary size of the BPE that would be trained on `data.corpus`."""
+    """Fill in the vocabulary size for a run whose store has not been made yet.
+
+    Unless model.vocab_size is set, it is the size of the BPE vocabulary that would be trained on
+    `data.corpus`.
+    """
     size = spec.model.vocab_size or spec.data.bpe_vocab_size
     return replace(spec, model=replace(spec.model, vocab_size=size))
 

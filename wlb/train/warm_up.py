@@ -19,16 +19,17 @@ from wlb.spec import ExchangeChoice, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 GARBAGE_INTERVAL = 50
-"""Steps between collections of garbage.
+"""Number of steps between two garbage collections.
 
-Rarer collections keep reference cycles, and their tensors, in memory for longer. Each collection
-takes milliseconds on all ranks."""
+A larger number keeps reference cycles, and the tensors in them, in memory for longer. A smaller one
+costs time: each collection takes milliseconds, on all ranks at once."""
 
 
 class ConnectRanks(Hook):
-    """Uses every communicator once, before a hook communicates, and reports their number.
+    """Makes one call on every communicator before training, and reports their number.
 
-    NCCL and Gloo connect ranks at the first call, which would otherwise lengthen the first step.
+    NCCL and Gloo connect ranks at a communicator's first call, which would otherwise lengthen the
+    first step.
     """
 
     def begin(self, run: RunContext) -> None:
@@ -45,14 +46,15 @@ class ConnectRanks(Hook):
 
 
 class CompileAttention(Hook):
-    """Compiles every variant of the attention kernel that the run needs (FlashAttention-4).
+    """Compiles the variants of FlashAttention-4's kernels that the run needs, before training.
 
-    A variant that first appeared in a step would have all ranks wait for seconds. The package
-    caches what it compiled (`CUDA_DEFAULTS` of `wlb.parallel.world`), so later starts read it.
+    FlashAttention-4 compiles a kernel at its first call. If that call were in a step, all ranks
+    would wait for seconds. The package stores compiled kernels on disk (`CUDA_DEFAULTS` of
+    `wlb.parallel.world` says where), so later starts read them.
     """
 
     def begin(self, run: RunContext) -> None:
-        """Make one small call for each variant."""
+        """Call each variant of the kernel once with few tokens, which compiles it."""
         device = run.mesh.device
         backend = BACKENDS[kernel_of(run.spec, device).kernel]
         if not isinstance(backend, FlashBackend):
@@ -73,12 +75,15 @@ class CompileAttention(Hook):
 def _compiled_calls(
     spec: RunSpec, backend: FlashBackend, device: torch.device
 ) -> Iterator[Segments]:
-    """Yield one small call for each window and mask that the run's layers use."""
+    """Yield the segments of a small attention call for each combination of window and mask.
+
+    The combinations are those that the run's layers use.
+    """
     model, cp = spec.model, spec.parallel.cp
     heads, kv_heads = _heads(spec)
     slides = {model.slides(layer) for layer in range(model.num_layers)}
-    # With cp.overlap_stages, attention over other ranks' keys is a call of its own without a mask.
-    # Layers with a window make one call over all keys.
+    # With cp.overlap_stages, layers without a window call attention separately for the keys of
+    # other CP ranks. That call has no causal mask. Layers with a window make one call over all keys.
     no_mask = [(False, False)] if spec.cp.overlap and cp > 1 and False in slides else []
     for is_sliding, is_causal in [*product(sorted(slides), [True]), *no_mask]:
         for lengths in backend.compiled_calls(heads // kv_heads, is_causal=is_causal):
@@ -93,7 +98,10 @@ def _compiled_calls(
 
 
 def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: torch.device) -> None:
-    """Run forward and backward with one rank's heads, outside of telemetry's clocks."""
+    """Run attention forward and backward on zeros, with as many heads as one TP rank has.
+
+    It calls the backend directly, so telemetry does not count the time.
+    """
     heads, kv_heads = _heads(spec)
 
     def zeros(rows: int, heads: int) -> Tensor:

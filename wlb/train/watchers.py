@@ -35,11 +35,12 @@ def hooks_of(
 
     Args:
         run: State that the hooks share with the loop.
-        priced: The spec with the attention kernel that computes, whose prices the plans have.
+        priced: The run's spec in which kernels.attention names the kernel that really computes, not
+            `auto`. The plans are priced for that kernel.
         clock: Times the passes of each step.
         evaluator: Computes the held-out loss; None if the run does not evaluate.
         saves: The hook that saves checkpoints.
-        stop_request: Requests to stop, for the message at the end.
+        stop_request: Knows who asked the run to end, for the message at the end.
     """
     job, spec, mesh, places = run.job, run.spec, run.mesh, run.report.places
     measure = MeasureSteps(priced, mesh, clock)
@@ -51,25 +52,30 @@ def hooks_of(
         # `MeasureSteps` is first, because the other hooks record its measurements.
         measure,
         RecordSteps(),
-        # Communicators are connected before the hooks that communicate in `begin`.
+        # `ConnectRanks` connects communicators, so it is before the hooks that communicate in
+        # their `begin`.
         ConnectRanks(),
         CompileAttention(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock),
-        # Before checkpoints, so that no checkpoint is saved after a store was found damaged.
+        # `VerifyStores` is before `saves`, so that no checkpoint is saved after a token store was
+        # found damaged.
         VerifyStores(job.train_store, job.heldout_store) if mesh.rank == 0 else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
-        # Before slow hooks and saves: they would work for, or write to, a folder that is gone.
+        # `KeepFolder` ends the run if its folder was removed, so it is before the hooks that would
+        # do slow work in vain or write to that folder.
         KeepFolder(job.directory) if mesh.rank == 0 else None,
         EvaluateHeldOut(evaluator) if evaluator is not None else None,
         saves,
         TellStop(stop_request),
         ShowSummary(),
         calibration,
-        # After all hooks that work between steps, so that their work is not in the trace.
+        # `TraceSteps` starts a trace after all other hooks have worked between two steps, so that
+        # their work is not in the trace.
         TraceSteps(job.directory, mesh.rank) if traces else None,
         SnapshotMemory(job.directory, mesh.rank) if spec.telemetry.snapshot_steps else None,
-        # Garbage is collected last, when the other hooks have dropped their objects of the step.
+        # `CollectGarbage` is last, because the other hooks have then dropped their objects of the
+        # step.
         CollectGarbage(),
     )
     return tuple(hook for hook in hooks if hook is not None)

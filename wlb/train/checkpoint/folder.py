@@ -1,8 +1,9 @@
-"""Checkpoint folders `step-00000030`: finds, describes and verifies them.
+"""Finds, reads and verifies checkpoints, which are folders such as `step-00000030`.
 
-A checkpoint is written to a folder `partial-...`, its manifest.json last, and then renamed. So a
-crash never leaves an incomplete checkpoint under the final name. Nothing is pickled. README.md
-lists the files of a checkpoint.
+A checkpoint is first written to a folder `partial-...`. Its manifest.json, which lists the sizes
+and checksums of all files, is written last. Then the folder is renamed. So a crash never leaves an
+incomplete checkpoint under the final name. Nothing is pickled. README.md lists the files of a
+checkpoint.
 """
 
 import hashlib
@@ -25,7 +26,9 @@ _TENSORS = ".safetensors"
 _STEP = re.compile("[0-9]{1,18}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 SEEN_WITHIN_S = 60.0
-"""Seconds for which an NFS client may cache the entries of a folder (acdirmax)."""
+"""Seconds to wait until this process sees files that another node has written.
+
+An NFS client may cache the entries of a folder for so long (mount option acdirmax, default 60)."""
 
 
 # Which entries run.json must and may have, with their types.
@@ -56,38 +59,43 @@ class DamagedCheckpoint(UserError):
 
 
 class ToResume(NamedTuple):
-    """The checkpoint to resume from."""
+    """The checkpoint that --resume selects."""
 
     checkpoint: Path | None  # the folder to resume from; None for a new run
-    passed_over: tuple[str, ...] = ()  # why newer checkpoints were not taken
-    falls_back: bool = False  # whether an older one may be loaded if this one is damaged
+    # For each newer checkpoint that was skipped because it is damaged, what is wrong with it.
+    passed_over: tuple[str, ...] = ()
+    # Whether an older checkpoint may be loaded instead if this one turns out to be damaged.
+    falls_back: bool = False
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step` updates."""
+    """Return the folder of the checkpoint after `step` updates.
+
+    `directory` is the folder of all checkpoints of the run.
+    """
     return directory / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of updates of a checkpoint, from its name."""
+    """Return the number of updates after which a checkpoint was saved, from its folder's name."""
     return int(checkpoint.name[5:])
 
 
 def list_complete(directory: Path) -> list[Path]:
-    """Return complete checkpoints, oldest first."""
+    """Return the complete checkpoints in `directory`, oldest first; they may be damaged."""
     return sorted(p for p in directory.glob("step-*") if _STEP.fullmatch(p.name[5:]))
 
 
 def resolve_resume(directory: Path, value: str | None) -> ToResume:
     """Return the checkpoint that `--resume` selects.
 
-    A checkpoint that a crash left under a temporary name gets its name back first.
+    Interrupted replacements of checkpoints are undone first (`put_back`).
 
     Args:
         directory: Folder of the run's checkpoints.
-        value: Value of the option. None: no --resume; "": the newest; "auto": the newest that
-            `check_files` accepts, or a new run if there is none at all; otherwise a step or a
-            folder.
+        value: Value of the option. None: the option was not given. "": the newest checkpoint.
+            "auto": the newest checkpoint that `check_files` accepts, or a new run if there are no
+            checkpoints. Otherwise the number of a step, or the folder of a checkpoint.
 
     Raises:
         UserError: If the selected checkpoint does not exist.
@@ -106,19 +114,24 @@ def replaced_of(directory: Path, step: int) -> Path:
 
 
 def put_back(directory: Path) -> None:
-    """Give checkpoints their final names back if their replacement was never completed."""
+    """Undo interrupted replacements of checkpoints in `directory`.
+
+    When a run saves a step that already has a checkpoint, the old one is moved aside
+    (`replaced_of`) until the new one is complete. If a crash prevented that, the old one is renamed
+    back.
+    """
     for replaced in directory.glob("partial-replaced-*"):
         number = replaced.name.rpartition("-")[2]
         if not _STEP.fullmatch(number):
             continue
         final = folder_of(directory, int(number))
-        # If its replacement is complete, the old checkpoint may be partly removed already.
+        # If the new checkpoint is complete, the old one is not needed, and may be partly removed.
         if not final.exists():
             replaced.rename(final)
 
 
 def _newest_sound(directory: Path) -> ToResume:
-    """Return the newest checkpoint that `check_files` accepts, as for --resume auto."""
+    """Return the checkpoint that --resume auto selects: the newest that `check_files` accepts."""
     passed_over: list[str] = []
     for checkpoint in reversed(list_complete(directory)):
         try:
@@ -185,12 +198,16 @@ def resolve(folder: Path, option: str) -> Path:
 
 
 def list_aside(directory: Path) -> list[Path]:
-    """Return checkpoints that a resume set aside. No run removes them."""
+    """Return checkpoints that `prepare_for_resume` renamed to `aside-...`. No run removes them."""
     return sorted(directory.glob("aside-*"))
 
 
 def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
-    """Remove partial checkpoints, and rename checkpoints later than `resumed` to `aside-...`.
+    """Remove incomplete checkpoints, and rename checkpoints later than `resumed` to `aside-...`.
+
+    Args:
+        directory: Folder of the run's checkpoints.
+        resumed: The checkpoint from which the run resumes.
 
     Returns:
         The new paths of the renamed checkpoints.
@@ -206,7 +223,7 @@ def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
 
 
 def planner_state(checkpoint: Path) -> PlannerState:
-    """Return the planner's state as it was saved. `Planner.steps` continues from it."""
+    """Read the planner's state of a checkpoint, from which planning continues."""
     path = checkpoint / PLANNER
     with malformed(path, "use another checkpoint"):
         return PlannerState.from_json(read_object(path, remedy="use another checkpoint"))
@@ -218,9 +235,10 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     Checkpoints of older versions lack some entries.
 
     Returns:
-        "step" (updates of the weights), "spec", "profile" (name of the kernel profile),
-            "written_by" (versions of wlb and torch, and wlb's commit), "imported" (only for a model
-            imported from Hugging Face) and "planner" (what planner.json must agree with).
+        Its entries: "step" (updates of the weights), "spec" (the run's configuration), "profile"
+            (name of the kernel profile), "written_by" (versions of wlb and torch, and wlb's
+            commit), "imported" (only for a model imported from Hugging Face) and "planner" (entries
+            of planner.json that are repeated here, see `planner_of`).
     """
     path, remedy = checkpoint / RUN, "use another checkpoint"
     # `wide` allows the many keys of a model's generation_config.json in "imported".
@@ -230,17 +248,20 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
 
 
 def is_import(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was imported.
+    """Return whether a checkpoint was imported from another format, such as Hugging Face's.
 
-    It then has only a model's weights, in the dtypes of the imported files.
+    It then has only the weights of a model, in the dtypes of the imported files.
     """
     return set(read_run(checkpoint)["spec"]) == {"model"}
 
 
 def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
-    """Return what run.json repeats of planner.json: the next step and the packing policy.
+    """Return the entries of planner.json that run.json repeats: next step and packing policy.
 
-    If the two files disagree, they are not of one save.
+    If the two files of a checkpoint disagree in them, they come from different saves.
+
+    Args:
+        planner: The content of planner.json.
     """
     carry, ready = planner["carry"], planner["ready"]
     next_step = ready[0]["step"] if ready else carry["next_step"]
@@ -258,7 +279,8 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
 
     Args:
         checkpoint: The folder.
-        files: Entries by file name. None reads all files of the folder.
+        files: The `manifest_entry` of each file, by file name. None makes the entries by reading
+            all files of the folder.
     """
     if files is None:
         files = {path.name: manifest_entry(path) for path in sorted(checkpoint.iterdir())}
@@ -271,7 +293,7 @@ def _digest_of(files: dict[str, dict[str, Any]]) -> str:
 
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Return the size and SHA-256 of a file."""
+    """Return a file's entry in the manifest: its size in "bytes" and its "sha256"."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
@@ -287,7 +309,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Read and check manifest.json.
 
     Returns:
-        {"bytes", "sha256"} by file name.
+        The `manifest_entry` of each file, by file name.
 
     Raises:
         DamagedCheckpoint: If it is absent, unreadable, or does not list a complete checkpoint.
@@ -338,10 +360,10 @@ def check_files(checkpoint: Path) -> None:
 
 
 def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Refuse files that were not saved with the checkpoint but would be read.
+    """Raise DamagedCheckpoint for a file that is not in the manifest but would be read.
 
-    torch reads every *.safetensors file of the folder, so a file that somebody copied there would
-    be trained. A JSON file of one of our names would be read too.
+    torch reads every *.safetensors file of the folder, so the weights in a file that somebody
+    copied there would be used. A planner.json or run.json would be read too.
     """
     for path in _unlisted(checkpoint, files):
         if _is_read(path):
@@ -349,9 +371,9 @@ def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def harmless_strays(checkpoint: Path) -> list[str]:
-    """Return names of files that were not saved with a checkpoint and that nothing reads.
+    """Return the names of files in a checkpoint that are not in its manifest and are never read.
 
-    Hidden files, which file systems create, are left out.
+    Hidden files are left out, because file systems create them.
     """
     unlisted = _unlisted(checkpoint, read_manifest(checkpoint))
     return [p.name for p in unlisted if not _is_read(p) and not p.name.startswith(".")]
@@ -363,12 +385,12 @@ def _unlisted(checkpoint: Path, files: dict[str, dict[str, Any]]) -> list[Path]:
 
 
 def _is_read(path: Path) -> bool:
-    """Return whether loading a checkpoint would read a file of this name."""
+    """Return whether loading a checkpoint would read the file `path` in its folder."""
     return path.suffix == _TENSORS or path.name in (PLANNER, RUN)
 
 
 def _damage(path: Path, num_bytes: int) -> str:
-    """Describe what is wrong with a file's size; "" if nothing is."""
+    """Describe how a file differs from the size `num_bytes`; "" if it has that size."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
@@ -376,12 +398,14 @@ def _damage(path: Path, num_bytes: int) -> str:
 
 
 def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
-    """Wait until this process sees all files of a save completely.
+    """Wait until this process sees all files of a checkpoint with their full sizes.
+
+    On a network file system, files that another node has written may appear late.
 
     Args:
-        folder: The folder of the save.
-        files: Manifest entries by file name.
-        within_s: Seconds to wait.
+        folder: The folder of the checkpoint.
+        files: The `manifest_entry` of each file, by file name.
+        within_s: Seconds to wait at most.
 
     Returns:
         A description of the first file that is still missing or incomplete, or "" for none.
@@ -396,7 +420,11 @@ def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: fl
 
 
 def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """Wait until this process sees a checkpoint that another node may have just written.
+    """Wait until this process sees all files of a checkpoint that another node may have written.
+
+    Args:
+        checkpoint: The folder.
+        within_s: Seconds to wait at most.
 
     Raises:
         UserError: If it is not complete after `within_s` seconds.
@@ -416,12 +444,19 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
 
 
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:
-    """Check the checksums of one reader's share of the large files.
+    """Check the checksums of one reader's share of a checkpoint's large files.
+
+    Several readers, such as the ranks of a run, divide the files, so that each file is read once.
 
     Args:
         checkpoint: The folder.
-        index: The reader, who checks every `num`-th file from this one.
+        index: This reader's number. It checks the files `index`, `index + num` and so on, in the
+            order of their names.
         num: Number of readers.
+
+    Raises:
+        DamagedCheckpoint: If a checksum is wrong, or if reader 0 finds a file that does not belong
+            to the checkpoint.
     """
     files = read_manifest(checkpoint)
     if index == 0:
@@ -438,7 +473,10 @@ def check_digest(path: Path, wanted: str) -> None:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    """Raise DamagedCheckpoint, and name the checkpoint before it."""
+    """Raise DamagedCheckpoint for a file, with a message that names the previous checkpoint.
+
+    `what` says what is wrong with the file `path`, as the rest of a sentence.
+    """
     checkpoint = path.parent
     before = [p for p in list_complete(checkpoint.parent) if p.name < checkpoint.name]
     offer = "there is no checkpoint before it"

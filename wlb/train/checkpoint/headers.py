@@ -1,9 +1,9 @@
 """Checks the headers of a checkpoint's safetensors files before any tensor is read.
 
-Every element of every tensor must be in the files exactly once, in one dtype. The safetensors
-library itself would take the last of two entries with the same name, and torch reads files in any
-order. So a file with rows that another file has too, or with a wrong dtype of the same size, would
-be trained unnoticed.
+Every element of every tensor must be in the files exactly once, in one dtype. The libraries do not
+check this: of two entries with the same name, safetensors takes the last, and torch reads files in
+any order. Without the check, two files that both have some rows of a tensor, or a file with a wrong
+dtype of the same size, would give wrong weights unnoticed.
 """
 
 import struct
@@ -17,11 +17,11 @@ from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
-# Keys of a header: the entry that describes no tensor, and in it the offsets of shards, which torch
-# writes.
+# In a header, the key of the only entry that does not describe a tensor, and in that entry the key
+# under which torch writes where each tensor's part begins in the whole tensor.
 _ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
 _MOST_BYTES = 100_000_000
-"""Longest header, in bytes, that the library reads."""
+"""Longest header, in bytes, that the safetensors library reads."""
 # Bits of one element, by dtype.
 _BITS = {
     "BOOL": 8,
@@ -54,12 +54,12 @@ _HEADER: Schema = {
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor as a header describes it."""
+    """A tensor, or the part of a tensor in one file, as the file's header describes it."""
 
     dtype: str  # in the notation of safetensors, such as "BF16"
     shape: tuple[int, ...]  # shape of the part that this file has
-    # First index of the part in the whole tensor, by dimension; empty for files not made by wlb,
-    # which have whole tensors.
+    # Where the part begins in the whole tensor, one index per dimension. Empty for files that wlb
+    # did not write; they have whole tensors.
     start: tuple[int, ...] = ()
 
 
@@ -114,7 +114,11 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
 
 
 def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[int, int]:
-    """Return where a tensor's bytes begin, and where they end (exclusive)."""
+    """Return where a tensor's bytes begin and where they end (exclusive), in a header's `entry`.
+
+    `where`, `name` and `remedy` are the header's file, the tensor's name and the remedy, for the
+    UserError that is raised if `entry` is damaged.
+    """
     offsets: list[int] = entry["data_offsets"]
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(f"{where}: {name} has data_offsets = {offsets}; {remedy}")
@@ -124,7 +128,20 @@ def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[in
 def _starts(
     about: dict[str, str], tensors: dict[str, Any], where: str, remedy: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return the first index of each part in its whole tensor, by name."""
+    """Return where each part in a file begins in its whole tensor, one index per dimension.
+
+    Args:
+        about: The header's metadata, which has these offsets as JSON.
+        tensors: The header's entries of tensors, by name.
+        where: Words that name the file, for messages.
+        remedy: What the user can do if the file is damaged, for messages.
+
+    Returns:
+        The indices by the tensor's name.
+
+    Raises:
+        UserError: If they are missing or do not fit the tensors' shapes.
+    """
     if _SHARDING not in about:
         raise UserError(f"{where} does not say where its tensors belong ({_SHARDING}); {remedy}")
     found = parse_json(about[_SHARDING], f"{_SHARDING} in {where}", remedy=remedy, unique=True)
@@ -159,15 +176,19 @@ def checked_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
 
 
 def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
-    """Join the parts of one tensor; UserError unless they cover each element exactly once."""
+    """Return the entry of a whole tensor, given its parts in all files.
+
+    Raises UserError unless the parts cover each element exactly once. `where` names the tensor, and
+    `remedy` says what the user can do; both are for the message.
+    """
     dtypes, ranks = {p.dtype for p in parts}, {len(p.shape) for p in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
         raise UserError(f"{where} has parts of {sorted(dtypes)} and {sorted(ranks)} axes; {remedy}")
     stops = [tuple(map(sum, zip(p.start, p.shape, strict=True))) for p in parts]
     shape = tuple(map(max, zip(*stops, strict=True)))
     if len(parts) > 1 or any(parts[0].start):
-        # Cut the tensor into cells at all borders of parts, along each axis. The parts fit if each
-        # cell is covered once.
+        # Cut the whole tensor into boxes, along each axis wherever a part begins or ends. The parts
+        # fit together if each box is covered exactly once.
         borders = [
             np.unique([*(p.start[axis] for p in parts), *(s[axis] for s in stops), 0])
             for axis in range(len(shape))

@@ -1,8 +1,8 @@
-"""Keeps the folder of a run open, so that saves reach it even after it was renamed.
+"""Keeps a run's folder open, so that checkpoints are written to it even after it was renamed.
 
 torch creates all parent folders of the files that it writes. If a run's folder was removed or
-renamed, a save by path would create the path anew, or write into another run that now has this
-name.
+renamed, torch would create a new folder at the old path, or write into another run's folder that
+now has this path.
 """
 
 import os
@@ -16,12 +16,18 @@ _DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 
 class HeldFolder:
-    """A folder that stays open. RunError if it does not exist.
+    """A folder that stays open until `close`.
+
+    Args:
+        folder: Path of the folder.
 
     Attributes:
-        name: The path by which it was opened.
-        path: A path that leads to it in this process, also after it was renamed. If it was removed,
-            no file can be created there.
+        name: The path by which the folder was opened.
+        path: A path below /proc that leads to the folder in this process, even after it was
+            renamed. If the folder was removed, no file can be created there.
+
+    Raises:
+        RunError: If the folder does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,9 +41,9 @@ class HeldFolder:
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
     def named(self, text: str) -> str:
-        """Replace `path` by the folder's name in a text, for messages.
+        """Replace paths below /proc (`path`) in a text by the folder's name, for messages.
 
-        The text may come from another rank, whose `path` has another number.
+        The text may come from another rank, whose `path` has another descriptor number.
         """
         return _DESCRIPTOR.sub(lambda _: str(self.name), text)
 

@@ -1,8 +1,8 @@
 """Returns freed host memory to the operating system.
 
-The C library keeps freed memory for later allocations of the same size. Sizes hardly repeat,
-because micro-batches differ in length: 100 to 170 MiB of the 430 MiB of a rank of the demo were
-such gaps. Returning them takes 1 ms (experiments/LOG.md).
+The C library keeps freed memory for later allocations of similar size. With micro-batches of
+different lengths, sizes hardly repeat, so the freed memory stays unused: 100 to 170 MiB of the 430
+MiB that a rank of the demo had. Returning it takes 1 ms (experiments/LOG.md).
 """
 
 import ctypes
@@ -12,7 +12,7 @@ def give_back_freed() -> bool:
     """Return freed memory to the operating system.
 
     Returns:
-        Whether any was returned; false also where the C library cannot do it (not glibc).
+        Whether any memory was returned. Always False if the C library is not glibc.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return bool(trim is not None and trim(ctypes.c_size_t(0)))

@@ -1,6 +1,7 @@
-"""Reads a checkpoint's files into the tensors of the ranks, from any layout into any other.
+"""Reads a checkpoint's files into the tensors of ranks, which may have another layout now.
 
-Whatever torch or safetensors raises becomes one line that names the checkpoint.
+Errors of torch and safetensors are raised as errors whose message is one line and names the
+checkpoint.
 """
 
 from collections.abc import Collection, Generator
@@ -30,15 +31,16 @@ _MODEL = "model."
 
 
 def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
-    """Refuse a checkpoint that does not have exactly the tensors of `model`.
+    """Check that a checkpoint has exactly the tensors of `model`.
 
-    A tensor that is left unread, such as the weight of a norm, would silently make another model.
-    The state of experts' balance may be missing or left over, since it can start anew.
+    If a tensor were left unread, such as the weight of a norm, the run would silently train another
+    model. Tensors that balance the load of experts may be missing or unused, because they can start
+    from their initial values.
 
     Args:
-        saved_in: The checkpoint.
-        names: Names of its tensors.
-        model: The model, with all stages.
+        saved_in: The checkpoint, for messages.
+        names: Names of the checkpoint's tensors.
+        model: The whole model.
 
     Raises:
         UserError: If the checkpoint has tensors that the model lacks.
@@ -68,7 +70,7 @@ def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> Non
 def check_headers(saved_in: Path) -> None:
     """Check the headers of all files of a checkpoint.
 
-    It takes 46 us for each tensor of each file, so one rank does it for all.
+    It takes 46 us for each tensor in each file, so one rank checks the headers for all ranks.
 
     Args:
         saved_in: The checkpoint.
@@ -88,8 +90,8 @@ def check_headers(saved_in: Path) -> None:
 class CheckpointReader:
     """Reads the tensors of the checkpoint `saved_in`.
 
-    Methods raise DamagedCheckpoint for files that do not have the wanted tensors, and RunError for
-    files that cannot be read now.
+    Its methods raise DamagedCheckpoint if the files do not have the requested tensors, and RunError
+    if the operating system cannot read the files.
     """
 
     def __init__(self, saved_in: Path) -> None:
@@ -102,10 +104,10 @@ class CheckpointReader:
             return set(self._reader.read_metadata().state_dict_metadata)
 
     def load(self, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        """Fill tensors in place. A collective call.
+        """Read values from the checkpoint into existing tensors. A collective call.
 
         Args:
-            tensors: Tensors or DTensors, by their names in files.
+            tensors: Tensors or DTensors, by their names in files. Their values are overwritten.
             group: Ranks that load together; None for a single process.
 
         Raises:
@@ -118,7 +120,10 @@ class CheckpointReader:
             state_dict_loader.load(tensors, storage_reader=self._reader, process_group=group)
 
     def _check_dtypes(self, known: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Raise DamagedCheckpoint for tensors of another dtype than wanted."""
+        """Raise DamagedCheckpoint if the dtype in the files differs from the tensor to fill.
+
+        `known` has torch's metadata of the saved tensors, `tensors` has the tensors to fill.
+        """
         is_import = checkpoint.is_import(self._saved_in)
         for name, about in known.items():
             saved, wanted = about.properties.dtype, tensors[name].dtype
@@ -131,7 +136,7 @@ class CheckpointReader:
 
     @contextmanager
     def _readable(self) -> Generator[None]:
-        """Turn exceptions of torch and safetensors into one line."""
+        """Turn exceptions of torch and safetensors in the block into errors of one line."""
         try:
             yield
         except CheckpointException as error:
@@ -143,7 +148,7 @@ class CheckpointReader:
             raise self._refusal(error) from error
 
     def _refusal(self, cause: BaseException) -> Exception:
-        """Return the exception that explains `cause`."""
+        """Return the exception to raise instead of `cause`, with a message that explains it."""
         if isinstance(cause, OSError):
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(
@@ -153,12 +158,12 @@ class CheckpointReader:
 
 
 class TensorFiles(hf_storage.HuggingFaceStorageReader):
-    """torch's reader of safetensors files, which here reads the headers only once."""
+    """torch's reader of safetensors files, changed so that it reads the headers only once."""
 
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Return the names, shapes and places of all tensors."""
+        """Return torch's metadata of all tensors: names, shapes, and where they are in the files."""
         if self._known is None:
             self._known = super().read_metadata()
         return self._known

@@ -1,7 +1,7 @@
-"""Disk space for a run's checkpoints: how many there are at once, whether they fit, which may go.
+"""Checks disk space for a run's checkpoints, and chooses the checkpoints to remove.
 
-A save needs space for one checkpoint more than are kept, because an old one is removed only after
-the new one is complete.
+A run keeps `checkpoint.keep` checkpoints but needs space for one more, because an old checkpoint is
+removed only after the new one is complete.
 """
 
 import errno
@@ -16,7 +16,7 @@ from wlb.train.faults.disk_full import lack_of_room
 
 
 def most_at_once(spec: RunSpec) -> int:
-    """Return how many checkpoints the run's folder has at most.
+    """Return how many checkpoints the run's folder has at most at one time.
 
     They are the checkpoints that are kept and the one that is being written.
     """
@@ -24,7 +24,7 @@ def most_at_once(spec: RunSpec) -> int:
 
 
 def to_prune(directory: Path, spec: RunSpec) -> list[Path]:
-    """Return the checkpoints to remove once a new one is complete: all but the newest."""
+    """Return the checkpoints to remove after a save: all but the `checkpoint.keep` newest."""
     return checkpoint.list_complete(directory)[: -spec.checkpoint.keep]
 
 
@@ -34,15 +34,16 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
     Args:
         directory: Folder of the checkpoints, which may not exist yet.
         spec: The run.
-        resumed: The checkpoint that the run resumes from; None for a new run. This one and older
-            ones stay, and what a crash left half-written is removed.
+        resumed: The checkpoint that the run resumes from; None for a new run. This checkpoint and
+            older ones stay on the disk. The space of incomplete checkpoints counts as free, because
+            a resumed run removes them.
 
     Returns:
-        A warning if the disk has space for fewer checkpoints than the run keeps at once, else an
-            empty list.
+        A warning in a list if the disk has too little space for the checkpoints that the run has at
+            one time, else an empty list.
 
     Raises:
-        UserError: If not even one fits.
+        UserError: If there is no space for a single checkpoint.
     """
     folder, there, left = directory.absolute(), list[Path](), 0
     if resumed is not None:
@@ -78,7 +79,10 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
 
 
 def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
-    """Return how many checkpoints the rest of the run will write."""
+    """Return how many checkpoints the run will still write.
+
+    `resumed` is the checkpoint that the run resumes from; None for a new run.
+    """
     interval, steps = spec.checkpoint.interval, spec.training.steps
     done = checkpoint.step_of(resumed) if resumed is not None else 0
     # The run saves at the end, and every `interval` updates before that.
@@ -98,16 +102,16 @@ def is_full(failure: BaseException) -> bool:
 
 
 def says_full(error: BaseException | None) -> bool:
-    """Return whether an error of this process, or its cause, means a full disk."""
+    """Return whether an error, or the error that caused it, means a full disk or quota."""
     found = lack_of_room(error)
     # Removing files does not help against a limit on file sizes.
     return found is not None and found.errno != errno.EFBIG
 
 
 def to_drop(directory: Path) -> Path | None:
-    """Return the oldest checkpoint that may be removed to make space; None if none may.
+    """Return the oldest checkpoint in `directory` that may be removed to make space, or None.
 
-    The newest sound checkpoint is never removed.
+    The newest checkpoint that is not damaged is never removed.
     """
     found = checkpoint.list_complete(directory)
     newest = next((path for path in reversed(found) if _is_sound(path)), None)
@@ -130,9 +134,10 @@ def size_of(path: Path) -> int:
 
 
 def aside_remark(directory: Path) -> str:
-    """Return a line about checkpoints that a resume set aside, with their sizes, else "".
+    """Return a line that lists checkpoints renamed to `aside-...`, with their sizes, else "".
 
-    No run removes them, so they take space until somebody does.
+    A resumed run renames checkpoints that are later than the one it resumes from. No run removes
+    them, so they take disk space until somebody removes them.
     """
     there = [
         f"{path.name} ({size_text(size_of(path))})" for path in checkpoint.list_aside(directory)

@@ -1,11 +1,12 @@
-"""Asynchronous checkpoints: training only waits until its state is copied to host memory.
+"""Saves checkpoints in a thread: training waits only until its state is copied to host memory.
 
-A thread then writes the copy with torch.distributed.checkpoint and hashes the files. Rank 0 writes
-the manifest and gives the folder its final name. The ranks use a separate Gloo group, so that
-messages of a save do not mix with messages of training. One save runs at a time.
+The thread writes the copy with torch.distributed.checkpoint and hashes the files. Rank 0 writes the
+manifest and gives the folder its final name. The threads of all ranks communicate in a separate
+Gloo group, so that their messages do not mix with messages of training. One save runs at a time.
 
-A save that fails leaves older checkpoints untouched, and every rank learns of it. A save that finds
-the disk full removes the oldest checkpoint, if there are several, and is tried once more.
+A save that fails leaves older checkpoints untouched, and every rank learns of the failure. If the
+disk is full and there are several checkpoints, the oldest is removed, and the save is tried once
+more.
 """
 
 import contextlib
@@ -54,7 +55,9 @@ from wlb.train.checkpoint.tensors import (
 from wlb.train.optimizer import Optimizers
 
 _TIMEOUT = timedelta(hours=2)
-"""Timeout of messages about a save. One rank may finish writing much later than others."""
+"""Timeout of the collectives of a save.
+
+It is long because one rank may finish writing its files much later than others."""
 
 
 class CheckpointError(RunError):
@@ -73,22 +76,22 @@ class CheckpointError(RunError):
 class Saved:
     """Result of one save of a checkpoint, complete or failed."""
 
-    step: int  # updates of the weights
-    # Seconds that the host kept training waiting, also for the previous save. A GPU is also busy
-    # with the copy.
+    step: int  # number of updates that the saved weights have had
+    # Seconds that training waited on the host: until the previous save had ended, and until the
+    # copy was started. On a GPU the copy itself takes further time of the device.
     stall_s: float
-    write_s: float  # seconds from the beginning of that wait to the end of the save
-    num_bytes: int = 0  # size of all ranks' files; known on rank 0 only
+    write_s: float  # seconds from the moment when training began to wait to the end of the save
+    num_bytes: int = 0  # size of the checkpoint, exact on rank 0 only; 0 if the save failed
     error: str = ""  # why it failed; "" for a complete checkpoint
     dropped: str = ""  # name of a checkpoint removed because the disk was full; "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """A checkpoint that the writing thread has to save."""
+    """The copied state that the writing thread saves as a checkpoint."""
 
-    step: int  # updates of the weights
-    tensors: dict[str, Any]  # copies in host memory, by their names in files
+    step: int  # number of updates that the weights have had
+    tensors: dict[str, Any]  # copies of tensors in host memory, by their names in checkpoint files
     # Event after which the copy is complete; None if it is complete already.
     copied: torch.cuda.Event | None
     # The planner's state as JSON; None on ranks that do not write it.
@@ -98,17 +101,20 @@ class _Task:
 
 
 class CheckpointSaver:
-    """Saver of one rank. All ranks construct it and call the same methods in the same order.
+    """Saves checkpoints on one rank.
+
+    All ranks construct it and call the same methods in the same order.
 
     Args:
-        directory: Folder of the checkpoints, in the run's folder. The run's folder must exist; it
-            stays open, so saves reach it even after it was renamed.
+        directory: Folder of the checkpoints, in the run's folder. The run's folder must exist. It
+            is kept open, so that checkpoints are written to it even after it was renamed.
         spec: The run, for run.json.
         mesh: This rank's place in the layout.
-        stages: This rank's stages by number.
-        optimizers: Their optimisers.
+        stages: This rank's parts of the model, by stage number.
+        optimizers: The optimisers of these stages.
         profile: Name of the kernel profile, for run.json.
-        origin: Checkpoint that the run started from. Its record of an imported model is copied.
+        origin: Checkpoint with which the run began; None for random weights. If it came from an
+            imported model, its record of the import is copied to the new checkpoints.
     """
 
     def __init__(
@@ -145,15 +151,16 @@ class CheckpointSaver:
     def save(
         self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Copy the state, and save it while training continues.
+        """Copy the state of training, and save the copy in a thread while training continues.
 
         Args:
-            step: Updates so far.
+            step: Number of updates so far.
             state: The planner's state, which rank 0 writes. Other ranks may pass None.
             began_s: When training began to wait, by time.perf_counter. None means now.
 
         Returns:
-            The previous save in a list, unless `wait` has returned it already.
+            The result of the previous save in a list; an empty list if there was none, or if `wait`
+                has returned it already.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -172,17 +179,23 @@ class CheckpointSaver:
         return ended
 
     def poll(self) -> list[Saved]:
-        """Return the last save if it has ended, without waiting. `wait` returns it once more."""
+        """Return the result of the current save in a list if it has ended, without waiting.
+
+        `wait` will return the same result once more. The list is empty if no save has ended.
+        """
         pending = self._pending
         return [pending.result()] if pending is not None and pending.done() else []
 
     def wait(self) -> list[Saved]:
-        """Wait for the current save and return it in a list; empty without one."""
+        """Wait for the current save, and return its result in a list; an empty list without one."""
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]
 
     def finish_for_reading(self) -> None:
-        """Wait until every rank can read the current save. `wait` still returns it."""
+        """Wait until the current save has ended on all ranks, so that each can read it.
+
+        `wait` still returns its result afterwards. A collective call.
+        """
         if self._pending is not None:
             self._pending.result()
         dist.barrier(group=self._group)
@@ -193,7 +206,7 @@ class CheckpointSaver:
         self._held.close()
 
     def _write(self, task: _Task) -> Saved:
-        """Write a save in the thread, and report failure in the result."""
+        """Write a checkpoint in the thread, and return the result, which also describes a failure."""
         num_bytes, error, dropped = 0, "", list[str]()
         try:
             if task.copied is not None:
@@ -222,11 +235,11 @@ class CheckpointSaver:
         return self.directory / f"partial-{step:08d}"
 
     def _write_or_make_space(self, task: _Task, dropped: list[str]) -> int:
-        """Write a save. If the disk is full, remove the oldest checkpoint and try once more.
+        """Write a checkpoint. If the disk is full, remove the oldest one and try once more.
 
         Args:
-            task: The save.
-            dropped: Gets the name of the removed checkpoint.
+            task: The state to write.
+            dropped: An empty list, to which the name of a removed checkpoint is appended.
 
         Returns:
             The size of the checkpoint in bytes.
@@ -246,7 +259,10 @@ class CheckpointSaver:
         return self._write_all(task)
 
     def _drop_oldest(self, step: int, dropped: list[str]) -> None:
-        """Remove the partial save and the oldest checkpoint that may be removed."""
+        """Remove the incomplete checkpoint of `step`, and the oldest one that may be removed.
+
+        The name of the latter is appended to `dropped`.
+        """
         shutil.rmtree(self._partial(step), ignore_errors=True)
         oldest = to_drop(self.directory)
         if oldest is not None:
@@ -254,7 +270,7 @@ class CheckpointSaver:
             dropped.append(oldest.name)
 
     def _write_all(self, task: _Task) -> int:
-        """Write all files of a save, complete it, and return its size in bytes."""
+        """Write all files of a checkpoint, give it its final name, and return its size in bytes."""
         partial = self._partial(task.step)
         # All ranks wait until rank 0 has made the folder.
         self._on_rank_0(lambda: self._make_folder(partial))
@@ -282,14 +298,16 @@ class CheckpointSaver:
             raise CheckpointError(what, is_full=is_disk_full)
 
     def _make_folder(self, partial: Path) -> None:
-        """Make an empty folder for a save."""
+        """Make the empty folder `partial` for a checkpoint."""
         if partial.exists():
             shutil.rmtree(partial)
         self.directory.mkdir(exist_ok=True)
         partial.mkdir()
 
     def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Gather the manifest entries of all ranks' files.
+        """Return the manifest entries of the files that all ranks wrote to the folder `partial`.
+
+        A collective call.
 
         Raises:
             CheckpointError: If a rank cannot read its files. All ranks raise it.
@@ -316,8 +334,8 @@ class CheckpointSaver:
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)
-        # Each rank hashed the files that it sees. If the folder is not shared, rank 0 does not see
-        # them.
+        # Each rank hashed its files on its node. If the nodes do not share the folder, rank 0 does
+        # not see the files of other nodes.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
                 f"rank 0 on {socket.gethostname()} does not see the files of other ranks: "
@@ -332,9 +350,10 @@ class CheckpointSaver:
             _remove(old)
 
     def _publish(self, partial: Path, step: int) -> None:
-        """Give a complete checkpoint its final name.
+        """Rename the complete checkpoint `partial` to its final name.
 
-        A checkpoint that has this name already is kept until then, so that a crash loses neither.
+        An older checkpoint with this name is moved aside first and removed last, so that a crash in
+        between loses neither of them.
         """
         final = checkpoint.folder_of(self.directory, step)
         replaced = checkpoint.replaced_of(self.directory, step)
@@ -352,13 +371,15 @@ class CheckpointSaver:
 
 
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
-    """Load weights, optimiser and random state in place, from any layout. A collective call.
+    """Load a checkpoint's weights, optimiser state and random state into this rank's objects.
+
+    The checkpoint may have been saved with another layout of ranks. A collective call.
 
     Args:
         saved_in: The checkpoint.
         mesh: This rank's place in the layout.
-        stages: This rank's stages by number.
-        optimizers: Their optimisers.
+        stages: This rank's parts of the model, by stage number.
+        optimizers: The optimisers of these stages.
 
     Returns:
         The number of updates that the weights have had.
@@ -387,16 +408,17 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
 def load_sound(
     saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, falls_back: bool
 ) -> tuple[int, Path]:
-    """Load a checkpoint, or with `falls_back` the newest one before it that is not damaged.
+    """Load a checkpoint as `load` does. If it is damaged, load an older one if that is allowed.
 
-    Damaged checkpoints are then renamed, and rank 0 prints a warning. A collective call.
+    The damaged checkpoint is then renamed, and rank 0 prints a warning. A collective call.
 
     Args:
         saved_in: The checkpoint.
         mesh: This rank's place in the layout.
-        stages: This rank's stages by number.
-        optimizers: Their optimisers.
-        falls_back: Whether an older checkpoint may replace a damaged one.
+        stages: This rank's parts of the model, by stage number.
+        optimizers: The optimisers of these stages.
+        falls_back: Whether the newest older checkpoint that is not damaged may be loaded instead of
+            a damaged one. If not, DamagedCheckpoint is raised.
 
     Returns:
         The number of updates that the weights have had, and the checkpoint that was loaded.
@@ -416,7 +438,10 @@ def load_sound(
 
 
 def _set_aside(damaged: Path, why: str) -> Path | None:
-    """Rename a damaged checkpoint; return the newest sound one before it, or None."""
+    """Rename a damaged checkpoint, and return the newest older one that is not damaged.
+
+    If there is none, nothing is renamed, and None is returned. `why` says what is damaged.
+    """
     before = checkpoint.sound_before(damaged)
     if before is not None:
         sys.stderr.write(f"wlb train: WARNING: {why}; resuming from {before}\n")
@@ -427,12 +452,14 @@ def _set_aside(damaged: Path, why: str) -> Path | None:
 
 
 def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
-    """Load only weights, in place, from any layout. A collective call.
+    """Load only a checkpoint's weights into this rank's stages. A collective call.
+
+    The checkpoint may have been saved with another layout of ranks.
 
     Args:
         saved_in: The checkpoint.
         mesh: This rank's place in the layout; None for a single process.
-        stages: This rank's stages by number.
+        stages: This rank's parts of the model, by stage number.
     """
     if mesh is None:
         checkpoint.check_share(saved_in, index=0, num=1)
@@ -483,7 +510,7 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Return a CUDA event after all submitted work of the current stream; None on a CPU."""
+    """Record a CUDA event after all work submitted to the current stream; return None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -492,7 +519,10 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _cause_of(failure: BaseException) -> str:
-    """Return the text of a failure; of torch's CheckpointException, the first rank's cause."""
+    """Return the text of an error.
+
+    torch's CheckpointException has one error per rank, of which the lowest rank's is returned.
+    """
     failures = getattr(failure, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(sorted(failures.items())))
@@ -501,9 +531,10 @@ def _cause_of(failure: BaseException) -> str:
 
 
 def _remove(checkpoint_folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a crash leaves nothing that looks like one.
+    """Remove a checkpoint.
 
-    A folder that cannot be removed (on NFS while it is read) only costs space.
+    It is renamed first, so that a crash in between leaves no folder that looks like a checkpoint. A
+    folder that cannot be removed, for example on NFS while it is read, only costs disk space.
     """
     partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
     with contextlib.suppress(OSError):

@@ -16,18 +16,18 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.wall import Phase
 
 MOST_FAILED = 3
-"""Failed saves in a row after which the run ends, because its progress is not saved.
+"""Number of failed saves in a row after which the run ends, because its progress is not saved.
 
-A larger number outlasts a longer disturbance of the disk, and loses more steps if the disk stays
-broken."""
+With a larger number, a run survives a longer disturbance of the disk. But if the disk stays broken,
+more steps are lost."""
 
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
-    """Return a warning if the run saves only when it ends, else "".
+    """Return a warning if the run saves only when it ends (checkpoint.interval = 0), else "".
 
     Args:
         spec: The run.
-        saved_in: The checkpoint that it resumes from; None for a new run.
+        saved_in: The checkpoint that the run resumes from; None for a new run.
     """
     if spec.checkpoint.interval:
         return ""
@@ -57,7 +57,7 @@ class SaveCheckpoints(Hook):
         self._tallies: dict[int, Tally] = {}
 
     def begin(self, run: RunContext) -> None:
-        """Note the summary's sums at the beginning, to which a rollback may return."""
+        """Note that the summary's sums are zero now, in case a rollback returns to this state."""
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
@@ -83,18 +83,21 @@ class SaveCheckpoints(Hook):
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Take the summary's sums back to the checkpoint."""
+        """Set the summary's sums to their values when the checkpoint `saved_in` was saved."""
         run.saved = run.progress
         run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
 
     def _save(self, run: RunContext, *, is_last: bool = False) -> None:
-        """Save unless this state is saved already; at the end also wait for the save."""
+        """Save the current state, unless it is saved already.
+
+        `is_last` is true at the end of the run; the function then also waits for the save.
+        """
         run.position.enter("saving a checkpoint")
         began_s = time.perf_counter()
         ended = self.saver.wait()
         self._count(run, ended)
-        # Compare states instead of numbers of updates: a step without targets changes only the
-        # state.
+        # Compare the planner's states, not the numbers of updates: a step without targets updates
+        # nothing, but it changes the planner's state.
         is_new = run.progress is not None and run.progress is not run.saved
         if is_new and (is_last or not self._failed_too_often()):
             saved = self._begin(run, began_s)
@@ -118,7 +121,10 @@ class SaveCheckpoints(Hook):
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
-        """Start to save the current state; return the previous save if it ended only now."""
+        """Start to save the current state, and return what `CheckpointSaver.save` returns.
+
+        `began_s` is when training began to wait, by time.perf_counter.
+        """
         assert run.progress is not None
         if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
             self._tallies[run.steps_done] = deepcopy(run.tally)
@@ -127,9 +133,10 @@ class SaveCheckpoints(Hook):
         return self.saver.save(run.steps_done, state, began_s=began_s)
 
     def _count(self, run: RunContext, ended: list[Saved]) -> None:
-        """Count failed saves in a row.
+        """Count how many saves have failed one after the other.
 
-        Ranks count a save when they wait for it, so all ranks count it at the same step.
+        Ranks count a save when they wait for it, not when it ends. So all ranks count it at the
+        same step and end the run together.
         """
         for saved in ended:
             self._failed_in_a_row = self._failed_in_a_row + 1 if saved.error else 0
@@ -141,10 +148,14 @@ class SaveCheckpoints(Hook):
         return self._failed_in_a_row + more >= MOST_FAILED
 
     def _report(self, run: RunContext, ended: list[Saved]) -> None:
-        """Report saves that ended. `poll` and `wait` may return the same save twice."""
+        """Write the results of saves to the records and the screen.
+
+        The list `ended` may have a save that was reported before, which is not reported twice.
+        """
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)
-            # A rollback returns to the newest complete checkpoint, so older sums are not needed.
+            # A rollback returns to the newest complete checkpoint, so the sums at older checkpoints
+            # are not needed any more.
             if not saved.error:
                 for step in [s for s in self._tallies if s < saved.step]:
                     del self._tallies[step]

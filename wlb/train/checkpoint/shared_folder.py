@@ -1,8 +1,8 @@
 """Checks that all ranks see the same run folder.
 
-Rank 0 writes a small file, the token, and every rank looks for it. Rank 0 has the token locked
-while it is needed. If rank 0 is killed, the kernel releases the lock, and the next start removes
-tokens that are not locked.
+Rank 0 creates an empty marker file with a random name, and every rank looks for it. Rank 0 locks
+the marker file as long as it is needed. If rank 0 is killed, the operating system releases the
+lock, and the next start of the run removes marker files that are not locked.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 
 
 def remove_left_tokens(directory: Path) -> None:
-    """Remove token files that killed processes left in `directory`.
+    """Remove marker files that killed processes have left in the run's folder `directory`.
 
-    On a file system without locks nobody can know whether a token is in use, so it stays.
+    On a file system without locks, nobody can know whether a marker file is in use, so it stays.
     """
     for path in directory.glob(".token-*"):
         if _TOKEN.fullmatch(path.name):
@@ -38,7 +38,7 @@ def remove_left_tokens(directory: Path) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a token file unless another process has it locked."""
+    """Remove a marker file unless another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if lock(descriptor):
@@ -48,12 +48,16 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _make_locked_token(path: Path) -> int:
-    """Make a token file, lock it, and return its descriptor. Closing that releases the lock."""
+    """Create a marker file, lock it, and return its descriptor.
+
+    Closing the descriptor releases the lock.
+    """
     for _ in attempts(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Another process may have removed the token as left over before it was locked here.
+        # Before the lock was taken, another process may have removed the file as left over. Then
+        # try again.
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)
@@ -61,9 +65,10 @@ def _make_locked_token(path: Path) -> int:
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """Raise UserError on all ranks if a rank does not see rank 0's files in the run's folder.
+    """Check that every rank sees the files that rank 0 writes to the run's folder.
 
-    Shards of checkpoints that such a rank writes would be lost. A collective call.
+    If a rank does not see them, all ranks raise UserError, because the checkpoint shards that this
+    rank writes would be lost. A collective call.
 
     Args:
         directory: The run's folder.

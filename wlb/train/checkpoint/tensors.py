@@ -1,7 +1,7 @@
-"""The tensors of a rank's checkpoint files: collected, copied to the host, and restored on load.
+"""Collects the tensors of a rank's checkpoint, copies them to the host, and restores them.
 
-Names in files: `model.<name>` for weights, `optimizer.state.<name>.<moment>` for the optimiser, and
-`rng.<rank>.<device>` for the states of random generators.
+Tensors have these names in files: `model.<name>` for weights, `optimizer.state.<name>.<moment>` for
+the optimiser, and `rng.<rank>.<device>` for the states of random generators.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from wlb.train.optimizer import Optimizers
 _FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "state."
 
-Stages = dict[int, Llama]  # this rank's stages, by number
+Stages = dict[int, Llama]  # this rank's parts of the model, by stage number
 
 
 def weights(stages: Stages) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def weights(stages: Stages) -> dict[str, Any]:
 
 
 def all_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
-    """Return weights and optimiser state, without hyper-parameters."""
+    """Return this rank's weights and optimiser moments by their names in files.
+
+    Hyper-parameters of the optimiser are left out.
+    """
     out = weights(stages)
     for index, stage in stages.items():
         state = state_dict.get_optimizer_state_dict(
@@ -53,14 +56,21 @@ def _has_copy(stages: Stages) -> bool:
 
 
 def without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors to save: a tied head is saved only once, as the embedding."""
+    """Return the tensors that this rank saves, given all its tensors by their names in files.
+
+    An output head that is tied to the embedding is left out, because the rank that has the
+    embedding saves it.
+    """
     if not _has_copy(stages):
         return tensors
     return {name: tensor for name, tensor in tensors.items() if HEAD not in name}
 
 
 def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Rename tensors to their names in files, where a tied head is the embedding."""
+    """Rename a tied output head to the embedding, which is its name in files.
+
+    `tensors` has this rank's tensors by name.
+    """
     if not _has_copy(stages):
         return tensors
     return {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
@@ -69,13 +79,13 @@ def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 def tensors_to_read(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors to read from a checkpoint, by their names in its files.
 
-    If the checkpoint has another `model.experts.balance`, the state of that balance is left out and
-    starts anew.
+    If the checkpoint was saved with another `model.experts.balance`, the tensors that balance the
+    load of experts are left out. They keep their initial values.
 
     Args:
         saved_in: The checkpoint.
-        stages: This rank's stages.
-        tensors: Tensors of the rank, which are read in place.
+        stages: This rank's parts of the model, by stage number.
+        tensors: This rank's tensors by name. Reading overwrites their values.
     """
     named = _by_file_names(stages, tensors)
     saved = checkpoint.read_run(saved_in)["spec"]["model"].get("experts", {}).get("balance")
@@ -101,15 +111,16 @@ def set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, An
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Start to copy a tensor to the host; of a DTensor, its local part.
+    """Start to copy a tensor to host memory. For a DTensor, only its local part is copied.
 
-    From a GPU, torch copies to pinned memory. The copy is complete once the current stream has
-    reached it, and later work of the stream may overwrite the tensor. torch keeps pinned memory for
-    the next save and rounds the size of each tensor up to a power of two. This has not run on a
-    GPU.
+    From a GPU, torch copies asynchronously to pinned memory. The copy is complete when the current
+    stream has reached it; kernels that are submitted to the stream later may overwrite the tensor.
+    torch keeps the pinned memory for the next save, and rounds the size of each tensor up to a
+    power of two. This has not run on a GPU.
 
-    The copy is made by hand because torch's stagers use deepcopy, which FSDP's parameters do not
-    support, and because `DTensor.to` takes 2 ms at its first call for each placement.
+    torch.distributed.checkpoint's own stagers are not used, because they call deepcopy, which
+    FSDP's parameters do not support. `DTensor.to` is not used, because its first call for each
+    placement takes 2 ms.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True, non_blocking=True)
