@@ -15,10 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from wlb.adapters.hugging_face import Balance, balanced
 
 WINDOW = 512
-"""Context window in tokens; a micro-batch has about as many.
-
-wlb decides which documents a micro-batch gets, so per_device_train_batch_size has no effect.
-"""
+"""Tokens of a micro-batch, roughly. wlb forms them; per_device_train_batch_size has no effect."""
 
 
 def main() -> None:
