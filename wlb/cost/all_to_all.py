@@ -1,9 +1,13 @@
-"""The price of an all-to-all, of keys between CP ranks or of experts' rows.
+"""The price of an all-to-all: of keys and values between CP ranks, or of tokens' rows to experts.
 
-The latency is that of an all-gather. Inside a node rows move at an all-gather's bandwidth. Between
-nodes they use the rank's own network link; only a ring can also use the links of the node's other
-members. A rank's links are assumed to work one after the other, so that the price is rather too
-high than too low. It was not measured.
+It is derived from the measured prices of other collectives, and was not measured itself:
+
+- The latency is that of an all-gather.
+- Inside a node rows move at the bandwidth of an all-gather.
+- Between nodes they use only the network link of the rank itself. (A ring all-gather also uses the
+  links of the other members on the node.)
+- A rank's transfers inside and between nodes are assumed to run one after the other, so the price
+  is more likely too high than too low.
 """
 
 from typing import NamedTuple
@@ -17,12 +21,12 @@ from wlb.plan import BoolArray, FloatArray, IntArray
 class LinkBandwidths(NamedTuple):
     """Bytes per second between two ranks of an all-to-all."""
 
-    inside: float  # ranks of one node
-    between: float  # ranks of two nodes
+    inside: float  # between two ranks of one node
+    between: float  # between ranks of different nodes
 
 
 def link_bandwidths(profile: KernelProfile) -> LinkBandwidths:
-    """Return the bandwidths inside and between nodes."""
+    """Return the bandwidths of an all-to-all inside and between nodes."""
     # An all-gather inside a node uses the node's links. A P2P transfer between nodes uses one
     # rank's link, as an all-to-all does.
     inside = profile.collective(Collective.ALL_GATHER, span_ranks=1)
@@ -31,7 +35,12 @@ def link_bandwidths(profile: KernelProfile) -> LinkBandwidths:
 
 
 def all_to_all_latency_ns(profile: KernelProfile, *, span_ranks: int) -> int:
-    """Return the latency of an all-to-all in a group that spans `span_ranks` consecutive ranks."""
+    """Return the latency of an all-to-all in ns.
+
+    Args:
+        profile: Prices.
+        span_ranks: Consecutive ranks over which the group is spread.
+    """
     return profile.collective(Collective.ALL_GATHER, span_ranks=span_ranks).alpha_ns
 
 
@@ -44,21 +53,23 @@ def all_to_all_ns(
     span_ranks: int,
     axes: tuple[int, ...] = (0, 1),
 ) -> float:
-    """Return the time of an all-to-all: its latency, and the time of the busiest rank.
+    """Return the ns of an all-to-all: its latency plus the transfer time of the busiest rank.
 
     Args:
         profile: Prices.
-        rows: Rows that rank i receives from rank j, [ranks, ranks]; or for one rank the rows that
-            it receives from and sends to each other rank, [2, ranks].
-        shares_node: Whether two ranks share a node, in a shape that broadcasts to the shape of
-            `rows`.
+        rows: Number of rows that rank i receives from rank j, [ranks, ranks]. Or, for a single
+            rank, how many rows it receives from each rank and sends to each rank, [2, ranks].
+        shares_node: Whether the two ranks of each entry of `rows` share a node; its shape
+            broadcasts to the shape of `rows`.
         row_bytes: Bytes of a row.
         span_ranks: Consecutive ranks over which the group is spread.
-        axes: Axes of `rows` over which the rows of one rank add up; (1,) for the rows of one rank.
+        axes: Axes of `rows` along which the transfers of one rank are added up. Use (1,) if `rows`
+            has the transfers of a single rank.
     """
     inside, between = link_bandwidths(profile)
     seconds = np.where(shares_node, row_bytes / inside, row_bytes / between).astype(np.float64)
     times = rows.astype(np.float64) * seconds * 1e9
-    # A rank's transfers take turns on its links, so their times add up; the slowest rank counts.
+    # The transfers of a rank are assumed to run one after the other, so their times add up. The
+    # all-to-all takes as long as its slowest rank.
     longest = max(float(times.sum(axis).max()) for axis in axes)
     return all_to_all_latency_ns(profile, span_ranks=span_ranks) + longest

@@ -1,10 +1,10 @@
-"""Count what a token costs in a model, from its Hugging Face config.json.
+"""Count the FLOPs of a token in a model, from the model's Hugging Face config.json.
 
 `counted` reads the file and counts FLOPs layer by layer (`wlb.cost.families` knows the layers of
-each family). `counted_workload` turns them into a workload, by which documents are packed and
-sharded. A config.json says nothing about a device, so this workload compares FLOPs with FLOPs. Only
-the ratio of attention to everything else matters to a plan. If you have measured a device, use its
-kernel profile instead.
+each family). `counted_workload` turns the counts into a workload, by which documents are packed and
+sharded. A config.json says nothing about a device, so this workload assumes the same throughput for
+all FLOPs. Only the ratio of attention to everything else matters to a plan. If you have measured
+your device, use its kernel profile instead.
 """
 
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ RATIO = (
     "state a ratio instead, such as cost=24576: the tokens of a document at which attention costs "
     "what everything else does"
 )
-"""What to do if a model cannot be counted; the end of error messages."""
+"""End of error messages about a model that cannot be counted: what the user can do instead."""
 FLOPS_PER_BYTE = 900.0
-"""FLOPs that a GPU computes in the time in which one byte moves between CP ranks.
+"""FLOPs that a GPU computes in the time in which it sends one byte to another CP rank.
 
 In training an H100 computes about 400 TFLOP/s, and NVLink moves 450 GB/s in each direction. Between
-nodes, over a link of 400 Gb/s, the number is 8,000.
+nodes, over a link of 400 Gb/s, the value would be 8,000.
 """
 KIND_NAMES = {
     "full": "full attention",
@@ -54,17 +54,18 @@ KIND_NAMES = {
 class CountedModel:
     """Layers and forward FLOPs of a model according to its config.json.
 
-    Norms, biases, RoPE and element-wise operations are not counted, nor are encoders of images and
-    sound and layers that only predict further tokens (multi-token prediction).
+    Norms, biases, RoPE and element-wise operations are not counted. Encoders of images and sound
+    are not counted either, nor layers for multi-token prediction.
     """
 
     model_type: str  # name of the family in config.json
     kinds: dict[str, int]  # number of layers of each kind in `KIND_NAMES`
-    pairs: tuple[Pairs, ...]  # costs of a query-key pair, summed over layers with equal windows
-    token_flops: int  # forward FLOPs of a token besides pairs, all layers and output head
-    active: int  # parameters that compute a token, embeddings included
+    pairs: tuple[Pairs, ...]  # costs of a query-key pair, added up over layers with equal windows
+    token_flops: int  # forward FLOPs of a token in all layers and the head, besides query-key pairs
+    active: int  # parameters that compute one token, embeddings included
     total: int  # all parameters, embeddings included
-    summary_bytes: int  # float32 summaries of one span, all linear layers
+    # Bytes of the float32 summaries of one span in all linear-attention layers.
+    summary_bytes: int
 
     @property
     def layers(self) -> int:
@@ -73,9 +74,9 @@ class CountedModel:
 
     @property
     def crossover(self) -> int | None:
-        """Tokens of a document at which attention costs as much as everything else.
+        """Length of a document, in tokens, at which attention has as many FLOPs as everything else.
 
-        None if it never does, as in models without full attention.
+        It is None in models without full attention.
         """
         if not any(not p.window for p in self.pairs):
             return None
@@ -106,22 +107,27 @@ class CountedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedWorkload(FlopsWorkload):
-    """FLOPs of a model's mean layer, where one ns stands for one FLOP; only ratios matter.
+    """The workload of a counted model's mean layer, in which one ns stands for one FLOP.
 
-    `quadratic_ns` covers layers in which a query sees all keys before it. W_a of the other layers
-    grows linearly once a document is longer than their window.
+    Only ratios of times matter. `quadratic_ns` prices layers in which a query sees all keys before
+    it. In layers with a window or chunks W_a grows linearly once a document is longer than those.
     """
 
-    windows: tuple[Pairs, ...] = ()  # pairs of the mean layer within windows or chunks
-    summary_ns: float = 0.0  # time to send one summary of the mean layer (`wlb.cost.SummaryPrices`)
+    # Costs of a query-key pair in the mean layer, one entry for each size of window or chunk.
+    windows: tuple[Pairs, ...] = ()
+    # Time to send the summary of one span, averaged over all layers (`wlb.cost.SummaryPrices`).
+    summary_ns: float = 0.0
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        """Return W_a of each piece, both kinds of layers together."""
+        """Return W_a of each piece in the mean of layers with and without a window, shape [n]."""
         d = token_counts("lengths", lengths)
         return whole_ns(self.quadratic_ns * d * d + _attention(self.windows, d))
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Return forward and backward times of segments, both kinds of layers together."""
+        """Return forward and backward times of segments with q query rows and kv keys each.
+
+        They are the mean over layers with and without a window.
+        """
         rows, keys = segment_sizes(q, kv)
         both = 2 * self.quadratic_ns * tile_pairs(rows, keys, tile_rows=self.tile_rows)
         for pairs in self.windows:
@@ -132,11 +138,12 @@ class CountedWorkload(FlopsWorkload):
 
 
 def counted(path: str | Path) -> CountedModel:
-    """Count the layers and FLOPs of the model in a config.json.
+    """Count the layers and FLOPs of the model that a config.json describes.
+
+    If the model also reads images or sound, only its language model is counted (`text_config`).
 
     Args:
-        path: The file, or its folder. For a model of images or sound, the language model in its
-            `text_config` is counted.
+        path: The file, or its folder.
 
     Raises:
         UserError: The file cannot be read, or its family, a kind of layer or a value is unknown.
@@ -154,13 +161,18 @@ def counted(path: str | Path) -> CountedModel:
 
 
 def counted_of(values: dict[str, Any], where: str) -> CountedModel:
-    """Count the model of a config.json's content; `where` names it in errors."""
+    """Count the layers and FLOPs of the model with these config.json values.
+
+    Args:
+        values: The fields of the config.json.
+        where: Name of the file in error messages.
+    """
     keys = Fields(values, where, remedy=RATIO)
     model_type = keys.text("model_type")
     text = values.get("text_config")
     if model_type not in FAMILIES and isinstance(text, dict):
-        # A model of images or sound has its language model in `text_config`. Only this key may
-        # stand beside it.
+        # A model that also reads images or sound describes its language model in `text_config`. Of
+        # the keys outside it, only this one concerns the language model.
         shared = {k: values[k] for k in ("tie_word_embeddings",) if values.get(k) is not None}
         return counted_of({**shared, **cast("dict[str, Any]", text)}, f"{where}: text_config")
     model_type = FLAT.get(model_type, model_type)
@@ -175,7 +187,11 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
 
 
 def counted_workload(path: str | Path) -> CountedWorkload:
-    """Return the workload of a config.json (`counted`)."""
+    """Return the workload of the model that a config.json describes.
+
+    Args:
+        path: The file, or its folder (`counted`).
+    """
     return workload_of_model(counted(path))
 
 
@@ -186,11 +202,13 @@ def workload_of_model(
 
     Args:
         model: The counts.
-        flops_per_byte: FLOPs that a GPU computes while a byte moves between CP ranks. It prices the
-            summaries of linear layers. The exchange of keys costs nothing here.
+        flops_per_byte: FLOPs that a GPU computes in the time in which it sends one byte to another
+            CP rank. It sets the price of summaries of linear-attention layers. The exchange of keys
+            costs nothing here.
     """
     n = model.layers
-    # Here attention's forward FLOPs stand for both passes, so a byte is scaled to forward as well.
+    # The workload states attention's time of both passes in forward FLOPs. So the price of a
+    # summary is scaled by forward's share of both passes too.
     share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
     full = sum(p.flops for p in model.pairs if not p.window)
     return CountedWorkload(
@@ -203,7 +221,14 @@ def workload_of_model(
 
 
 def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -> CountedModel:
-    """Sum over all layers of a model, its output head and its embeddings."""
+    """Add up the counts of all layers, the output head and the embeddings.
+
+    Args:
+        model_type: Name of the family.
+        layers: The model's layers.
+        head: Parameters of the output head.
+        tables: Parameters of the embedding and the output head; tied ones count once.
+    """
     kinds: dict[str, int] = {}
     pairs: dict[tuple[int, bool], float] = {}
     for layer in layers:
@@ -225,7 +250,12 @@ def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -
 
 
 def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
-    """Return forward FLOPs of the pairs in whole documents of d tokens, in the shape of d."""
+    """Return attention's forward FLOPs in whole documents of d tokens, in the shape of d.
+
+    Args:
+        pairs: Costs of a query-key pair; their FLOPs are added up.
+        d: Tokens of each document.
+    """
     total = np.zeros_like(d)
     for one in pairs:
         total += _windowed(one, d, d, tile_rows=1) if one.window else one.flops * d * d / 2
@@ -233,10 +263,13 @@ def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
 
 
 def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
-    """Return FLOPs of segments of q rows that end at key kv, in layers with a window or chunks.
+    """Return FLOPs of segments in a layer with a window or chunks.
 
-    `flops` is the price of one pair, and a whole document of d tokens has d^2 / 2 pairs while it
-    fits into the window.
+    Args:
+        pairs: Cost of a query-key pair, and the window or chunk.
+        q: Query rows of each segment, which are the last q of its document's first kv tokens.
+        kv: Keys of each segment.
+        tile_rows: Query rows that a kernel computes together; used with a window.
     """
     if not pairs.chunked:
         return pairs.flops * tile_pairs(q, kv, tile_rows=tile_rows, sliding=pairs.window)
@@ -244,7 +277,7 @@ def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) ->
 
 
 def _chunk_pairs(d: FloatArray, chunk: int) -> FloatArray:
-    """Count the pairs of the first d tokens if a query sees only keys of its chunk."""
+    """Count the query-key pairs of a document's first d tokens if queries only see their chunk."""
     whole = np.floor(d / chunk)
     # The pairs of a chunk form a triangle, and so do those of the last, partial chunk.
     rest = d - whole * chunk

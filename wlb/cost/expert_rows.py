@@ -1,6 +1,7 @@
-"""What the exchange of experts' rows costs, and for how long ranks wait for it.
+"""The costs of expert parallelism: sending tokens' rows to experts and back, and waiting for them.
 
-The waits replay the order of all-to-alls and products in `wlb.parallel.expert_exchange`.
+Waiting times follow from replaying all-to-alls and matrix products in the order of
+`wlb.parallel.expert_exchange`.
 """
 
 from dataclasses import dataclass
@@ -11,21 +12,20 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
-    """Count the values that are read and written to reorder one token's rows for the exchange.
+    """Count the values that are read and written to sort one token's rows by expert and back.
 
-    Rows are sorted by expert before they travel, and sorted back behind it.
+    Rows are sorted by expert before the all-to-all to the experts, and sorted back after the
+    all-to-all that returns them.
 
     Returns:
-        Values in forward, in backward, and in the part of forward that backward recomputes.
+        Numbers of values in forward, in backward, and in what backward recomputes.
     """
     one_way = bool(model.experts.num) * 2 * model.experts.per_token * model.hidden_size
     return 2 * one_way, 2 * one_way, one_way
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
-    """Return the transfer time of one token's rows to their experts, in one layer.
-
-    This is one all-to-all without latency (`wlb.cost.all_to_all`).
+    """Return the ns in which one token's rows travel to its experts in one layer, without latency.
 
     Args:
         model: A model in which all layers have experts.
@@ -34,8 +34,8 @@ def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProf
     """
     in_node = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
-    # Rows that a rank sends to each member of the group for one token of the micro-batch, if
-    # experts are chosen evenly.
+    # Number of rows that a rank sends to each member of the EP group, for one token of the
+    # micro-batch, if all experts are chosen equally often.
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep
     inside, between = link_bandwidths(profile)
     seconds = (in_node - 1) / inside + (parallel.ep - in_node) / between
@@ -45,38 +45,43 @@ def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProf
 _TILE, _SMS = 128, 132
 """A matrix product computes its output in tiles of 128 x 128, one on each of an H100's 132 SMs."""
 _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
-"""Kernels of a stage besides its products, (forward, backward), and the shortest kernel time."""
+"""Kernels of a stage besides matrix products, (forward, backward); time of the shortest kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWork:
-    """What can hide the transfer of experts' rows: times of one token in one layer, in ns."""
+    """Times in ns of one token's all-to-alls in a layer with experts, and of what can hide them."""
 
-    wire: float  # one all-to-all of the token's rows
-    forward: float  # experts' kernels between dispatch and combine
-    gradients: float  # the same kernels in backward, without weight gradients
-    weights: float  # weight gradients of the experts
-    recomputed: float = 0.0  # experts' kernels that backward recomputes
-    shared_forward: float = 0.0  # shared experts, which run before the routed ones in forward
-    shared_backward: float = 0.0  # shared experts, which run behind the routed ones in backward
-    shared_recomputed: float = 0.0  # shared experts that backward recomputes
-    before: float = 0.0  # products before the router that backward recomputes (full recompute)
+    wire: float  # time of one all-to-all of the token's rows
+    forward: float  # time of the experts' kernels between dispatch and combine, in forward
+    gradients: float  # time of the same kernels in backward, without weight gradients
+    weights: float  # time of the experts' weight gradients
+    recomputed: float = 0.0  # time of the experts' kernels that backward recomputes
+    shared_forward: float = 0.0  # time of shared experts, which run before the routed ones
+    shared_backward: float = 0.0  # time of shared experts, which run after the routed ones
+    shared_recomputed: float = 0.0  # time of shared experts' kernels that backward recomputes
+    # Time of the products before the router that backward recomputes; 0 without full recompute.
+    before: float = 0.0
     is_recomputed: bool = False  # whether backward sends rows once more to recompute the experts
     defers_weights: bool = False  # whether weight gradients run in a separate pass
 
     def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
-        """Return for how long ranks wait for rows, (forward, backward).
+        """Return for how many ns ranks wait for rows, for one token: (forward, backward).
 
         Args:
-            stages: Stages of the exchange (`ep.stages`).
-            alpha: Latency of an all-to-all, divided by the tokens that share it.
+            stages: Number of stages in which rows travel to experts and back (`ep.stages`).
+            alpha: Latency of an all-to-all in ns, divided by the tokens of the micro-batch.
         """
         part = self.wire / stages + alpha
         return self._forward(stages, part), self._backward(stages, part)
 
     def _forward(self, stages: int, part: float) -> float:
-        """Replay forward: stage s computes once its rows have arrived, then sends them back."""
-        # `at`: when computation so far ends. `link`: when transfers so far end.
+        """Replay forward and return the wait.
+
+        A stage computes when its rows have arrived, and then sends them back. `part` is the time of
+        one stage's all-to-all.
+        """
+        # `at` is the time at which the computation so far ends, `link` that of the transfers.
         at, link = self.shared_forward, stages * part
         for s in range(stages):
             at = max(at, (s + 1) * part) + self.forward / stages
@@ -84,21 +89,25 @@ class RoutedWork:
         return max(at, link) - self.shared_forward - self.forward
 
     def _backward(self, stages: int, part: float) -> float:
-        """Replay backward: gradients travel first, or behind the rows that recomputation needs."""
-        # `at`: when computation so far ends. `link`: when transfers so far end.
+        """Replay backward and return the wait.
+
+        Gradients travel first if nothing or the whole layer is recomputed. Otherwise they travel
+        after the rows that are sent once more. `part` is the time of one stage's all-to-all.
+        """
+        # `at` is the time at which the computation so far ends, `link` that of the transfers.
         at, link, whole = 0.0, 0.0, stages * part
         gradients_first = not self.is_recomputed or self.before > 0
         arrival = [(s + 1) * part for s in range(stages)]
         if gradients_first:
             link = whole
-        # Recomputation sends the rows once more and recomputes the experts' first kernels.
+        # Recomputation sends the rows once more and runs the experts' first kernels again.
         if self.is_recomputed:
             at = self.before + self.shared_recomputed
             link = max(link, self.before)
             for s in range(stages):
                 at = max(at, link + (s + 1) * part) + self.recomputed / stages
             link += whole
-        # Here gradients use the link after the recomputed rows.
+        # In this case gradients travel after the rows that are sent once more.
         if not gradients_first:
             arrival = [link + (s + 1) * part for s in range(stages)]
             link += whole
@@ -114,22 +123,23 @@ class RoutedWork:
 def smaller_products_ns(
     model: ModelSpec, stages: int, *, profile: KernelProfile, tflops: float, is_recomputed: bool
 ) -> tuple[float, float]:
-    """Return the time that a layer's products lose in stages, (forward, backward) of a micro-batch.
+    """Return the ns that experts lose because they compute in stages: (forward, backward).
 
-    Each stage after the first adds half a wave of tiles to a product, and the shortest kernel time
-    to each other kernel. The time is 0 if the profile only has SDPA, because it is then a CPU's.
+    It is the loss of one micro-batch in one layer. Each stage after the first adds to a matrix
+    product half the time of a wave of tiles, and to each other kernel the shortest time of a
+    kernel. If the profile only has SDPA it is a CPU's, and the result is 0.
 
     Args:
         model: A model with experts.
-        stages: Stages of the exchange (`ep.stages`).
+        stages: Number of stages in which rows travel to experts and back (`ep.stages`).
         profile: Prices.
-        tflops: Throughput of the products.
+        tflops: Throughput of the experts' matrix products.
         is_recomputed: Whether backward recomputes the experts' first products.
     """
     if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
         return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size
-    # A wave is one tile on every SM. Its time grows with the inner size of the product.
+    # A wave is one tile on every SM. Its time is proportional to the inner size of the product.
     gate_and_up = 2 * width
     inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)
     wave_ns = [2 * _TILE * _TILE * n * _SMS / tflops * 1e-3 for n in inner]

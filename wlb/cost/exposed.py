@@ -1,15 +1,17 @@
-"""The exposed time of an exchange of keys: how long CP ranks wait in spite of overlap.
+"""The exposed time of an exchange of keys and values: how long CP ranks wait in spite of overlap.
 
-Three transfers are hidden by computation (`wlb.parallel.context`):
+Computation runs during three transfers (`wlb.parallel.context`):
 
 - Forward: keys and values travel while the query projection runs.
-- Backward: they travel a second time while the MLP's and the output projection's backward run.
-- Backward: their gradients return while the query projection's backward runs.
+- Backward: keys and values travel a second time while the backward of the MLP and of the output
+  projection runs.
+- Backward: gradients of keys and values return while the query projection's backward runs.
 
-With `cp.overlap_stages`, attention over a rank's local keys also hides keys in forward and
-gradients in backward, and attention over each stage's keys hides the transfer of the next stage.
+With `cp.overlap_stages`, attention over a rank's local keys also hides the transfer of keys in
+forward and of gradients in backward, and attention over the keys of each stage hides the transfer
+of the next stage.
 
-How much is hidden follows from prices; it was not measured.
+How much is hidden is computed from prices; it was not measured.
 """
 
 from dataclasses import replace
@@ -30,17 +32,18 @@ from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, exchange_o
 def waits_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None, overlaps: bool = True
 ) -> tuple[FloatArray, FloatArray]:
-    """Return for how long each CP rank waits for its exchange, in forward and in backward.
+    """Return for how many ns each CP rank waits for keys, values and gradients of a micro-batch.
 
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
         num_rows: Rows of all ranks with padding, which an all-gather also moves; None: no padding.
-        overlaps: False ignores `cp.overlap_stages`, which layers with a sliding window do not use.
-            With several stages those layers are assumed to wait for the rows of the mean layer.
+        overlaps: Whether to apply `cp.overlap_stages` if it is set. Layers with a sliding window
+            never overlap attention with the exchange; with several stages they are assumed to wait
+            for as many rows as the mean layer.
 
     Returns:
-        Two arrays of shape [cp], in ns.
+        Waits in forward and in backward, in all layers of a pipeline rank, shape [cp] each.
     """
     if plan.cp == 1:
         return np.zeros(1), np.zeros(1)
@@ -75,18 +78,19 @@ def waits_ns(
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Return `waits_ns` of an exchange in several stages, plus the cost of the additional calls.
+    """Return `waits_ns` for an exchange in several stages.
 
-    All ranks get the slowest rank's wait. Stages travel one after the other, as on one
-    communicator. A later stage's rows may arrive while attention of earlier stages runs. In
-    backward a stage's gradients leave when its attention ends.
+    All ranks get the wait of the slowest rank. Each stage has its own attention call, and the
+    launches of these calls are added. Stages travel one after the other, on one communicator. Rows
+    of a later stage may arrive while attention over earlier stages runs. In backward the gradients
+    of a stage leave when its attention ends.
     """
     assert isinstance(cost, HiddenExchange)
     exchange = exchange_of(
         plan, local_tokens=-(-num_rows // plan.cp), own_first=True, stages=cost.stages
     )
-    # An all-gather's price depends on the number of rows only; otherwise it matters which rows go
-    # where.
+    # The price of an all-gather depends only on the number of rows. The price of an all-to-all
+    # depends on how many rows each pair of ranks exchanges.
     is_gather = plan.exchange == KeyExchange.GATHER
     travels = np.array(
         [
@@ -97,8 +101,8 @@ def _waits_in_stages_ns(
     hidden = cost.products_ns(num_rows)
     own, parts, calls = attention_in_stages_ns(plan, cost, exchange.keys_by_stage)
     zero = np.zeros(plan.cp)
-    # Times count from the start of the transfers. `at`: when the kernels so far end on each rank.
-    # `arrived`: when the rows of the stages so far have arrived.
+    # Times count from the start of the first transfer. `at` is when the kernels so far end on each
+    # rank, and `arrived` is when the rows of the stages so far have arrived.
     at, arrived = hidden.forward + own[0], zero
     for travel, part in zip(travels, parts, strict=True):
         arrived = arrived + travel[0]
@@ -113,7 +117,7 @@ def _waits_in_stages_ns(
         ends.append(at)
     returned = arrived
     for travel, end in zip(travels, ends, strict=True):
-        # A stage's gradients leave together, so ranks wait for the last of them.
+        # The gradients of a stage travel in one collective, so they wait for the slowest rank.
         returned = np.maximum(returned, end.max()) + travel[2]
     done = np.maximum(at + own[1] + hidden.gradients, returned)
     backward = float(done.max() - hidden.repeated - hidden.gradients - computes[1].max())
@@ -123,19 +127,20 @@ def _waits_in_stages_ns(
 def attention_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, keys: IntArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return attention kernel times of local keys and of each stage's keys.
+    """Return attention's kernel times over a rank's local keys and over the keys of each stage.
 
-    A span's time with other ranks' keys is divided over the stages in proportion to `keys`. These
-    include keys behind the span, which only a later span of the rank reads; there are few of them.
+    A span's time over other ranks' keys is divided among the stages in proportion to `keys`. The
+    few keys after the end of the span, which only a later span of the rank reads, are counted too.
 
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        keys: Keys by stage and span (`ContextExchange.keys_by_stage`).
+        keys: Number of keys by stage and span (`ContextExchange.keys_by_stage`), [stages, spans].
 
     Returns:
-        Forward and backward times of local keys, [2, cp]; of each stage's keys, [stages, 2, cp];
-        and the launches of all calls but two, [2, cp].
+        Forward and backward ns over local keys, [2, cp]; over the keys of each stage, [stages, 2,
+        cp]; and the launches of the calls that several stages make beyond those of one stage,
+        [2, cp].
     """
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
@@ -154,11 +159,11 @@ def attention_in_stages_ns(
 def over_gather_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """Return how much longer the slowest rank waits for the plan's exchange than for an all-gather.
+    """Return by how many ns the slowest rank waits longer for its exchange than for an all-gather.
 
-    W_l (`ns_per_token`) includes an all-gather, priced as fully exposed. Adding this difference
-    corrects it for the plan's exchange and for overlap; it is mostly negative. Summaries of linear
-    layers are added too, because nothing hides them.
+    W_l (`LinearCost.ns_per_token`) includes an all-gather whose transfer nothing hides. Adding this
+    difference corrects W_l for the plan's exchange and for overlap, so the difference is mostly
+    negative. The time of linear attention's summaries is added, because nothing hides it.
 
     Args:
         plan: The sharded micro-batch.
@@ -172,7 +177,8 @@ def over_gather_ns(
     summaries = summaries_ns(plan, cost)
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return summaries, summaries
-    # Matrix products hide both exchanges, but only the plan's can overlap with attention.
+    # Both exchanges are compared with the same matrix products during their transfers. Only the
+    # plan's exchange may also overlap with attention.
     gather = replace(plan, exchange=KeyExchange.GATHER)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
@@ -181,9 +187,9 @@ def over_gather_ns(
 
 
 def own_keys(plan: ShardingPlan) -> IntArray:
-    """Count the keys of each span that its rank stores locally, [num_spans].
+    """Count for each span the keys it attends to that are on its own rank, shape [num_spans].
 
-    The span's tokens are included.
+    They are the tokens of the span itself and of the rank's earlier spans of the same piece.
     """
     rank = rank_of_span(plan)
     # Sort spans by rank, piece and start. A span's local keys are then the running sum of rows in
@@ -199,7 +205,7 @@ def own_keys(plan: ShardingPlan) -> IntArray:
 
 
 def _own_attention_ns(plan: ShardingPlan, cost: WorkloadModel) -> FloatArray:
-    """Return forward and backward kernel times over each rank's local keys, shape [2, cp]."""
+    """Return forward and backward kernel ns of attention over each rank's local keys, [2, cp]."""
     times = cost.segment_times_ns(plan.stop - plan.start, own_keys(plan))
     rank = rank_of_span(plan)
     sums = [np.bincount(rank, weights=t, minlength=plan.cp) for t in times]

@@ -20,7 +20,7 @@ from wlb.plan import UserError
 from wlb.plan.read_file import Fields
 
 MOST = 1 << 32
-"""Largest size that a field may have; a larger one is a typing error."""
+"""Largest size that a field of a config.json may have; a larger one must be a typing error."""
 LAYER_TYPES = {
     "full_attention": "full",
     "attention": "full",
@@ -35,46 +35,52 @@ LAYER_TYPES = {
     "mlp": "none",
     "moe": "none",
 }
-"""Kind of layer for each name that a config.json uses."""
+"""Our kind of layer (a key of `KIND_NAMES`) for each kind that a config.json may name."""
 
 
 class Pairs(NamedTuple):
-    """The cost of a query-key pair."""
+    """The cost of one query-key pair in attention, and which keys a query sees."""
 
     flops: float  # forward FLOPs of a pair
-    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: all keys before it
-    chunked: bool = False  # whether a query sees the keys of its chunk instead of the latest ones
+    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: all keys before the query
+    chunked: bool = False  # whether a query sees the keys of its chunk rather than the latest keys
 
 
 class Layer(NamedTuple):
     """The costs of one layer."""
 
     kind: str  # a key of `wlb.cost.config_json.KIND_NAMES`
-    active: int  # parameters that multiply a token
-    total: int  # all parameters; more than `active` with experts
-    pairs: tuple[Pairs, ...] = ()  # query-key pairs; empty without attention over keys
-    token_flops: int = 0  # forward FLOPs of a token besides parameters and pairs
-    summary: int = 0  # numbers in the summary of a cut span (`wlb.plan.summaries`)
+    active: int  # number of parameters that compute one token
+    total: int  # number of all parameters; more than `active` in a layer with experts
+    # Costs of a query-key pair, one entry for each attention in the layer; empty without attention.
+    pairs: tuple[Pairs, ...] = ()
+    token_flops: int = 0  # forward FLOPs of a token besides `active` parameters and pairs
+    # Number of values in the summary that a span passes on to the next one (`wlb.plan.summaries`).
+    summary: int = 0
 
 
 class Mixer(NamedTuple):
     """The part of a layer through which tokens see each other: attention or a recurrence."""
 
-    weights: int  # parameters of its projections
-    pairs: tuple[Pairs, ...] = ()  # query-key pairs; empty without attention over keys
+    weights: int  # number of parameters of its projections
+    # Costs of a query-key pair, one entry for each attention in the layer; empty without attention.
+    pairs: tuple[Pairs, ...] = ()
     token_flops: int = 0  # forward FLOPs of a token besides projections and pairs
-    summary: int = 0  # numbers in the summary of a cut span
+    summary: int = 0  # number of values in the summary that a span passes on to the next one
 
 
 class MlpWeights(NamedTuple):
-    """Parameters of a layer's MLP or experts."""
+    """Numbers of parameters of a layer's MLP or experts."""
 
-    active: int  # parameters that multiply a token
+    active: int  # parameters that compute one token
     total: int  # all parameters; more than `active` with experts
 
 
 class ConfigFields:
-    """The fields of a config.json, with transformers' defaults and alternative names."""
+    """The checked fields of a config.json; transformers' defaults replace absent fields.
+
+    A field may also be given, and asked for, by its alternative names.
+    """
 
     def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
         self._defaults: dict[str, Any] = defaults["defaults"]
@@ -83,12 +89,18 @@ class ConfigFields:
         self._keys = Fields(values, keys.where, remedy=keys.remedy)
 
     def get(self, name: str) -> Any:
-        """Return the value of a field, or transformers' default if absent; None if it is null."""
+        """Return a field's value: transformers' default if it is absent, None if it is null."""
         values, name = self._keys.values, self._names.get(name, name)
         return values[name] if name in values else self._defaults.get(name)
 
     def whole(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
-        """Return an integer field; `default` if it is null."""
+        """Return the value of an integer field.
+
+        Args:
+            name: The field.
+            default: Value if the field is null; None: null is an error.
+            at_least: Smallest valid value.
+        """
         if self.get(name) is None and default is not None:
             return default
         name = self._names.get(name, name)
@@ -97,14 +109,14 @@ class ConfigFields:
         return checked.whole(name, at_least=at_least, at_most=MOST)
 
     def flag(self, name: str) -> bool:
-        """Return a true or false field; null is false."""
+        """Return the value of a field that is true or false; null counts as false."""
         value = self.get(name)
         if value not in (None, True, False):
             raise self.error(name, "must be true or false")
         return bool(value)
 
     def indices(self, name: str) -> list[int]:
-        """Return a list of layer indices, counted from 0; empty if the field is null."""
+        """Return a field that lists indices of layers, counted from 0; empty if it is null."""
         value = self.get(name)
         if value is None:
             return []
@@ -113,7 +125,12 @@ class ConfigFields:
         return cast("list[int]", value)
 
     def names(self, name: str, length: int | None = None) -> list[str] | None:
-        """Return a list of strings, one per layer; None if the field is null."""
+        """Return a field that lists strings; None if it is null.
+
+        Args:
+            name: The field.
+            length: Number of entries that the list must have; None: any number above 0.
+        """
         value = self.get(name)
         if value is None:
             return None
@@ -125,7 +142,7 @@ class ConfigFields:
         return items
 
     def nested(self, name: str) -> Fields:
-        """Return the fields of a nested object; no fields if it is absent."""
+        """Return the fields of an object inside the config.json; no fields if it is absent."""
         value = self.get(name)
         if value is None:
             value = {}
@@ -135,7 +152,12 @@ class ConfigFields:
         return Fields(cast("dict[str, Any]", value), where, remedy=self._keys.remedy)
 
     def error(self, name: str, why: str) -> UserError:
-        """Return a UserError that says why a field's value cannot be used."""
+        """Return a UserError about a field's value.
+
+        Args:
+            name: The field.
+            why: What is wrong, as the end of the sentence: "must be ...".
+        """
         values, name = {**self._defaults, **self._keys.values}, self._names.get(name, name)
         return Fields(values, self._keys.where, remedy=self._keys.remedy).error(name, why)
 
@@ -156,12 +178,12 @@ class ConfigFields:
 
     @property
     def kv_heads(self) -> int:
-        """Number of KV heads; as many as query heads by default."""
+        """Number of KV heads; the number of query heads if the field is null."""
         return self.whole("num_key_value_heads", self.heads)
 
     @property
     def head_dim(self) -> int:
-        """Size of a head; hidden / heads by default."""
+        """Size of a head; hidden / heads if the field is null."""
         return self.whole("head_dim", max(self.hidden // self.heads, 1))
 
 
@@ -171,20 +193,30 @@ def _all_defaults() -> dict[str, Any]:
 
 
 def defaults_of(model_type: str) -> Mapping[str, Any]:
-    """Return the defaults ("defaults") and alternative names ("names") of a family's fields."""
+    """Return what families.json says about a family's fields.
+
+    Returns:
+        "defaults" has the default of each field, "names" the usual name of each alternative name.
+    """
     return _all_defaults()[model_type]
 
 
 Kinds = Callable[[ConfigFields], list[str]]
-"""Function from a config to the kind of each layer."""
+"""Rule of a family: a function from a config.json to the kind of each layer."""
 MixerOf = Callable[[ConfigFields, str], Mixer]
-"""Function from a config and a kind of layer to the mixer's costs."""
+"""Function from a config.json and a kind of layer to the costs of attention or recurrence."""
 MlpOf = Callable[[ConfigFields, int], MlpWeights]
-"""Function from a config and a layer's index to its MLP or experts."""
+"""Function from a config.json and a layer's index to the parameters of its MLP or experts."""
 
 
 def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields], list[Layer]]:
-    """Combine the three parts of a family into a function from a config to its layers."""
+    """Return a function from a config.json to its layers, made of the three parts of a family.
+
+    Args:
+        mixer: Returns the costs of attention or recurrence in a layer of a given kind.
+        mlp: Returns the parameters of a layer's MLP or experts.
+        kinds: Returns the kind of each layer.
+    """
 
     def layers(config: ConfigFields) -> list[Layer]:
         made: dict[str, Mixer] = {}
@@ -206,16 +238,16 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
     return layers
 
 
-# ---- Which kind each layer has
+# ---- Rules for the kind of each layer
 
 
 def _all(kind: str) -> Kinds:
-    """Give every layer the same kind."""
+    """Return a rule: every layer is of `kind`."""
     return lambda config: [kind] * config.layers
 
 
 def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
-    """Take kinds from the field `layer_types`, or from the family's rule if it is null."""
+    """Return a rule: the field `name` lists the layers' kinds; if it is null, use `otherwise`."""
 
     def kinds(config: ConfigFields) -> list[str]:
         names = config.names(name, config.layers)
@@ -230,7 +262,14 @@ def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
 
 
 def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = "full") -> Kinds:
-    """Give the last of every n layers one kind and the others another; a field may contain n."""
+    """Return a rule: the last of every n layers is of `kind`, and the others are of `other`.
+
+    Args:
+        field: Name of the field that has n; "" if n is `default` for all models of the family.
+        default: n if there is no field or it is null; 0 if the field always has a value.
+        other: Kind of the first n - 1 layers.
+        kind: Kind of the last layer.
+    """
 
     def kinds(config: ConfigFields) -> list[str]:
         n = config.whole(field, default) if field else default
@@ -240,17 +279,17 @@ def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = 
 
 
 def _first_of(n: int) -> Kinds:
-    """Let the first of every n layers see all keys; the others have a window."""
+    """Return a rule: the first of every n layers has full attention, the others have a window."""
     return lambda config: ["sliding" if i % n else "full" for i in range(config.layers)]
 
 
 def _if_window(kinds: Kinds) -> Kinds:
-    """Let all layers see all keys if the config has no window."""
+    """Return a rule: `kinds` if `sliding_window` is set, else full attention in all layers."""
     return lambda c: kinds(c) if c.get("sliding_window") else ["full"] * c.layers
 
 
 def _from_layer(field: str) -> Kinds:
-    """Give layers a window from the index in a field on."""
+    """Return a rule: layers with an index of at least config[field] have a sliding window."""
 
     def kinds(config: ConfigFields) -> list[str]:
         first = config.whole(field, config.layers, at_least=0)
@@ -260,12 +299,12 @@ def _from_layer(field: str) -> Kinds:
 
 
 def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
-    """Give layers a window only if a flag is set."""
+    """Return a rule: `kinds` if the field `flag` is true, else full attention in all layers."""
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
 
 
 def _unsaid(config: ConfigFields) -> list[str]:
-    """Reject a config that does not list the kinds of its layers."""
+    """Raise UserError: this family has no rule, so its config.json must have `layer_types`."""
     raise config.error("layer_types", "must say the kind of each layer")
 
 
@@ -275,10 +314,10 @@ def _qwen2_moe_windows(config: ConfigFields) -> list[str]:
 
 
 def _without_rope(kind: str) -> Kinds:
-    """Kinds of Llama 4 and SmolLM3, in which every n-th layer has no RoPE.
+    """Return the rule of Llama 4 ("chunked") or SmolLM3 ("sliding"): every n-th layer has no RoPE.
 
-    In Llama 4 the layers with RoPE have chunks; in SmolLM3 the layers without RoPE may have a
-    window.
+    In Llama 4 the layers with RoPE have chunked attention. In SmolLM3 the layers without RoPE may
+    have a sliding window. All other layers have full attention.
     """
 
     def kinds(config: ConfigFields) -> list[str]:
@@ -294,15 +333,15 @@ def _without_rope(kind: str) -> Kinds:
 
 
 def _olmo_hybrid_kinds(config: ConfigFields) -> list[str]:
-    """Give every fourth layer full attention, or the last one if there are fewer than four."""
+    """Return "full" for every fourth layer; for the last layer if there are fewer than four."""
     kinds = _every("", 4, other="linear")(config)
     return kinds if "full" in kinds else [*kinds[:-1], "full"]
 
 
 def _kimi_kinds(config: ConfigFields) -> list[str]:
-    """Read the full-attention layers of Kimi Linear, which its files count from 1.
+    """Return the kinds of Kimi Linear's layers; its files list full-attention layers from 1.
 
-    Without such a list, transformers' rule is every fourth layer.
+    Without such a list, every fourth layer has full attention, as in transformers.
     """
     full = config.nested("linear_attn_config").values.get("full_attn_layers")
     if isinstance(full, list):
@@ -311,7 +350,11 @@ def _kimi_kinds(config: ConfigFields) -> list[str]:
 
 
 def _glm_indexers(config: ConfigFields) -> list[str]:
-    """Find the layers of GLM-5 that have an indexer: by a list, a pattern or a rule."""
+    """Return the kinds of GLM-5's layers: "sparse" has an indexer, "reused" uses an earlier one's.
+
+    An indexer chooses the keys that attention reads. The config.json lists the layers with indexers
+    by name, as a pattern of letters, or by how often they occur.
+    """
     names, pattern = config.names("indexer_types", config.layers), config.get("index_topk_pattern")
     if names is None and isinstance(pattern, str) and len(pattern) == config.layers:
         names = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
@@ -326,7 +369,7 @@ def _glm_indexers(config: ConfigFields) -> list[str]:
 
 
 def _jamba_kinds(config: ConfigFields) -> list[str]:
-    """Give one layer of each period full attention."""
+    """Return the kinds of Jamba's layers: one layer of each period has full attention."""
     period, offset = (
         config.whole("attn_layer_period"),
         config.whole("attn_layer_offset", at_least=0),
@@ -335,7 +378,7 @@ def _jamba_kinds(config: ConfigFields) -> list[str]:
 
 
 def _at(field: str) -> Kinds:
-    """Give the layers that a field lists full attention."""
+    """Return a rule: a field lists the layers with full attention; the others are linear."""
 
     def kinds(config: ConfigFields) -> list[str]:
         full = config.indices(field)
@@ -351,7 +394,7 @@ def _lfm2_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
-    """Read the kinds of Nemotron-H layers: one letter each in older files, names in newer ones."""
+    """Return the kinds of Nemotron-H's layers, which files list by letters or by names."""
     pattern = config.get("hybrid_override_pattern")
     names = config.names("layers_block_type")
     if names is not None or pattern is None:
@@ -363,7 +406,7 @@ def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
-    """Return the names of Nemotron-H layers, translated from letters in older files."""
+    """Return the name of each Nemotron-H layer; the letters of older files become names."""
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
     if names is None and isinstance(pattern, str):
@@ -375,14 +418,20 @@ def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
     return names
 
 
-# ---- What attention, or what takes its place, costs
+# ---- Costs of attention, or of a recurrence in its place
 
 
 def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
-    """Return the pairs of softmax attention over all keys, the latest keys, or a chunk's keys."""
+    """Return the query-key pairs of softmax attention.
+
+    Args:
+        config: The model.
+        kind: "sliding" or "chunked"; all other kinds see all keys.
+        flops: Forward FLOPs of one pair.
+    """
     match kind:
         case "sliding":
-            # Null means that all keys are seen.
+            # If the window is null, a query sees all keys.
             return (Pairs(flops, config.whole("sliding_window", 0)),)
         case "chunked":
             return (Pairs(flops, config.whole("attention_chunk_size"), True),)
@@ -391,7 +440,7 @@ def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
 
 
 def _heads(config: ConfigFields, kind: str) -> Mixer:
-    """Multi-head attention with grouped KV heads."""
+    """Count grouped-query attention."""
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
     weights = config.hidden * dim * 2 * (heads + kv)
     # QK^T and PV take one multiply-add each per head dimension.
@@ -399,22 +448,22 @@ def _heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Attention whose output is multiplied by a gate for each head and dimension."""
+    """Count grouped-query attention with an output gate for each head and head dimension."""
     made = _heads(config, kind)
     gate = config.hidden * config.heads * config.head_dim
     return made._replace(weights=made.weights + gate)
 
 
 def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Attention of GPT-2 and GPT-NeoX, in which each query head has a KV head."""
+    """Count the attention of GPT-2 and GPT-NeoX, which have as many KV heads as query heads."""
     return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
 
 def _latent(config: ConfigFields, kind: str) -> Mixer:
-    """Multi-head latent attention (DeepSeek-V2, Section 2.1): low-rank queries, keys and values.
+    """Count multi-head latent attention (DeepSeek-V2, Section 2.1): low-rank queries, keys, values.
 
-    It is counted as published for training: keys and values are expanded for each head before
-    attention.
+    The count is for training, where keys and values are expanded for each head before attention. In
+    layers of kind "sparse" or "reused", attention reads only the keys that an indexer chose.
     """
     hidden, heads = config.hidden, config.heads
     nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)
@@ -428,26 +477,27 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
     pair = 2 * heads * (nope + rope + value)
     if kind not in ("sparse", "reused"):
         return Mixer(weights, _softmax(config, kind, pair))
-    # Sparse attention: an indexer scores all keys with its small heads, and attention sees the best
-    # keys.
+    # Sparse attention: an indexer with small heads scores all keys, and attention reads only the
+    # keys with the best scores.
     index_heads, index_dim = config.whole("index_n_heads"), config.whole("index_head_dim")
     indexer = (rank or hidden) * index_heads * index_dim + hidden * (index_dim + index_heads)
     chosen = Pairs(pair, config.whole("index_topk"))
     if kind == "reused":
         return Mixer(weights, (chosen,))
-    # The indexer adds up its heads' scores by weights: one more multiply-add per head.
+    # The indexer adds up the weighted scores of its heads: one more multiply-add per head.
     return Mixer(weights + indexer, (Pairs(2 * index_heads * (index_dim + 1)), chosen))
 
 
 def _delta_net(config: ConfigFields) -> Mixer:
-    """Gated delta net (Qwen3-Next): Q, K, V, an output gate, and two gates for each value head."""
+    """Count a gated delta net (Qwen3-Next): Q, K, V, an output gate, two gates per value head."""
     k_heads, v_heads = (
         config.whole(f"linear_num_{x}_heads", config.heads) for x in ("key", "value")
     )
     k_dim = config.whole("linear_key_head_dim", int(0.75 * config.hidden / k_heads))
     v_dim = config.whole("linear_value_head_dim", 2 * k_dim)
     keys, values = k_heads * k_dim, v_heads * v_dim
-    # Projections of Q and K; of V, output gate and output; of the two gates.
+    # In this order: the projections of Q and K; of V, the output gate and the output; and of the
+    # two gates of each value head.
     projections = config.hidden * (2 * keys + 3 * values + 2 * v_heads)
     kernel, channels = config.whole("linear_conv_kernel_dim"), 2 * keys + values
     summary = v_heads * k_dim * (k_dim + v_dim) + (kernel - 1) * channels
@@ -456,7 +506,7 @@ def _delta_net(config: ConfigFields) -> Mixer:
 
 
 def _kimi_delta(config: ConfigFields) -> Mixer:
-    """Kimi delta attention: low-rank projections give a gate for each key dimension."""
+    """Count Kimi delta attention, in which low-rank projections give a gate per key dimension."""
     given = config.nested("linear_attn_config")
     heads = given.whole("num_heads", config.whole("linear_num_heads"))
     dim = given.whole("head_dim", config.whole("linear_head_dim"))
@@ -469,7 +519,7 @@ def _kimi_delta(config: ConfigFields) -> Mixer:
 
 
 def _lightning(config: ConfigFields) -> Mixer:
-    """MiniMax's lightning attention: blocks of tokens, with a state matrix between blocks."""
+    """Count MiniMax's lightning attention: blocks of tokens, with a state matrix between blocks."""
     heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
     width = heads * dim
     flops = heads * (4 * dim * block + 4 * dim * dim)
@@ -477,7 +527,15 @@ def _lightning(config: ConfigFields) -> Mixer:
 
 
 def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
-    """Selective scan: 9 FLOPs for each element of the state, as Mamba's authors count."""
+    """Count Mamba's selective scan: 9 FLOPs for each element of the state, as its authors do.
+
+    Args:
+        hidden: Size of a token's vector between layers.
+        inner: Channels of the scan.
+        state: State elements of a channel.
+        rank: Rank of the projection that gives each channel's time step.
+        kernel: Tokens that the convolution reads.
+    """
     weights = hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
     flops = 9 * inner * state + 2 * inner * kernel
     return Mixer(weights, (), flops, 2 * inner * state + inner * (kernel - 1))
@@ -486,7 +544,17 @@ def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> M
 def _mamba2(
     hidden: int, *, heads: int, dim: int, state: int, groups: int, kernel: int, chunk: int
 ) -> Mixer:
-    """State space duality (Dao and Gu 2024): two products within a chunk, two with its state."""
+    """Count Mamba 2 (Dao and Gu 2024): two products within each chunk, two with the chunk's state.
+
+    Args:
+        hidden: Size of a token's vector between layers.
+        heads: Number of heads.
+        dim: Size of a head.
+        state: State elements of a channel.
+        groups: Number of groups of heads; the heads of a group share B and C.
+        kernel: Tokens that the convolution reads.
+        chunk: Tokens of a chunk.
+    """
     # B and C are shared by the heads of a group.
     inner, shared = heads * dim, 2 * groups * state
     weights = hidden * (2 * inner + shared + heads) + inner * hidden
@@ -496,7 +564,7 @@ def _mamba2(
 
 
 def _mamba_layer(config: ConfigFields) -> Mixer:
-    """Mamba 2 as in Bamba, Granite 4 and Falcon H1."""
+    """Count Mamba 2 with the field names of Bamba, Granite 4 and Falcon H1."""
     heads, inner = config.whole("mamba_n_heads"), config.whole("mamba_expand") * config.hidden
     inner = config.whole("mamba_d_ssm", inner)
     dim = inner // heads if config.get("mamba_d_head") == "auto" else config.whole("mamba_d_head")
@@ -512,7 +580,7 @@ def _mamba_layer(config: ConfigFields) -> Mixer:
 
 
 def _rank_of(config: ConfigFields, name: str) -> int:
-    """Return a rank from a field; "auto" is a sixteenth of the hidden size, rounded up."""
+    """Return the rank of a low-rank projection; "auto" is hidden size / 16, rounded up."""
     return -(-config.hidden // 16) if config.get(name) == "auto" else config.whole(name)
 
 
@@ -561,14 +629,14 @@ def _nemotron_h_mixer(config: ConfigFields) -> Mixer:
 
 
 def _short_conv(config: ConfigFields) -> Mixer:
-    """LFM2's gated convolution over the latest tokens."""
+    """Count LFM2's gated convolution over the latest tokens."""
     kernel = config.whole("conv_L_cache")
     flops, summary = 2 * config.hidden * kernel, config.hidden * (kernel - 1)
     return Mixer(4 * config.hidden * config.hidden, (), flops, summary)
 
 
 def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> MixerOf:
-    """Use one mixer in layers with attention over keys, and another in linear layers."""
+    """Return a mixer: `linear` in layers of kind "linear", `softmax` in layers with attention."""
 
     def mixer(config: ConfigFields, kind: str) -> Mixer:
         if kind == "none":
@@ -579,16 +647,16 @@ def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> Mix
 
 
 def _both(config: ConfigFields, kind: str) -> Mixer:
-    """Falcon H1: attention and Mamba side by side in each layer."""
+    """Count a layer of Falcon H1, which has attention and Mamba side by side."""
     attention, scan = _heads(config, "full"), _mamba_layer(config)
     return Mixer(attention.weights + scan.weights, attention.pairs, scan.token_flops, scan.summary)
 
 
-# ---- What MLPs and experts cost
+# ---- Costs of MLPs and experts
 
 
 def _gated(width: str = "intermediate_size") -> MlpOf:
-    """An MLP with three matrices: gate, up and down."""
+    """Return a count of an MLP with gate, up and down matrices; the field `width` has its width."""
 
     def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 3 * config.hidden * config.whole(width)
@@ -598,7 +666,10 @@ def _gated(width: str = "intermediate_size") -> MlpOf:
 
 
 def _plain(width: str = "intermediate_size") -> MlpOf:
-    """An MLP with two matrices, up and down; its width is 4 * hidden if the field is null."""
+    """Return a count of an MLP with up and down matrices; the field `width` has its width.
+
+    The width is 4 * hidden if the field is null.
+    """
 
     def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 2 * config.hidden * config.whole(width, 4 * config.hidden)
@@ -620,14 +691,17 @@ def _experts(
     is_dense: Callable[[ConfigFields, int], bool] | None = None,
     dense: MlpOf | None = None,
 ) -> MlpOf:
-    """A router, experts with three matrices each, and what all tokens pass beside them.
+    """Return a count of a layer's router, routed experts and shared experts.
+
+    A routed expert has gate, up and down matrices.
 
     Args:
         count: Field with the number of experts.
         width: Field with the width of an expert.
         per_token: Field with the number of experts per token.
-        shared: Function that returns the parameters of shared experts.
-        is_dense: Function that says whether a layer has `dense` instead of experts.
+        shared: Returns the parameters of shared experts; None if the family has none.
+        is_dense: Returns whether the layer with a given index has `dense` instead of experts; None
+            if all layers have experts.
         dense: The MLP of layers without experts.
     """
 
@@ -647,24 +721,34 @@ def _experts(
 
 
 def _shared(count: str, width: str) -> Callable[[ConfigFields], int]:
-    """Shared experts: one field has their number and another the width of each."""
+    """Return a count of shared experts' parameters.
+
+    Args:
+        count: Field with the number of shared experts.
+        width: Field with the width of each.
+    """
     return lambda c: 3 * c.hidden * c.whole(count, 0, at_least=0) * c.whole(width)
 
 
 def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigFields], int]:
-    """One shared MLP whose width is a field; in Qwen's models it has an output gate."""
+    """Return a count of the parameters of one shared MLP.
+
+    Args:
+        width: Field with its width; 0 there means no shared MLP.
+        gate: Whether the MLP has an output gate, as in Qwen's models.
+    """
     return lambda c: 3 * c.hidden * c.whole(width, 0, at_least=0) + (c.hidden if gate else 0)
 
 
 def _first(field: str, default: int = 0) -> Callable[[ConfigFields, int], bool]:
-    """Make the first layers dense, as many as a field says."""
+    """Return a rule: the first config[field] layers are dense; `default` of them if it is null."""
     return lambda c, i: i < c.whole(field, default, at_least=0)
 
 
 def _mlp_types(
     otherwise: Callable[[ConfigFields, int], bool],
 ) -> Callable[[ConfigFields, int], bool]:
-    """Read from `mlp_layer_types` whether each layer is "dense" or "sparse"."""
+    """Return a rule: `mlp_layer_types` lists dense and sparse layers; if null, use `otherwise`."""
 
     def is_dense(config: ConfigFields, layer: int) -> bool:
         names = config.names("mlp_layer_types", config.layers)
@@ -706,7 +790,7 @@ def _jamba_dense(config: ConfigFields, layer: int) -> bool:
 
 
 def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
-    """Granite 4: a shared MLP in every layer, and experts beside it if the model has any."""
+    """Count Granite 4's shared MLP of every layer, and the experts beside it if there are any."""
     shared = _shared_of_width("shared_intermediate_size")
     if not config.whole("num_local_experts", 0, at_least=0):
         weights = shared(config)
@@ -715,7 +799,10 @@ def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
 
 
 def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
-    """LFM2's MLP: two thirds of the width field, rounded up to a multiple."""
+    """Count LFM2's MLP. Its width is two thirds of `intermediate_size`, scaled and rounded up.
+
+    With `block_auto_adjust_ff_dim` false, the width is `intermediate_size` itself.
+    """
     width = config.whole("intermediate_size")
     if config.flag("block_auto_adjust_ff_dim"):
         width = int(2 * width / 3)
@@ -727,7 +814,10 @@ def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
 
 
 def _nemotron_h_mlp(config: ConfigFields, layer: int) -> MlpWeights:
-    """The MLP or experts of a Nemotron-H layer, with two matrices each; mixer layers have none."""
+    """Count the MLP or the experts of a Nemotron-H layer, which have up and down matrices only.
+
+    Layers with attention or Mamba have neither.
+    """
     name, hidden = _nemotron_h_blocks(config)[layer], config.hidden
     if name == "mlp":
         return _plain()(config, layer)
@@ -928,8 +1018,11 @@ FAMILIES: dict[str, Callable[[ConfigFields], list[Layer]]] = {
         _listed(_unsaid),
     ),
 }
-"""Function from a config to its layers, by the config's `model_type`."""
+"""For each `model_type`, the function from a config.json of that family to its layers."""
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-"""Families whose older files have the fields of `text_config` at the top level."""
+"""Language model of each family whose older files have no `text_config`.
+
+They have the fields of the language model at the top level.
+"""
 COUNTED = tuple(sorted(FAMILIES))
 """All values of `model_type` that can be counted."""

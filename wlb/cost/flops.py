@@ -2,10 +2,11 @@
 
 A multiply-add counts as two FLOPs. Attention counts the products QK^T and PV only, not the softmax.
 
-Two conventions exist for the backward pass:
+Two conventions exist for the backward pass of attention:
 - Kernel FLOPs (`attention_backward_flops`, used with kernel profiles) are 2.5 x forward, because a
   flash kernel recomputes QK^T.
-- Model FLOPs (`document_flops`, used for MFU) are 2 x forward, without recomputation.
+- Model FLOPs (`document_flops`, used for MFU) are 2 x forward, because they leave out what is
+  recomputed.
 """
 
 from collections.abc import Sequence
@@ -44,19 +45,26 @@ def attention_forward_flops(
 def attention_backward_flops(
     q: IntArray, kv: IntArray, *, num_heads: int, head_dim: int
 ) -> IntArray:
-    """Count the backward FLOPs of a flash kernel: 2.5 x forward, because it recomputes QK^T.
+    """Count a flash kernel's backward FLOPs in one layer: 2.5 x forward, as it recomputes QK^T.
 
-    The arguments are those of `attention_forward_flops`.
+    Args:
+        q: Query rows of each segment, shape [n].
+        kv: Keys of each segment, shape [n].
+        num_heads: Number of query heads.
+        head_dim: Size of a head.
+
+    Returns:
+        FLOPs of each segment, shape [n].
     """
     return BACKWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
 
 
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
-    """Return the model that one TP rank computes, as if it were a whole model.
+    """Return a model whose matrices have the size of one TP rank's parts of `model`'s matrices.
 
-    Each matrix is the rank's part of it. The hidden size is not divided, so norms count as on all
-    tokens. Experts are replaced by one dense MLP with the size of a token's active experts, because
-    TP divides the experts' rows, not their matrices.
+    The hidden size is not divided, so norms count as if the rank had all tokens. Experts are
+    replaced by one dense MLP of the size of a token's active experts, divided by `tp`: TP divides
+    the rows that experts compute rather than their matrices.
     """
     return replace(
         model,
@@ -77,8 +85,8 @@ def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Return (inputs, outputs) of each matrix of a decoder layer: Q, K, V, O, gate, up, down.
 
     A gate of the attention output is counted with Q. In a linear-attention layer the gates of
-    output, decay and state are counted with V. A token's active experts count as one MLP. If only
-    some layers have experts, pass the model of one kind of layer (`ModelSpec.layer_kinds`).
+    output, decay and state are counted with V. A token's active experts count as one MLP. If the
+    layers of a model differ, call this once for the model of each entry in `ModelSpec.layer_kinds`.
     """
     hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
     mlp = ((hidden, ffn), (hidden, ffn), (ffn, hidden))
@@ -103,9 +111,13 @@ CHUNK = 64
 def delta_rule_flops(k_dim: int, v_dim: int) -> int:
     """Count the forward FLOPs of one token and head in a chunked gated delta rule.
 
-    A token takes part in three products with the chunk's state, and in five products within the
-    chunk (Yang et al. 2024, Gated Delta Networks, Section 3.3): K K^T, the inverse times values,
-    the inverse times keys, Q K^T, and Q K^T times values.
+    A token takes part in three products with the state of its chunk, and in five products within
+    the chunk (Yang et al. 2024, Gated Delta Networks, Section 3.3): K K^T, the inverse matrix of
+    the chunk times values and times keys, Q K^T, and Q K^T times values.
+
+    Args:
+        k_dim: Size of a key head.
+        v_dim: Size of a value head.
     """
     return 6 * k_dim * v_dim + 2 * CHUNK * (3 * k_dim + 2 * v_dim)
 
@@ -113,7 +125,7 @@ def delta_rule_flops(k_dim: int, v_dim: int) -> int:
 def recurrence_flops(model: ModelSpec) -> int:
     """Count the forward FLOPs of a linear-attention layer outside its matrices, for one token.
 
-    They are those of the convolution and of the gated delta rule; 0 in a layer with attention.
+    The convolution and the gated delta rule have them. A layer with attention has 0.
     """
     linear = model.linear
     if not model.is_all_linear:
@@ -126,9 +138,10 @@ def recurrence_flops(model: ModelSpec) -> int:
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     """Count the values that one token reads and writes in the element-wise operators of one layer.
 
-    Reads and writes of each operator, in vectors of its width (reads + writes):
+    The table gives the reads + writes of each operator, in vectors of the operator's width. The
+    last column is the operator at whose measured throughput they are priced.
 
-    | operator           | forward | backward | counted as        |
+    | operator           | forward | backward | priced as         |
     |--------------------|---------|----------|-------------------|
     | norm               | 1 + 1   | 2 + 1    | norm              |
     | residual addition  | 2 + 1   | 2 + 1    | residual          |
@@ -139,16 +152,16 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     | gate of the output | 3       | 5        | residual          |
     | convolution, SiLU  | 2       | 3        | residual          |
 
-    - Norms of each head of Q and K (`qk_norm`) are `head_norm`, because their narrow rows take
-      another time for a byte. Norms over all of Q and K (`qk_norm_rows`) are `norm`.
-    - With experts, a token is read once and written K times before the experts, and the reverse
-      behind them, in both passes. This counts as residual.
-    - Multiplying queries by a `query_factor` counts as one more rotation of Q.
-    - In a linear-attention layer, norms of queries, keys and outputs are `head_norm`.
+    - Norms of each head of Q and K (`qk_norm`) are priced as head_norm, because their narrow rows
+      have another throughput. Norms over all of Q and K (`qk_norm_rows`) are priced as norm.
+    - With K experts per token, its row is read once and written K times before the experts, and
+      read K times and written once after them, in both passes. This is priced as residual.
+    - Multiplying queries by a `query_factor` is priced as one more rotation of Q.
+    - In a linear-attention layer, norms of queries, keys and outputs are priced as head_norm.
 
     Returns:
-        (forward, backward) values by the name of an `Elementwise` operator, all norms and all
-        additions of a layer together.
+        Numbers of values (forward, backward) by the name of an `Elementwise` operator. All norms of
+        a layer are added up, and so are all additions.
     """
     hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
@@ -195,7 +208,7 @@ PLAIN_TORCH: dict[str, tuple[float, float]] = {
     "rotary": (10 / 2, 10 / 2),
     "swiglu": (5 / 3, 9 / 5),
 }
-"""Memory traffic of operators in plain PyTorch over the traffic of fused ones, (forward, backward).
+"""Memory traffic of plain PyTorch's operators over that of fused kernels: (forward, backward).
 
 The denominators are the counts of `elementwise_values`. Plain PyTorch runs one kernel for each
 operation, so intermediate values go through memory:
@@ -204,7 +217,7 @@ operation, so intermediate values go through memory:
 - A rotation runs in float32 complex numbers: 10 values in each pass.
 - SiLU and the product with the gate are two kernels: 5 values in forward and 9 in backward.
 
-Additions are missing, because they are one kernel in any case.
+Additions are left out, because they are one kernel in plain PyTorch too.
 """
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -220,9 +233,9 @@ class RecomputedWork:
     """The part of a layer's forward pass that backward recomputes."""
 
     matrices: Sequence[int]  # positions in `layer_matrices` of the products that are recomputed
-    calls: dict[str, int]  # number of recomputed calls, by element-wise operator
-    tp: tuple[int, int]  # recomputed TP collectives: (all-gathers, reduce-scatters)
-    attention: bool  # whether attention is recomputed, with the all-gather of its keys
+    calls: dict[str, int]  # number of recomputed calls of each element-wise operator
+    tp: tuple[int, int]  # numbers of recomputed TP collectives: (all-gathers, reduce-scatters)
+    attention: bool  # whether attention is recomputed, including the all-gather of its keys
 
 
 RECOMPUTED_WORK = {
@@ -260,10 +273,10 @@ def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
 
 
 def layer_linear_flops(model: ModelSpec) -> int:
-    """Count the forward FLOPs of one token in one layer outside attention.
+    """Count the forward FLOPs of one token in one layer besides attention over keys.
 
-    They are those of the matrices, of a router, and of the recurrence of a linear-attention layer.
-    Backward is twice as much.
+    They are the FLOPs of its matrices, of a router of experts, and of the recurrence in a
+    linear-attention layer. Backward has twice as many.
     """
     router = model.hidden_size * (model.experts.num + model.experts.shared_gate)
     matrices = sum(rows * columns for rows, columns in layer_matrices(model))
@@ -273,16 +286,16 @@ def layer_linear_flops(model: ModelSpec) -> int:
 def head_flops(model: ModelSpec) -> int:
     """Count the forward FLOPs of one token in the output head.
 
-    The embedding has no FLOPs, because it is a look-up. Uses `vocab_size`, as MFU is usually
-    reported, not the padded vocabulary.
+    Padding of the vocabulary is not counted, as is usual for MFU. The embedding has no FLOPs,
+    because it is a look-up.
     """
     return 2 * model.hidden_size * model.vocab_size
 
 
 def linear_flops_per_token(model: ModelSpec) -> int:
-    """Count the model FLOPs of one token outside attention, for all layers and the head.
+    """Count the model FLOPs of one token besides attention over keys, in all layers and the head.
 
-    Includes forward and backward.
+    Forward and backward are added up.
     """
     of_layers = sum(kind.layers * layer_linear_flops(kind.model) for kind in model.layer_kinds)
     forward = head_flops(model) + of_layers
@@ -290,15 +303,15 @@ def linear_flops_per_token(model: ModelSpec) -> int:
 
 
 def window_flops(model: ModelSpec, num_tokens: int, *, window: int) -> float:
-    """Count model FLOPs as Megatron-LM's training log does: as if each window were one document.
+    """Count a step's model FLOPs as Megatron-LM's training log does: as if windows were documents.
 
-    Megatron-LM's num_floating_point_operations does so with seq_length = window, however many
-    documents are packed into a sequence.
+    Megatron-LM's num_floating_point_operations counts each sequence as one document of seq_length =
+    `window` tokens, however many documents are packed into it.
 
     Args:
         model: The model.
         num_tokens: Tokens of the step.
-        window: Tokens of a full window.
+        window: Tokens of a window.
     """
     whole = float(document_flops(model, np.array([window]))[0])
     return whole * num_tokens / window
@@ -307,8 +320,8 @@ def window_flops(model: ModelSpec, num_tokens: int, *, window: int) -> float:
 def document_flops(model: ModelSpec, lengths: IntArray) -> FloatArray:
     """Count the model FLOPs (forward and backward) of whole documents, for MFU; shape [n].
 
-    They are floats, because a million-token document of a large model passes 2^63; exact below
-    2^53.
+    The counts are floats, because those of a document of a million tokens in a large model exceed
+    2^63. Counts below 2^53 are exact.
     """
     lengths = np.asarray(lengths, np.int64)
     sliding, num_sliding = model.sliding_window, model.num_sliding_layers

@@ -1,8 +1,8 @@
 """The forms in which users can give a cost: workloads, kernel profiles, names and ratios.
 
-Two names are formulas of other frameworks. "verl" prices a sample as 24,576 tokens + tokens^2 (its
-`calculate_workload`, with the ratio of a 7B model). "slime" can price whole samples only
-(`wlb.balance.sample_costs`).
+Two of the names are cost formulas of other frameworks. "verl" prices a sample of d tokens as
+24,576 * d + d^2, which is its `calculate_workload` for a 7B model. "slime" can only price whole
+samples (`wlb.balance.sample_costs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,28 +20,29 @@ from wlb.plan import FloatArray, IntArray, UserError
 from wlb.spec import load
 
 Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]
-"""Function from lengths of samples to their prices, both of shape [n]."""
+"""Function from the lengths of samples, shape [n], to their prices, shape [n]."""
 Cost = (
     WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
 )
 """Everything that `wlb.balance.balance_step` accepts as a cost.
 
-Planners accept only what can become a workload model (`workload_model`).
+Planners accept only the forms that `workload_model` can turn into a workload model.
 """
 COST_NAMES = ("llama2_7b", "verl", "slime")
-"""Costs with a name."""
+"""Names that can be given as a cost."""
 
 
 def model_of(cost: Cost) -> WorkloadModel | None:
-    """Return the workload model of a cost, or None if it can only price whole samples.
+    """Return the workload model of a cost, or None if the cost can only price whole samples.
 
-    Text that ends in .json, or is an existing path, names a Hugging Face config.json or its folder
-    (`wlb.cost.counted`).
+    A string is one of `COST_NAMES`, or the path of a Hugging Face config.json or of its folder. A
+    number is the length of a document, in tokens, at which attention costs as much as all else.
 
     Raises:
-        UserError: The name or the model is unknown, or the ratio is not positive.
+        UserError: The name or the model is unknown, or the number is not positive.
     """
-    # A profile prices a model in a layout. Without a run, take those of the preset 7b_128k.
+    # A profile prices a model with given degrees of parallelism. Here no run says which, so both
+    # are taken from the preset 7b_128k.
     if isinstance(cost, KernelProfile):
         return workload_of(load("7b_128k"), cost)
     if isinstance(cost, str):
@@ -54,7 +55,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
                 f"unknown cost {cost!r}; use {', '.join(COST_NAMES)} or the path of "
                 f"a config.json{remedy}"
             )
-        # slime's formula cannot price segments.
+        # slime's formula prices whole samples, not segments.
         if cost == "slime":
             return None
         verl = FlopsWorkload(linear_ns_per_token=24576.0, tile_rows=TILE_ROWS)
@@ -76,10 +77,10 @@ def _is_path(text: str) -> bool:
 
 
 def workload_model(cost: Cost) -> WorkloadModel:
-    """Return a cost as a workload model.
+    """Return the workload model of a cost.
 
     Raises:
-        UserError: The cost cannot price segments, such as a list of prices.
+        UserError: The cost can only price whole samples, as a list of prices can.
     """
     model = model_of(cost)
     if model is None:

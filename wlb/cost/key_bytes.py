@@ -1,11 +1,12 @@
 """Exact sizes of the buffers in which CP ranks exchange keys and values, from a sharding.
 
-Whether a buffer includes the rank's local rows depends on the exchange:
+The kind of exchange decides whether a rank's buffers also hold rows that stay on the rank (local
+rows):
 
 | exchange                          | received buffer | sent buffer          |
 |-----------------------------------|-----------------|----------------------|
-| all-gather                        | rows of all     | local rows only      |
-| needed                            | local rows too  | local rows too       |
+| all-gather                        | all ranks' rows | local rows only      |
+| needed                            | with local rows | with local rows      |
 | needed, with `cp.overlap_stages`  | no local rows   | no local rows        |
 """
 
@@ -19,25 +20,26 @@ from wlb.spec import RunSpec
 class KeyBytes(NamedTuple):
     """Bytes of K and V of one layer on one rank."""
 
-    arrived: int  # rows that the exchange brings together on this rank
-    sent: int  # rows that this rank sends to others
+    arrived: int  # bytes of the buffer of received rows
+    sent: int  # bytes of the buffer of rows to send
 
 
 def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens: int) -> KeyBytes:
     """Return the sizes of the buffers of one micro-batch's exchange of keys on one CP rank.
 
     Args:
-        spec: The run. If the model has layers without a sliding window, one of those is counted.
+        spec: The run.
         sharding: The sharded micro-batch.
         rank: The CP rank.
-        local_tokens: Rows of the rank, padding included.
+        local_tokens: Rows of the rank's activations, padding included.
     """
     if sharding.cp == 1:
         return KeyBytes(0, 0)
     model, tp = spec.model, spec.parallel.tp
     kv_dim = model.with_kv_copies(tp).kv_dim // tp
     row_bytes = 2 * kv_dim * DTYPE_BYTES[spec.training.dtype]
-    # A layer without a window has the larger buffers, so it counts if there is one.
+    # A layer without a window has larger buffers than one with a window. So the window is ignored
+    # unless all layers have it.
     slides = model.num_sliding_layers == model.num_layers
     exchange = exchange_of(
         sharding,

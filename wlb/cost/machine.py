@@ -1,7 +1,7 @@
-"""Names of this machine and of this program, as kernel profiles record them. It imports no torch.
+"""Names of this machine's CPU and GPU and this program's version, as kernel profiles record them.
 
-NVML (package nvidia-ml-py) gives the name of the GPU, so that planning rooms can choose a profile
-without torch.
+The GPU's name comes from NVML (package nvidia-ml-py), because planning rooms choose a profile and
+never import torch.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def machine_name(device: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the model name of the first core, or the architecture if the system gives no name."""
+    """Return the model name of this machine's CPU; its architecture if the system has no name."""
     with contextlib.suppress(OSError):
         for line in CPU_INFO.read_text("utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -34,18 +34,18 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str:
-    """Return the name of the first GPU; "" if NVML does not know it."""
+    """Return the name of the first GPU; "" if there is none or NVML cannot tell."""
     name = _of_first_gpu("nvmlDeviceGetName")
     return name.decode() if isinstance(name, bytes) else str(name or "")
 
 
 def gpu_power_limit_w() -> float:
-    """Return the power limit of the first GPU in W; 0 if NVML does not know it."""
+    """Return the power limit of the first GPU in W; 0 if there is none or NVML cannot tell."""
     return float(_of_first_gpu("nvmlDeviceGetEnforcedPowerLimit") or 0) / 1000
 
 
 def _of_first_gpu(function: str) -> Any:
-    """Return the result of an NVML function for the first GPU; None if it fails."""
+    """Return what the named NVML function says about the first GPU; None if the call fails."""
     nvml, _ = start_nvml()
     if nvml is None:
         return None
@@ -58,7 +58,12 @@ def _of_first_gpu(function: str) -> Any:
 
 
 def start_nvml() -> tuple[Any, str]:
-    """Start NVML and return (module, ""); or (None, reason). The caller shuts it down."""
+    """Start NVML.
+
+    Returns:
+        NVML's module and "". The caller must call its nvmlShutdown. Or None and the reason why
+        NVML cannot be used.
+    """
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -71,9 +76,10 @@ def start_nvml() -> tuple[Any, str]:
 
 
 def short_name(device: str) -> str:
-    """Shorten a device name: "NVIDIA H200" becomes "h200", "NVIDIA A100-SXM4-80GB" "a100".
+    """Shorten a device name for use in a file name.
 
-    Other names become lower-case words joined by underscores.
+    "NVIDIA H200" becomes "h200", and "NVIDIA A100-SXM4-80GB" becomes "a100". The words of a CPU's
+    name are written in lower case and joined by underscores.
     """
     model = re.search(r"\b([A-Z]{1,3}\d{2,4}[A-Z]*)\b", device) if "NVIDIA" in device else None
     words = model[1] if model else device
@@ -81,12 +87,15 @@ def short_name(device: str) -> str:
 
 
 def is_same(device: str, other: str) -> bool:
-    """Return whether two names are of one device model; memory and form factor may differ."""
+    """Return whether two names denote the same device model; memory and form factor may differ."""
     return short_name(device) == short_name(other)
 
 
 def program_version() -> str:
-    """Return the checkout's commit ("-dirty" if files were changed), or the release."""
+    """Return the commit of this checkout, or the release if wlb is installed.
+
+    The commit ends with "-dirty" if files were changed.
+    """
     folder = Path(__file__).resolve().parents[2]
     if (folder / ".git").exists():
         command = ["git", "describe", "--always", "--dirty"]
@@ -115,16 +124,16 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "L4": 121.0,
 }
-"""Dense bfloat16 TFLOP/s by words in the device's name; the first match counts.
+"""Peak dense bfloat16 TFLOP/s of GPUs whose name has these words; the first match counts.
 
-NVIDIA's data sheets mostly give twice that, with sparsity.
+NVIDIA's data sheets mostly state twice these values, which only hold for sparse matrices.
 """
 
 
 def known_peak_tflops(device: str) -> float | None:
-    """Return the dense bfloat16 TFLOP/s of a GPU; None if unknown or if it is a slice (MIG)."""
+    """Return a GPU's peak dense bfloat16 TFLOP/s by its name; None if unknown or a MIG slice."""
     words = set(re.split(r"[^A-Z0-9]+", device.upper()))
-    # A slice of a GPU is slower than the GPU whose name it has.
+    # A MIG slice has the name of its GPU, but it is slower.
     if "MIG" in words:
         return None
     found = (peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split()))
@@ -132,9 +141,10 @@ def known_peak_tflops(device: str) -> float | None:
 
 
 def rank_peak_tflops(spec: RunSpec, device: str) -> float:
-    """Return the peak TFLOP/s of a rank for MFU.
+    """Return the peak TFLOP/s of a rank, from which MFU is computed; 0 if unknown.
 
-    It is cluster.peak_tflops if set, else the table's value for bfloat16 runs, else 0.
+    It is cluster.peak_tflops if that is set. Otherwise runs in bfloat16 use the value for the
+    device's name (`PEAK_TFLOPS`).
     """
     if spec.cluster.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
         return spec.cluster.peak_tflops
@@ -142,5 +152,5 @@ def rank_peak_tflops(spec: RunSpec, device: str) -> float:
 
 
 def cluster_peak_tflops(spec: RunSpec) -> float:
-    """Return the peak TFLOP/s that estimates assume: cluster.peak_tflops, or an H100's."""
+    """Return the peak TFLOP/s of a GPU that estimates assume: cluster.peak_tflops or an H100's."""
     return spec.cluster.peak_tflops or PEAK_TFLOPS["H100"]

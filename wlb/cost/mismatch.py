@@ -1,4 +1,4 @@
-"""Compare a run with the profile that prices it, and say what the profile was not measured for."""
+"""Say in what respects a run differs from what its kernel profile was measured for."""
 
 from wlb.cost.flops import layer_matrices
 from wlb.cost.machine import is_same
@@ -9,7 +9,11 @@ from wlb.plan import BoolArray, IntLike
 
 
 def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
-    """Return sentences for a log about what the profile of `cost` was not measured for."""
+    """Return how a run differs from what its kernel profile was measured for.
+
+    Each entry is a sentence for the log, about the machine, the data type, the attention kernel, or
+    sizes outside the measured range.
+    """
     table, model, profile = cost.table, cost.model, cost.profile
     notes: list[str] = []
     # The machine: device, clock and data type.
@@ -55,13 +59,16 @@ def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
 
 
 def extrapolated(cost: ProfiledWorkload, lengths: IntLike) -> BoolArray:
-    """Return a mask of pieces that are priced with throughput at the edge of the measured grid."""
+    """Return which pieces have segments outside the measured sizes, shape [n].
+
+    Their attention is priced with the throughput of the nearest measured size.
+    """
     d = token_counts("lengths", lengths)
     return cost.table.extrapolated(*cost.mean_chunk(d)) | cost.table.extrapolated(d, d)
 
 
 def _products_outside(linear: LinearCost) -> tuple[str, ...]:
-    """Return a sentence for each size of matrix products outside the measured range."""
+    """Return a sentence for each size of matrix products that is outside the measured range."""
     surface = linear.profile.gemm.forward
     tokens = max(1.0, linear.micro_batch_tokens / linear.parallel.cp)
     models = [kind.model for kind in linear.model.layer_kinds]

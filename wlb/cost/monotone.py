@@ -1,10 +1,11 @@
-"""Tables of prices by length that never fall, so that a longer piece never costs less.
+"""Tables of prices by length in which a longer piece never costs less than a shorter one.
 
-Measured throughput over whole tiles makes prices dip by a few percent within a tile. So the table
-stores the highest price of any length up to each one.
+Computed prices may fall by a few percent as the length grows, because throughput is measured over
+whole tiles. So the table stores for each length the highest price of all lengths up to it.
 
-It is exact below DENSE tokens. Beyond, it interpolates between knots: 512 in each octave up to the
-longest expected piece, then 4 in each octave (error at most 1%).
+Prices of lengths below DENSE tokens are stored one by one. Longer lengths are interpolated between
+knots: 512 knots for each doubling of the length up to the longest expected piece, then 4 for each
+doubling (error at most 1%).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,28 +16,29 @@ import numpy as np
 from wlb.plan import FloatArray, IntArray, UserError
 
 DENSE = 4096
-"""Most lengths that are stored one by one."""
+"""Most lengths whose prices are stored one by one; longer lengths are interpolated."""
 _LONGEST = 1 << 26
-"""Longest piece that can be priced."""
+"""Longest piece that can be priced, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MonotoneTable:
-    """Prices of lengths, dense for short ones and interpolated for long ones."""
+    """Prices by length: one entry for each short length, interpolation between knots for others."""
 
-    dense: IntArray  # prices of lengths 0, 1, 2, ...
-    knots: FloatArray  # longer lengths, starting with the last dense one
-    knot_prices: FloatArray  # price of each knot
+    dense: IntArray  # prices of lengths 0, 1, 2, ... in ns
+    knots: FloatArray  # rising lengths, of which the first is the last one in `dense`
+    knot_prices: FloatArray  # price of each knot in ns
 
     @classmethod
     def of(
         cls, price: Callable[[FloatArray], Sequence[FloatArray]], *, longest: int
     ) -> "list[MonotoneTable]":
-        """Tabulate each of the prices that `price` returns.
+        """Tabulate a function of the length that returns one or more prices.
 
         Args:
-            price: Returns one or more arrays of prices, shape [n] each, for lengths of shape [n].
-            longest: Tokens of the longest expected piece. The table is coarse above it.
+            price: Returns one or more arrays of prices in ns, shape [n] each, for lengths of shape
+                [n].
+            longest: Tokens of the longest expected piece. Knots above it are far apart.
 
         Returns:
             One table for each array that `price` returns.
@@ -48,7 +50,7 @@ class MonotoneTable:
 
     @classmethod
     def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
-        # The running maximum never falls.
+        # The running maximum of the prices never falls.
         rising = np.maximum.accumulate(prices)
         _check_range(rising[num_dense - 1], num_dense - 1)
         tabled = rising[:num_dense].astype(np.int64)
@@ -56,7 +58,7 @@ class MonotoneTable:
         return cls(tabled, knots, rising[num_dense - 1 :])
 
     def at(self, lengths: FloatArray) -> IntArray:
-        """Return the prices of lengths, in whole ns."""
+        """Return the price of each length in whole ns, shape [n]."""
         if not lengths.size or lengths.max() < self.dense.size:
             return self.dense[lengths.astype(np.int64)]
         if lengths.max() > _LONGEST:
@@ -82,8 +84,13 @@ def _check_range(price: float, length: float) -> None:
 
 
 def _knots(last_dense: int, longest: int) -> FloatArray:
-    """Return whole lengths that rise from `last_dense` to beyond the longest that can be priced."""
-    # Knots are multiples of powers of two: 512 in each octave while fine, then 4.
+    """Return the knots: rising whole lengths from `last_dense` to beyond `_LONGEST`.
+
+    Args:
+        last_dense: Longest length whose price is stored by itself.
+        longest: Longest expected piece; above it there are 4 knots for each doubling.
+    """
+    # Up to `longest` there are 512 knots for each doubling of the length, then 4.
     octaves = np.ldexp(1.0, np.arange(27))[:, None]
     fine = (last_dense * octaves * (1 + np.arange(512) / 512)).ravel()
     end = max(last_dense, longest)

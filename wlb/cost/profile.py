@@ -1,10 +1,10 @@
 """KernelProfile: how fast one device runs the parts of a training step.
 
-Each block of numbers carries its provenance: measured on the named device, published by a named
-source, or assumed. Forward and backward have separate numbers. Attention is a table for each kernel
-and head layout: the TFLOP/s achieved over (query rows, keys), where FLOPs are counted in whole
-tiles (Section 5.3). `profile_file.py` reads and writes profiles; kernels_profile/README.md
-describes the JSON format.
+Each part of a profile says how its numbers were obtained: measured on the named device, published
+by a named source, or assumed. Forward and backward have separate numbers. For each attention kernel
+and head layout there is a table of TFLOP/s by (query rows, keys) of a segment, where FLOPs are
+counted in whole tiles (Section 5.3). `profile_file.py` reads and writes profiles;
+kernels_profile/README.md describes the JSON format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Collective(StrEnum):
     P2P = "p2p"
 
     def wire_share(self, num_ranks: int) -> float:
-        """Return the bytes that one rank sends over the bytes of the whole buffer."""
+        """Return the bytes that one rank sends, divided by the bytes of the whole buffer."""
         match self:
             case Collective.P2P:
                 return 1.0
@@ -57,25 +57,26 @@ class Scope(StrEnum):
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one value, by data type."""
 GRADIENT_BYTES = 4
-"""Bytes of one gradient value: the head's gradient, dK and dV are float32 while they travel."""
+"""Bytes of one value of the head's gradient, and of dK and dV between CP ranks: all are float32."""
 BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
-"""Fields of an `AttentionTable` that a profile may leave out if both equal `tile_rows`."""
+"""Fields of `AttentionTable` that a profile's JSON may leave out if both equal `tile_rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where numbers come from."""
+    """Where the numbers of one part of a profile come from."""
 
     kind: ProvenanceKind  # how the numbers were obtained
-    source: str  # who measured or published them
-    device: str = ""
-    backend: str = ""
-    dtype: str = ""
-    date: str = ""
-    commit: str = ""
-    command: str = ""
-    residuals: tuple[tuple[str, float], ...] = ()  # held-out errors of a fit: (name, fraction)
-    # versions, sizes and conditions of the measurement, as plain JSON values
+    source: str  # who measured or published the numbers
+    device: str = ""  # device on which they were measured
+    backend: str = ""  # attention kernel or communication library that was measured
+    dtype: str = ""  # data type of the measurement
+    date: str = ""  # day of the measurement
+    commit: str = ""  # commit of the program that measured
+    command: str = ""  # command that measured
+    # Relative errors of fitted numbers on data that the fit did not use: (name, fraction).
+    residuals: tuple[tuple[str, float], ...] = ()
+    # Versions, sizes and conditions of the measurement, as plain JSON values.
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     def __post_init__(self) -> None:
@@ -95,12 +96,14 @@ class BlockCost:
     segment runs while the others are idle: the tail.
     """
 
-    # One block in forward; the grid has segments * heads * (most tiles of rows) blocks.
+    # Time of one block of forward's grid, which has segments * heads * (row tiles of the longest
+    # segment) blocks.
     forward_ns: float
-    # One block in backward; the grid has segments * heads * (most tiles of keys) blocks.
+    # Time of one block of backward's grid, which has segments * heads * (key tiles of the longest
+    # segment) blocks.
     backward_ns: float
-    tail_forward_ns: float  # tail, for each key that the longest block of forward reads
-    tail_backward_ns: float  # tail, for each query row that the longest block of backward reads
+    tail_forward_ns: float  # forward's tail for each key that its longest block reads
+    tail_backward_ns: float  # backward's tail for each query row that its longest block reads
 
     def __post_init__(self) -> None:
         costs = [getattr(self, f.name) for f in fields(self)]
@@ -117,19 +120,22 @@ class BlockCost:
         backward_tile_keys: int,
         sliding: int = 0,
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of calls in one layer, shape [num_calls] each.
+        """Return forward and backward ns of a layer's varlen calls beyond their segments' times.
 
         Args:
-            num_segments: Segments times heads of each call.
-            most_q: Query rows of the call's segment with most rows.
-            most_kv: Keys of the call's segment with most keys.
+            num_segments: Number of segments times number of heads of each call, shape [num_calls].
+            most_q: Query rows of each call's segment with the most rows, shape [num_calls].
+            most_kv: Keys of each call's segment with the most keys, shape [num_calls].
             tile_rows: Query rows of a forward block.
             backward_tile_keys: Keys of a backward block.
             sliding: Latest keys that a query sees; 0 means all.
+
+        Returns:
+            Two arrays of shape [num_calls].
         """
         tiles_q, tiles_kv = np.ceil(most_q / tile_rows), np.ceil(most_kv / backward_tile_keys)
-        # With a window, a tile of rows reads the keys in its rows' windows; a tile of keys reads
-        # the rows whose windows contain them.
+        # With a window, a forward block reads only the keys in the windows of its rows, and a
+        # backward block only the rows whose windows contain its keys.
         keys = sliding + tile_rows if sliding else np.inf
         rows = sliding + backward_tile_keys if sliding else np.inf
         return (
@@ -140,7 +146,7 @@ class BlockCost:
         )
 
     def times(self, forward: float, backward: float) -> "BlockCost":
-        """Return these costs with each pass multiplied by a factor."""
+        """Return these costs with forward and backward multiplied by a factor each."""
         return BlockCost(
             forward_ns=self.forward_ns * forward,
             backward_ns=self.backward_ns * backward,
@@ -151,13 +157,13 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionTable:
-    """One attention kernel at one head layout.
+    """Measured throughput of one attention kernel with one number and size of heads.
 
     Throughput is in TFLOP/s, where FLOPs are counted in whole tiles.
     """
 
     backends: tuple[str, ...]
-    """Names of the kernel, as in `kernels.attention`."""
+    """Values of `kernels.attention` that select this kernel."""
     num_heads: int
     """Query heads of the measured calls."""
     num_kv_heads: int
@@ -167,40 +173,43 @@ class AttentionTable:
     tile_rows: int
     """Query rows of a forward tile; 1 for kernels without tiles."""
     launch_forward_ns: int
-    """Forward time of a varlen call besides its segments."""
+    """Forward time of launching a varlen call, which is added to its segments' times."""
     launch_backward_ns: int
-    """Backward time of a varlen call besides its segments."""
+    """Backward time of launching a varlen call, which is added to its segments' times."""
     forward: Surface
-    """Forward throughput over (query rows, keys)."""
+    """Forward throughput of a segment by (query rows, keys)."""
     backward: Surface
-    """Backward throughput over (query rows, keys)."""
+    """Backward throughput of a segment by (query rows, keys)."""
     heads: FloatArray
-    """Measured numbers of heads on a rank, rising."""
+    """Numbers of query heads on a rank at which throughput was measured, rising."""
     heads_efficiency: FloatArray
-    """Throughput at each number in `heads`, relative to the surfaces."""
+    """Throughput with each number of heads in `heads`, relative to `forward` and `backward`."""
     provenance: Provenance
     """Where the numbers come from."""
     backward_tile_rows: int = 0
     """Query rows of a backward tile; 0 becomes `tile_rows`."""
     backward_tile_keys: int = 0
-    """Keys of a backward block, which `blocks` needs; 0 becomes `tile_rows`."""
+    """Keys of a thread block in backward; 0 becomes `tile_rows`. Only `blocks` uses it."""
     padded_lengths: tuple[int, ...] = ()
-    """Lengths to which a kernel that groups similar segments (SDPA) pads rows and keys; rising."""
+    """Lengths, rising, to which SDPA pads rows and keys so that it can batch similar segments."""
     group_forward_ns: int = 0
-    """Forward time of each group of segments (see `groups`)."""
+    """Forward time of launching each group of segments that SDPA batches (see `groups`)."""
     group_backward_ns: int = 0
-    """Backward time of each group of segments."""
+    """Backward time of launching each group of segments that SDPA batches (see `groups`)."""
     square_forward: Curve | None = None
-    """Forward throughput of segments whose rows equal their keys, i.e. whole documents.
+    """Forward throughput of segments with as many query rows as keys, which are whole documents.
 
-    None if they were not measured separately. It is used where it exceeds the surface.
+    It is used where it is above `forward`. None if it was not measured separately.
     """
     square_backward: Curve | None = None
-    """Backward throughput of segments whose rows equal their keys; see `square_forward`."""
+    """Backward throughput of segments with as many query rows as keys; see `square_forward`."""
     reach: FloatArray | None = None
-    """Most keys that were measured for each row of the surface, shape [rows]; None: all keys."""
+    """Most keys that were measured with each number of query rows of the surfaces, shape [rows].
+
+    None: all combinations were measured.
+    """
     blocks: BlockCost | None = None
-    """Time of a call's grid of thread blocks; None if not measured."""
+    """Cost of a call's grid of thread blocks; None if it was not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))
@@ -262,9 +271,10 @@ class AttentionTable:
                 raise UserError(f"{name} costs {costs} ns must be finite and not below 0")
 
     def efficiency(self, num_heads: int) -> float:
-        """Return the relative throughput with `num_heads` query heads on a rank.
+        """Return the throughput with `num_heads` query heads on a rank, relative to the surfaces.
 
-        It is constant outside the table. Plain arithmetic gives equal bits on all CPUs.
+        It is interpolated between measured numbers of heads, and constant outside them. The code
+        uses plain arithmetic, so that all CPUs compute equal bits.
         """
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:
@@ -276,31 +286,32 @@ class AttentionTable:
     def times_ns(
         self, q: FloatArray, kv: FloatArray, *, num_heads: int, head_dim: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of each segment in one layer, without launches and groups.
+        """Return forward and backward ns of each segment in one layer, without launch times.
 
-        All lengths within one tile cost the same. A segment smaller than the measured grid costs as
-        much as the smallest one in it. A segment without rows costs nothing.
+        Segments whose rows fill equally many tiles cost the same. A segment smaller than all
+        measured ones costs as much as the smallest measured one. A segment without rows costs
+        nothing.
 
         Args:
             q: Query rows of each segment, shape [n].
             kv: Keys of each segment, shape [n].
             num_heads: Query heads on the rank.
             head_dim: Size of a head.
-            sliding: Latest keys that a query sees; 0 means all. Windows are not measured: the keys
-                of a tile are counted, at the throughput of a segment that is no longer than the
-                window.
+            sliding: Latest keys that a query sees; 0 means all. Kernels were not measured with
+                windows. So only the pairs inside the windows of a tile are counted, at the measured
+                throughput of a segment that is no longer than the window.
         """
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
         scale = head_dim * num_heads / self.efficiency(num_heads)
-        # A whole document (rows = keys) is at least as fast as the surface says. A lower
-        # measurement is noise.
+        # A whole document (rows = keys) is at least as fast as the surface says, so a measurement
+        # below the surface is noise.
         is_square = (q == kv) & ((kv <= sliding) if sliding else True)
         capped = np.minimum(keys, sliding) if sliding else keys
         passes = (
             (self.tile_rows, FORWARD_FLOPS_PER_PAIR, self.forward, self.square_forward),
             (self.backward_tile_rows, BACKWARD_FLOPS_PER_PAIR, self.backward, self.square_backward),
         )
-        # Passes with equal tiles share the numbers that only depend on tiles.
+        # If both passes have equal tiles, what depends on tiles only is computed once.
         of_tiles: dict[int, tuple[FloatArray, FloatArray, Cells]] = {}
         found: list[FloatArray] = []
         for tile, flops_per_pair, surface, square in passes:
@@ -313,16 +324,16 @@ class AttentionTable:
             rates = surface.read(cells)
             if square is not None:
                 rates = np.where(is_square, np.maximum(square.at(tiled), rates), rates)
-            # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
+            # FLOPs / (TFLOP/s) has the unit 1e-12 s, and the factor 1e-3 converts it to ns.
             found.append(work * (flops_per_pair * 1e-3) / rates)
         return found[0], found[1]
 
     def calls_ns(
         self, q: FloatArray, kv: FloatArray, offsets: IntArray, *, num_heads: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of each call in one layer besides its segments.
+        """Return forward and backward ns of a layer's varlen calls beyond their segments' times.
 
-        The times never fall as a segment grows or is added.
+        They are launches, groups and thread blocks. They never fall if a segment grows or is added.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -363,21 +374,29 @@ class AttentionTable:
             offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
 
         Returns:
-            Groups of each call, shape [num_calls]; 0 if groups cost nothing.
+            Number of groups of each call, shape [num_calls]; 0 if groups cost nothing.
         """
         num_calls = offsets.size - 1
         if not self.group_forward_ns and not self.group_backward_ns:
             return np.zeros(num_calls, np.int64)
         call = np.repeat(np.arange(num_calls), np.diff(offsets))
         kinds = np.stack([call, q == kv, self.padded(q), self.padded(kv)])[:, q > 0]
-        # Sort segments so that equal kinds of a call are neighbours, and count where the kind
-        # changes.
+        # Sort segments so that those of one call and group are neighbours, then count how often the
+        # group changes.
         order = np.lexsort(kinds)
         is_new = (np.diff(kinds[:, order], axis=1, prepend=-1.0) != 0).any(0)
         return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
-        """Return a mask of segments outside the measured surface; its edge prices them."""
+        """Return which segments have sizes outside the measured ones, whose nearest prices them.
+
+        Args:
+            q: Query rows of each segment, shape [n].
+            kv: Keys of each segment, shape [n].
+
+        Returns:
+            A mask of shape [n].
+        """
         rows, keys = _tiled(self.padded(q), self.tile_rows), self.padded(kv)
         is_outside = self.forward.outside(rows, keys)
         if self.reach is not None:
@@ -389,7 +408,7 @@ class AttentionTable:
         return is_outside & (q > 0)
 
     def padded(self, lengths: FloatArray) -> FloatArray:
-        """Return lengths rounded up to the next of `padded_lengths`."""
+        """Return lengths rounded up to the next entry of `padded_lengths`."""
         if not self.padded_lengths:
             return lengths
         steps = np.array(self.padded_lengths, np.float64)
@@ -404,15 +423,20 @@ def _tiled(q: FloatArray, tile_rows: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmCost:
-    """TFLOP/s of matrix products over (tokens, weights), where weights = inputs * outputs."""
+    """TFLOP/s of matrix products by (tokens, weights), where weights = inputs * outputs."""
 
-    forward: Surface
-    backward: Surface  # both products: input gradient and weight gradient
-    provenance: Provenance
+    forward: Surface  # throughput of the forward product
+    backward: Surface  # throughput of the products for input gradient and weight gradient together
+    provenance: Provenance  # where the numbers come from
 
 
 def _check_numbers(what: str, cost: "ElementwiseCost | HeadCost | LayerCost") -> None:
-    """Check that all numbers are finite and above 0; a time (`*_ns`) may be 0."""
+    """Raise UserError unless all numbers of `cost` are finite and above 0; times may be 0.
+
+    Args:
+        what: Name of the cost in the error message.
+        cost: The cost. Fields that end in `_ns` are times.
+    """
     for name in (f.name for f in fields(cost) if f.name not in ("op", "provenance")):
         value, is_time = getattr(cost, name), name.endswith("_ns")
         if not (0 < value < np.inf or (is_time and value == 0)):
@@ -421,7 +445,7 @@ def _check_numbers(what: str, cost: "ElementwiseCost | HeadCost | LayerCost") ->
 
 
 class Elementwise(StrEnum):
-    """Element-wise operators of a model. HEAD_NORM is the norm of each head of Q and K."""
+    """Element-wise operators of a model; HEAD_NORM normalises each head of Q and K (QK norm)."""
 
     NORM = "norm"
     ROTARY = "rotary"
@@ -434,25 +458,25 @@ class Elementwise(StrEnum):
 OPTIONAL = frozenset({Elementwise.HEAD_NORM})
 """Operators that a profile may leave out.
 
-`head_norm` is then priced as `norm`. Older profiles lack it, and so do profiles of models that do
-not norm heads.
+Without `head_norm`, the price of `norm` is used. Older profiles lack it, and so do profiles of
+models without QK norm.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseCost:
-    """Cost of a memory-bound operator: bytes per second, and ns for each call.
+    """Cost of a memory-bound operator: bytes over a throughput, plus a constant for each call.
 
-    `wlb.cost.flops.elementwise_values` counts the bytes. If an operator moves more than that, its
-    bytes_per_s is lower.
+    `wlb.cost.flops.elementwise_values` counts the bytes that a fused kernel moves. The throughput
+    of an operator that moves more bytes is stated relative to that count, so it is lower.
     """
 
     op: Elementwise
-    forward_bytes_per_s: float
-    backward_bytes_per_s: float
-    forward_call_ns: int
-    backward_call_ns: int
-    provenance: Provenance
+    forward_bytes_per_s: float  # throughput in forward
+    backward_bytes_per_s: float  # throughput in backward
+    forward_call_ns: int  # constant time of each forward call
+    backward_call_ns: int  # constant time of each backward call
+    provenance: Provenance  # where the numbers come from
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Elementwise(self.op))
@@ -469,7 +493,7 @@ class HeadCost:
 
     tflops: float  # throughput of the three matrix products
     backward_bytes_per_s: float  # throughput of scaling the results in backward
-    provenance: Provenance
+    provenance: Provenance  # where the numbers come from
 
     def __post_init__(self) -> None:
         _check_numbers("head", self)
@@ -477,14 +501,15 @@ class HeadCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """A decoder layer's time compared with the sum of its operators measured alone."""
+    """Time of a decoder layer, relative to the sum of the times of its operators measured alone."""
 
-    # layer over sum of operators; above 1 due to fresh memory and colder caches
+    # Forward time of the layer over the sum of its operators. It is above 1, because the operators
+    # of a layer use newly allocated memory and find less of their data in caches.
     forward_factor: float
-    backward_factor: float  # the same in backward
-    forward_call_ns: int  # constant of a forward pass (modules, autograd)
-    backward_call_ns: int  # the same in backward
-    provenance: Provenance
+    backward_factor: float  # backward time of the layer over the sum of its operators
+    forward_call_ns: int  # constant time of a layer's forward pass (modules, autograd)
+    backward_call_ns: int  # constant time of a layer's backward pass
+    provenance: Provenance  # where the numbers come from
 
     def __post_init__(self) -> None:
         _check_numbers("layer", self)
@@ -492,17 +517,17 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """Cost of a collective: alpha + bytes on the wire / bandwidth.
+    """Cost of a collective: latency + bytes that a rank sends / bandwidth.
 
-    Conventions are those of nccl-tests: bytes are those of the whole buffer (after gathering, or
-    before scattering).
+    Sizes and bandwidths follow nccl-tests: the size is that of the whole buffer (after gathering,
+    or before scattering), and the bandwidth is the bus bandwidth.
     """
 
     op: Collective
-    scope: Scope
+    scope: Scope  # whether the group is inside a node
     alpha_ns: int  # latency
     bytes_per_s: float  # bus bandwidth
-    provenance: Provenance
+    provenance: Provenance  # where the numbers come from
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Collective(self.op))
@@ -514,11 +539,21 @@ class CollectiveCost:
             )
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
-        """Return the time without latency; 0 in a group of one rank."""
+        """Return the transfer time in ns without latency; 0 in a group of one rank.
+
+        Args:
+            size_bytes: Bytes of the whole buffer.
+            num_ranks: Members of the group.
+        """
         return size_bytes * self.op.wire_share(num_ranks) / self.bytes_per_s * 1e9
 
     def time_ns(self, size_bytes: float, *, num_ranks: int) -> float:
-        """Return latency plus transfer time; 0 in a group of one rank."""
+        """Return latency plus transfer time in ns; 0 in a group of one rank.
+
+        Args:
+            size_bytes: Bytes of the whole buffer.
+            num_ranks: Members of the group.
+        """
         return self.alpha_ns + self.wire_ns(size_bytes, num_ranks=num_ranks) if num_ranks > 1 else 0
 
 
@@ -526,18 +561,18 @@ class CollectiveCost:
 class KernelProfile:
     """All measured prices of one device and dtype."""
 
-    name: str  # name by which users choose the profile; runs log it
+    name: str  # name by which users choose the profile and which runs log
     device: str  # the measured device
     dtype: str  # the measured data type
     ranks_per_node: int  # ranks of a node; larger groups use collectives between nodes
     provenance: Provenance  # where the numbers come from
-    # one table per kernel and head layout; the first is the default
+    # One table for each kernel and head layout. The kernel of the first table is the default.
     attention: tuple[AttentionTable, ...]
-    gemm: GemmCost  # matrix products
-    elementwise: tuple[ElementwiseCost, ...]  # each operator once
-    layer: LayerCost  # time of a decoder layer compared with its operators
-    head: HeadCost  # output head and loss
-    collectives: tuple[CollectiveCost, ...]  # one for each operation and scope
+    gemm: GemmCost  # cost of matrix products
+    elementwise: tuple[ElementwiseCost, ...]  # cost of each element-wise operator, in any order
+    layer: LayerCost  # time of a decoder layer relative to its operators
+    head: HeadCost  # cost of output head and loss
+    collectives: tuple[CollectiveCost, ...]  # one cost for each operation and scope
     power_limit_w: float = 0.0  # power limit of the GPU in W; 0 if unknown
 
     def __post_init__(self) -> None:
@@ -573,10 +608,9 @@ class KernelProfile:
         num_heads: int,
         num_kv_heads: int | None = None,
     ) -> AttentionTable:
-        """Return the attention table with the most similar head layout.
+        """Return the attention table whose head layout is most similar to the given one.
 
-        Similarity is compared by head_dim first, then by query heads per KV head, then by number of
-        heads.
+        The size of a head counts most, then the query heads per KV head, then the number of heads.
 
         Args:
             backend: Name of the kernel; None means the profile's first kernel.
@@ -605,17 +639,17 @@ class KernelProfile:
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
-        """Return the cost of an element-wise operator; `norm` replaces a missing `head_norm`."""
+        """Return the cost of an element-wise operator; for a missing `head_norm`, `norm`'s cost."""
         return elementwise_of(self.elementwise, op)
 
     def collective(
         self, op: Collective, *, span_ranks: int, num_ranks: int | None = None
     ) -> CollectiveCost:
-        """Return the cost of `op` in a group of ranks.
+        """Return the cost of a collective in a group of ranks.
 
-        Between nodes every rank has its own link, and NCCL's rings use the links of all members. So
-        with k members on a node the bandwidth is k times the bandwidth of one link, but at most the
-        bandwidth inside a node.
+        Every rank has a network link to other nodes, and NCCL's rings use the links of all members.
+        So with k members on a node the bandwidth is k times the bandwidth of one link, but at most
+        the bandwidth inside a node.
 
         Args:
             op: The collective.
@@ -634,7 +668,7 @@ class KernelProfile:
 
 
 def elementwise_of(costs: Sequence[ElementwiseCost], op: Elementwise) -> ElementwiseCost:
-    """Do the same as `KernelProfile.elementwise_of`, where there is no profile yet."""
+    """Return the cost of operator `op` from a list; for a missing `head_norm`, `norm`'s cost."""
     found = {cost.op: cost for cost in costs}
     return found[op] if op in found or op not in OPTIONAL else found[Elementwise.NORM]
 

@@ -1,7 +1,8 @@
 """Read and write kernel profiles as versioned JSON, and find the profiles that come with wlb.
 
-`profile_to_json` and `profile_from_json` are inverse up to four digits of throughput. The profiles
-are in kernels_profile/ of a checkout; a wheel has them in wlb/_kernels_profile.
+`profile_from_json` restores what `profile_to_json` wrote, except that throughput is rounded to four
+digits. The profiles that come with wlb are in kernels_profile/ of a checkout, and in
+wlb/_kernels_profile of an installed wheel.
 """
 
 import json
@@ -32,25 +33,27 @@ from wlb.plan.read_file import malformed, read_json, read_object
 
 SCHEMA_VERSION = 2
 POWER_TOLERANCE = 0.05
-"""Power limits that differ by at most this fraction count as the same.
+"""Power limits that differ by at most this fraction count as equal.
 
-The throughput of matrix products goes with the cube root of the limit.
+The throughput of matrix products grows with the cube root of the power limit, so a difference of 5%
+changes it by less than 2%.
 """
 
 
 def matching_profile(
     device: str, machine: str, backend: str | None = None, *, power_limit_w: float = 0.0
 ) -> KernelProfile:
-    """Return the profile to use for "cpu" or "cuda" on a machine.
+    """Return the profile that fits a machine best, of the profiles that come with wlb.
 
-    Prefers, in this order: the same device, the same power limit, measured numbers, a known power
-    limit, the attention kernel `backend`, and a profile that is not the device type's default.
-    Returns the default if there is no profile of the device.
+    Only profiles of the machine's device are candidates. If there are several, these properties
+    decide, the first one first: an equal power limit, measured numbers, a known power limit, a
+    table of the attention kernel, and not being the default profile. If there is none, the default
+    profile of the device type is returned.
 
     Args:
         device: "cpu" or "cuda".
-        machine: Name of the device (`machine_name`).
-        backend: Attention kernel.
+        machine: Name of the CPU or GPU (`machine_name`); "" if unknown.
+        backend: Name of the attention kernel; None: any.
         power_limit_w: Power limit of the GPU in W; 0 if unknown.
     """
     default = default_profile_name(device)
@@ -69,13 +72,16 @@ def matching_profile(
 
 
 def has_power(profile: KernelProfile, power_limit_w: float) -> bool:
-    """Return whether the profile's GPU has this power limit, or either limit is unknown (0)."""
+    """Return whether a profile was measured at this power limit, or either limit is unknown (0)."""
     known = profile.power_limit_w and power_limit_w
     return not known or abs(power_limit_w / profile.power_limit_w - 1) <= POWER_TOLERANCE
 
 
 def _device_of(name: str) -> str:
-    """Return the device of a profile that comes with wlb, whatever its schema version."""
+    """Return the device of a profile that comes with wlb, "" if it cannot be read.
+
+    Only this key is read, so profiles of any schema version have a device.
+    """
     try:
         return str(read_object(_path_of(name))["device"])
     except (UserError, KeyError):
@@ -83,7 +89,11 @@ def _device_of(name: str) -> str:
 
 
 def default_profile_name(device: str) -> str:
-    """Return the profile for machines without a profile of their device."""
+    """Return the name of the profile for machines of whose device there is no profile.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
     names = {"cpu": "cpu", "cuda": "h100_runs"}
     if device not in names:
         raise UserError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
@@ -97,7 +107,14 @@ def profile_names() -> tuple[str, ...]:
 
 
 def load_profile(name_or_path: str) -> KernelProfile:
-    """Load a profile that comes with wlb by name, or any profile by the path of its JSON file."""
+    """Load a kernel profile.
+
+    Args:
+        name_or_path: Name of a profile that comes with wlb, or the path of any .json file.
+
+    Raises:
+        UserError: There is no such profile, or its content is invalid.
+    """
     path = Path(name_or_path)
     path = path if path.suffix == ".json" else _path_of(name_or_path)
     if not path.is_file():
@@ -111,12 +128,12 @@ def load_profile(name_or_path: str) -> KernelProfile:
 
 
 def _path_of(name: str) -> Path:
-    """Return the file of a named profile; an empty path if there is none."""
+    """Return the file of a profile that comes with wlb; an empty path if there is none."""
     return next((p for f in _folders() if (p := f / f"{name}.json").is_file()), Path())
 
 
 def _folders() -> list[Path]:
-    """Return the folders of profiles: in an installed wheel and in a checkout."""
+    """Return the existing folders of profiles: those of an installed wheel and of a checkout."""
     installed = Path(str(resources.files("wlb") / "_kernels_profile"))
     checkout = Path(__file__).resolve().parents[2] / "kernels_profile"
     return [folder for folder in (installed, checkout) if folder.is_dir()]
@@ -126,9 +143,9 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
     """Write a profile as JSON, with each list of numbers on one line.
 
     Raises:
-        UserError: A price is one that `load_profile` would refuse; no file is written. This may
-            happen if other work on the device disturbed the measurement, so that e.g. a layer's
-            time does not grow with its tokens.
+        UserError: `load_profile` would refuse a value, so no file is written. This may happen if
+            other work on the device disturbed the measurement. Then, for example, the time of a
+            layer may not grow with its tokens.
     """
     data = profile_to_json(profile)
     try:
@@ -142,7 +159,7 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
 
 
 def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
-    """Build the profile that `data` describes.
+    """Build a profile from the content of its JSON file.
 
     Raises:
         UserError: The schema version differs, a value is invalid, or a key is unknown.
@@ -181,16 +198,19 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         head=HeadCost(**_with_provenance(data["head"])),
         collectives=tuple(CollectiveCost(**_with_provenance(c)) for c in data["collectives"]),
     )
-    # A key that is not written back was not read, for example because it is misspelled.
+    # If writing the profile does not give a key again, the key was not read. It may be misspelled.
     if unread := _unread_key(data, profile_to_json(made)):
         raise UserError(f"has the key {unread!r}, which no profile has; remove it")
     return made
 
 
 def _unread_key(data: Any, written: Any, at: str = "") -> str:
-    """Return the first key of `data` that the profile made of it does not have; else "".
+    """Return the path of the first key of `data` that is missing in `written`; "" if there is none.
 
-    `written` is that profile's JSON, and `at` is the position of `data` in it.
+    Args:
+        data: JSON values from which a profile was made.
+        written: JSON values that this profile writes.
+        at: Path of both in their file, as "attention[0].blocks".
     """
     if isinstance(data, dict) and isinstance(written, dict):
         for key, inner in cast("dict[str, Any]", data).items():
@@ -207,7 +227,7 @@ def _unread_key(data: Any, written: Any, at: str = "") -> str:
 
 
 def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
-    """Return a profile as JSON values."""
+    """Return the content of a profile's JSON file."""
     gemm = profile.gemm
     return {
         "schema_version": SCHEMA_VERSION,
@@ -236,14 +256,19 @@ _MAGNITUDES = {
     "_efficiency": (1e-6, 1e6),
     "": (1e-18, 1e18),
 }
-"""Smallest and largest plausible value above 0, by the end of a key."""
+"""Smallest and largest plausible value of keys with a given ending; 0 is always allowed."""
 
 
 def _check_magnitudes(value: Any, name: str) -> None:
-    """Raise UserError for a number with which predicted times would overflow 64 bits."""
+    """Raise UserError if a number is so large or small that predicted times may exceed 64 bits.
+
+    Args:
+        value: JSON values.
+        name: Path of the values in their file, for the error message.
+    """
     if isinstance(value, dict):
         for key, inner in cast("dict[str, Any]", value).items():
-            # No price follows from the provenance.
+            # Numbers in the provenance are not used as prices.
             if key != "provenance":
                 _check_magnitudes(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list):

@@ -1,13 +1,14 @@
-"""The protocols by which packing and sharding see prices, and the price of a sharded micro-batch.
+"""What packing and sharding require of a cost model, and the price of a sharded micro-batch.
 
-`WorkloadModel` prices documents and attention segments. `FlopsWorkload` is its simplest
-implementation, from a ratio of FLOPs; `wlb.cost.workload` has the one that uses a measured profile
-(Eq. 2). A workload may implement further protocols:
+The protocol `WorkloadModel` prices documents and attention segments. `FlopsWorkload` is its
+simplest implementation, which only knows the ratio of attention's FLOPs to all other FLOPs.
+`wlb.cost.workload` implements it with a measured profile (Eq. 2). A workload may implement further
+protocols:
 
 - `ExchangePrices`: it can price the exchange "needed".
 - `HiddenExchange`: it knows which computation hides an exchange of keys.
 - `SlidingLayers`: some of its layers have a sliding window.
-- `SummaryPrices`: its model has linear or recurrent layers.
+- `SummaryPrices`: its model has linear-attention or recurrent layers.
 
 `kernels_ns` and `attention_latency` price sharded micro-batches, for the sharding strategies and
 the simulator (Section 5.3). They add kernel launches and the collectives of context parallelism: K
@@ -39,7 +40,11 @@ from wlb.plan.sharding import RankTimes
 
 
 class WorkloadModel(Protocol):
-    """Prices that packing and sharding need: int64 ns in one pipeline rank's layers, shape [n]."""
+    """A cost model: prices of pieces and of attention segments, for packing and sharding.
+
+    All prices are int64 ns in the layers of one pipeline rank. Arrays have shape [n], one entry for
+    each piece, unless stated otherwise.
+    """
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         """Return W_a + W_l of pieces with these lengths (Eq. 2)."""
@@ -54,7 +59,7 @@ class WorkloadModel(Protocol):
         ...
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return the forward part of each piece's work; Section 7.4 reports the imbalance of it."""
+        """Return the forward part of each piece's work, from which forward imbalance follows."""
         ...
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
@@ -69,7 +74,9 @@ class WorkloadModel(Protocol):
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return what attention calls cost besides their segments, forward and backward.
+        """Return forward and backward ns of attention calls beyond the times of their segments.
+
+        Such a time is a kernel launch, for example.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -85,14 +92,15 @@ class WorkloadModel(Protocol):
         """Return the time to all-gather a micro-batch's keys and values over `cp` ranks.
 
         Returns:
-            Forward and backward. Backward includes the reduce-scatter of gradients.
+            Forward and backward, in ns. Backward gathers keys and values a second time and
+            reduce-scatters their gradients.
         """
         ...
 
 
 @runtime_checkable
 class ExchangePrices(Protocol):
-    """A workload that can also price the exchange "needed", which sends only rows that are read.
+    """A workload that can also price the exchange "needed", which sends a rank only rows it reads.
 
     A run with `sharding.exchange` "needed" or "auto" requires such a workload.
     """
@@ -101,18 +109,19 @@ class ExchangePrices(Protocol):
         """Return the time of a micro-batch's all-to-alls of K and V, and of their gradients.
 
         Args:
-            moved: Rows that rank i receives from rank j (`rows_of_layer`), shape [cp, cp].
+            moved: Number of rows that CP rank i receives from rank j (`rows_of_layer`), shape
+                [cp, cp].
 
         Returns:
-            Forward and backward.
+            Forward and backward, in ns.
         """
         ...
 
 
 class Transfers(NamedTuple):
-    """The three transfers of an exchange of keys and values, or what hides each of them.
+    """Times of an exchange's three transfers, or of the computation that hides each transfer.
 
-    Times are in ns, of all layers of a pipeline rank together.
+    They are in ns, for all layers of a pipeline rank together unless stated otherwise.
     """
 
     forward: float  # K and V in forward
@@ -129,17 +138,17 @@ class HiddenExchange(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether attention over a rank's local keys hides the exchange too."""
+        """Whether attention over a rank's local keys runs while other ranks' keys travel."""
         ...
 
     @property
     def stages(self) -> int:
-        """Number of stages of an exchange if `overlaps` is set."""
+        """Number of stages in which an exchange travels if `overlaps` is set."""
         ...
 
     @property
     def cp_ranks_per_node(self) -> int:
-        """Consecutive CP ranks that share a node."""
+        """Number of consecutive CP ranks that share a node."""
         ...
 
     def transfers_ns(
@@ -148,14 +157,19 @@ class HiddenExchange(Protocol):
         """Return the time of a micro-batch's collectives of keys, values and their gradients.
 
         Args:
-            moved: Rows that rank i receives from rank j, shape [cp, cp]; None for an all-gather.
+            moved: Number of rows that CP rank i receives from rank j, shape [cp, cp]; None for an
+                all-gather.
             num_tokens: Tokens of the micro-batch, which an all-gather moves.
             cp: Number of CP ranks.
         """
         ...
 
     def products_ns(self, num_tokens: int) -> Transfers:
-        """Return the time of the matrix products that run during each transfer."""
+        """Return the time of the matrix products that run while each transfer of keys travels.
+
+        Args:
+            num_tokens: Tokens of the micro-batch.
+        """
         ...
 
 
@@ -168,7 +182,7 @@ class SlidingLayers(Protocol):
 
     @property
     def sliding_window(self) -> int:
-        """Keys that a query sees in a layer with a sliding window."""
+        """Number of keys that a query sees in a layer with a sliding window."""
         ...
 
     @property
@@ -179,25 +193,25 @@ class SlidingLayers(Protocol):
 
 @runtime_checkable
 class SummaryPrices(Protocol):
-    """A workload of a model with linear or recurrent layers.
+    """A workload of a model with linear-attention or recurrent layers.
 
-    If a document is cut, these layers pass a summary of each span from one CP rank to the next
-    (`wlb.plan.summaries`).
+    If the spans of a document are on several CP ranks, these layers pass a summary of each span to
+    the rank of the next span (`wlb.plan.summaries`).
     """
 
     @property
     def summary_ns(self) -> float:
-        """Time to send one span's summaries of all linear layers of a pipeline rank, in one pass.
+        """Time in ns of one pass to send one span's summaries of all layers of a pipeline rank.
 
-        It is 0 if the model has no linear layers.
+        It is 0 if the model has no linear-attention layers.
         """
         ...
 
 
 def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
-    """Return how long a micro-batch waits for summaries in one pass; 0 without linear layers.
+    """Return for how many ns a micro-batch waits for summaries of linear attention in one pass.
 
-    It is the time of the rank that sends or receives most of them.
+    It is the time of the CP rank that sends or receives most of them, and 0 without linear layers.
     """
     if not isinstance(cost, SummaryPrices) or not cost.summary_ns or plan.cp == 1:
         return 0
@@ -206,9 +220,9 @@ def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
 
 
 def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
-    """Return the rows that rank i reads from rank j in the mean layer, shape [cp, cp].
+    """Count the rows of K and V that CP rank i reads from rank j in the mean layer, shape [cp, cp].
 
-    The mean weights layers with and without a sliding window by their share (`rows_moved`).
+    The mean is over layers with and without a sliding window, in the model's proportion.
     """
     if not isinstance(cost, SlidingLayers) or not cost.sliding_share:
         return rows_moved(plan)
@@ -230,10 +244,10 @@ def whole_ns(values: FloatArray) -> IntArray:
 
 
 def token_counts(name: str, values: IntLike) -> FloatArray:
-    """Return token counts as floats.
+    """Check token counts and return them as floats.
 
     Args:
-        name: Name of the values in the error message.
+        name: Name of the argument, for the error message.
         values: Token counts.
 
     Raises:
@@ -249,7 +263,11 @@ def token_counts(name: str, values: IntLike) -> FloatArray:
 
 
 def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
-    """Return the query rows and the keys of segments as floats.
+    """Check the sizes of segments and return them as floats.
+
+    Args:
+        q: Query rows of each segment, shape [n].
+        kv: Keys of each segment, shape [n].
 
     Raises:
         UserError: A segment has more rows than keys, or an invalid count.
@@ -264,19 +282,19 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
 
 
 FORWARD_FLOPS_PER_PAIR = 4
-"""Forward FLOPs per query-key pair, head and head dimension.
+"""Forward FLOPs of attention for each query-key pair, head and head dimension.
 
-One multiply-add each for QK^T and PV.
+QK^T and PV take one multiply-add each, and a multiply-add counts as two FLOPs.
 """
 BACKWARD_FLOPS_PER_PAIR = 10
-"""Backward FLOPs per query-key pair, head and head dimension.
+"""Backward FLOPs of attention for each query-key pair, head and head dimension.
 
-One multiply-add each for the recomputed QK^T and for dV, dP, dQ and dK.
+The recomputed QK^T and dV, dP, dQ and dK take one multiply-add each.
 """
 
 
 def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
-    """Count the query-key pairs of causal segments, aligned at the bottom right.
+    """Count the query-key pairs of causal segments whose last query row is at the last key.
 
     Row i of a segment sees keys [0, kv - q + i], so without a window there are q * kv - q * (q - 1)
     / 2 pairs.
@@ -298,8 +316,8 @@ def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
     pairs = q * kv - q * (q - 1) // 2
     if not sliding:
         return pairs
-    # Row i does not see its first kv - q + i + 1 - sliding keys, where that number is above 0.
-    # `first` is the first such row.
+    # Row i does not see the first kv - q + i + 1 - sliding keys, if that number is above 0.
+    # `first` is the first row for which it is.
     hidden = kv - q + 1 - sliding
     first = np.clip(-hidden, 0, q)
     return pairs - ((q - first) * (2 * hidden + first + q - 1)) // 2
@@ -308,22 +326,22 @@ def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
 def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 0) -> FloatArray:
     """Count the query-key pairs that a kernel computes on whole tiles of query rows (Section 5.3).
 
-    A kernel computes all rows of a tile, so 16 rows cost as much as 128. Tile t reads the keys up
-    to its last row: kv - q + (t + 1) * tile_rows, at most kv. Tiles of one row give `causal_pairs`.
+    A kernel computes all rows of a tile, so with tiles of 128 rows a segment of 16 rows costs as
+    much as one of 128. Tile t reads the keys up to its last row: kv - q + (t + 1) * tile_rows, at
+    most kv. With tiles of one row the count is that of `causal_pairs`.
 
     Args:
         q: Query rows of each segment, shape [n]. Floats, because mean lengths are priced too.
         kv: Keys of each segment, shape [n].
         tile_rows: Query rows of a tile.
-        sliding: Latest keys that a row sees; 0 means all. A tile then skips the keys before the
-            window
-            of its first row.
+        sliding: Latest keys that a row sees; 0 means all. With a window, a tile skips the keys
+            before the window of its first row.
     """
     num_tiles = np.ceil(q / tile_rows)
     full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
     if sliding:
-        # Tile t skips its first kv - q + t * tile_rows + 1 - sliding keys, where that number is
-        # above 0.
+        # Tile t skips the first kv - q + t * tile_rows + 1 - sliding keys, if that number is above
+        # 0. `first` is the first tile for which it is.
         left_out = kv - q + 1 - sliding
         first = np.clip(np.ceil(-left_out / tile_rows), 0, num_tiles)
         last = np.maximum(first, num_tiles) - 1
@@ -337,18 +355,20 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsWorkload:
-    """W(d) = quadratic_ns * d * d + linear_ns_per_token * d, where only the ratio matters.
+    """A workload without measurements: W(d) = quadratic_ns * d * d + linear_ns_per_token * d.
 
-    A segment of q rows and kv keys costs quadratic_ns * q * (2 * kv - q). So the segments of a
-    piece add up to W_a, however it is cut. Two sevenths of the time are forward, because a flash
-    kernel has two products in forward and five in backward. `forward_latency_ns` returns the whole
-    W. Kernel launches and collectives of context parallelism cost nothing.
+    Only the ratio of the two prices matters to a plan. A segment of q rows and kv keys costs
+    quadratic_ns * q * (2 * kv - q), so the segments of a piece add up to W_a however the piece is
+    cut. Two sevenths of attention's time are forward, because a flash kernel has two products in
+    forward and five in backward. `forward_latency_ns` returns the whole W. Kernel launches and
+    collectives cost nothing.
     """
 
     quadratic_ns: float = 1.0  # ns of both passes per squared token
     linear_ns_per_token: float = 0.0  # ns of both passes per token
-    # Query rows that a kernel computes at least (128 on GPUs). Above 1, the short segments of a cut
-    # document cost more than W_a, so sharding strategies avoid them.
+    # Query rows of a kernel's tile: 128 on GPUs. A kernel computes whole tiles. So with a value
+    # above 1 many short segments cost more than W_a of their document, and sharding strategies
+    # avoid them.
     tile_rows: int = 1
 
     def __post_init__(self) -> None:
@@ -360,24 +380,30 @@ class FlopsWorkload:
         check_at_least("tile_rows", self.tile_rows, 1)
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
-        """Return W of each piece."""
+        """Return W of pieces with these lengths, in ns, shape [n]."""
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        """Return the quadratic part of W."""
+        """Return the quadratic part of W, which stands for attention, of each piece."""
         d = token_counts("lengths", lengths)
         return whole_ns(self.quadratic_ns * d * d)
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
-        """Return the linear part of W."""
+        """Return the linear part of W, which stands for everything but attention, of each piece."""
         return whole_ns(self.linear_ns_per_token * token_counts("lengths", lengths))
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return W: the ratio of forward to backward is assumed equal for all pieces."""
+        """Return the whole W of each piece instead of its forward part.
+
+        Imbalance is a ratio, and it is the same if forward is an equal share of every piece's work.
+        """
         return self.workload_ns(lengths)
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Return the forward and backward time of segments, in whole tiles if `tile_rows` > 1."""
+        """Return forward and backward ns of segments with q query rows and kv keys each.
+
+        If `tile_rows` is above 1, pairs are counted in whole tiles.
+        """
         rows, keys = segment_sizes(q, kv)
         both = self.quadratic_ns * rows * (2 * keys - rows)
         if self.tile_rows > 1:
@@ -389,7 +415,7 @@ class FlopsWorkload:
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return zeros: calls cost nothing here besides their segments."""
+        """Return zeros for each call: kernel launches cost nothing here."""
         free = np.zeros(offsets.size - 1, np.int64)
         return free, free
 
@@ -398,16 +424,16 @@ class FlopsWorkload:
         return 0, 0
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """Return zeros: collectives cost nothing here (`ExchangePrices`)."""
+        """Return zeros: collectives cost nothing here."""
         return 0, 0
 
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8, tile_rows=TILE_ROWS)
-"""Workload of Llama 2 7B: one nanosecond stands for one forward FLOP of a layer.
+"""Workload of Llama 2 7B, in which one ns stands for one forward FLOP of a layer.
 
-Causal attention takes 2 * hidden * d^2 FLOPs and the layer's 202e6 parameters 2 * 202e6 * d. Only
-the ratio matters. Segments are counted in whole tiles, so that sharding strategies do not cut short
-documents into small parts.
+In a document of d tokens, causal attention takes 2 * hidden * d^2 FLOPs and the layer's 202e6
+parameters take 2 * 202e6 * d. Only the ratio matters. Pairs are counted in whole tiles, so that
+sharding strategies do not cut short documents into small parts.
 """
 
 
@@ -415,25 +441,25 @@ documents into small parts.
 class AttentionLatency(RankTimes):
     """Attention times of one micro-batch in a pipeline rank's layers, in ns."""
 
-    forward_ns: IntArray  # kernels and launches of each CP rank, shape [cp]
-    backward_ns: IntArray  # the same in backward, shape [cp]
-    gather_forward_ns: int  # collectives in forward, on the slowest rank
-    exchange_backward_ns: int  # collectives in backward, on the slowest rank
+    forward_ns: IntArray  # forward kernels and launches of each CP rank, shape [cp]
+    backward_ns: IntArray  # backward kernels and launches of each CP rank, shape [cp]
+    gather_forward_ns: int  # forward collectives of the slowest CP rank
+    exchange_backward_ns: int  # backward collectives of the slowest CP rank
 
     @property
     def slowest_ns(self) -> int:
-        """Attention time of the micro-batch: `slowest_kernels_ns` plus the collectives."""
+        """Attention time of the micro-batch in ns: the slowest ranks' kernels plus collectives."""
         return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
 
     @property
     def imbalance(self) -> float:
-        """Time of the slowest CP rank over the mean rank: kernels and launches of both passes."""
+        """Time of the slowest CP rank over the mean rank's: kernels and launches, both passes."""
         mean = float(self.forward_ns.mean() + self.backward_ns.mean())
         return self.slowest_kernels_ns / mean if mean else 1.0
 
 
 def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLatency:
-    """Predict the attention time of each CP rank of `plan`, in whole nanoseconds."""
+    """Predict the attention time of each CP rank for the sharded micro-batch `plan`, in ns."""
     forward, backward = kernels_ns([plan], cost, cp=plan.cp)
     gather, exchange = exchange_ns(plan, cost)
     return AttentionLatency(
@@ -447,9 +473,9 @@ def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLaten
 def exchange_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """Return (forward, backward) times of a micro-batch's collectives under context parallelism.
+    """Return (forward, backward) ns of a micro-batch's collectives under context parallelism.
 
-    They are the plan's exchange of keys and values, and the summaries of linear layers.
+    They are the plan's exchange of keys and values, and the summaries of linear-attention layers.
 
     Args:
         plan: The sharded micro-batch.
@@ -476,9 +502,15 @@ def exchange_ns(
 def kernels_ns(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, cp: int
 ) -> tuple[IntArray, IntArray]:
-    """Return kernel and launch times of CP ranks, forward and backward, shape [num_plans, cp] each.
+    """Return forward and backward attention ns of each CP rank, shape [num_plans, cp] each.
 
-    All segments are priced in one call, which takes a tenth of the time of one call for each plan.
+    They include kernels and launches. The segments of all plans are priced at once, which takes a
+    tenth of the time of pricing each plan alone.
+
+    Args:
+        plans: Sharded micro-batches.
+        cost: Prices.
+        cp: Number of CP ranks of each plan.
     """
     if not plans:
         return np.zeros((0, cp), np.int64), np.zeros((0, cp), np.int64)
@@ -496,10 +528,11 @@ def kernels_ns(
 
 
 def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
-    """Return `slowest_kernels_ns` if `cp` ranks could share uncut documents evenly.
+    """Return the attention ns of a CP rank if all ranks had exactly equal shares of the work.
 
-    It is a reference, not a bound: the spans of a cut document mostly cost more than the document,
-    sometimes a little less.
+    It is the sum over whole documents divided by `cp`, plus the launch of one call. Sharding is
+    compared with it, but it is no lower bound: the spans of a divided document mostly cost more
+    than the whole document, but sometimes a little less.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
@@ -507,7 +540,7 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
         cp: Number of CP ranks.
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
-    # A rank's call gets every `cp`-th document, starting from the longest one.
+    # The launch is priced for a call with every `cp`-th document, from the longest one down.
     mine = np.sort(np.asarray(lengths))[::-1][::cp]
     calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)

@@ -1,7 +1,7 @@
-"""Times of whole pipeline stages for the micro-batches of a plan, as telemetry can measure them.
+"""Predicted times of whole pipeline stages for the micro-batches of a plan.
 
-Telemetry compares these predictions with measured times. Stages may have different numbers and
-kinds of layers, so each is priced by its layers (`StageLayers`).
+Telemetry compares them with measured times. Stages may have different numbers and kinds of layers,
+so each stage is priced by its layers (`StageLayers`).
 """
 
 from dataclasses import dataclass, replace
@@ -19,35 +19,35 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Predicted times of a stage's layers for n micro-batches, as a rank can measure them.
+    """Predicted times of the layers of a stage for n micro-batches, in int64 ns.
 
-    All are int64 ns. The linear part differs from W_l: it includes kernel launches and the latency
-    of collectives, but neither embedding nor head. It is equal on all CP ranks.
+    The linear part is everything besides attention. It differs from W_l: it also includes kernel
+    launches and the latency of collectives. Embedding and head are not included.
     """
 
-    attention_forward_ns: IntArray  # kernels and launches of each CP rank, [n, cp]
-    attention_backward_ns: IntArray  # the same in backward, [n, cp]
-    linear_forward_ns: IntArray  # everything else, [n]
-    linear_backward_ns: IntArray  # the same in backward, [n]
+    attention_forward_ns: IntArray  # forward attention, with launches, of each CP rank, [n, cp]
+    attention_backward_ns: IntArray  # backward attention, with launches, of each CP rank, [n, cp]
+    linear_forward_ns: IntArray  # forward of everything else, equal on all CP ranks, [n]
+    linear_backward_ns: IntArray  # backward of everything else, equal on all CP ranks, [n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """The layers of a stage, as far as its price depends on them.
+    """What the price of a stage depends on: how many layers of which kind it has.
 
     Stages with equal records have equal prices.
     """
 
-    counts: tuple[int, ...]  # number of layers of each of `ModelSpec.layer_kinds`
-    with_experts: int = 0  # layers with experts
-    # Layers of this stage that do not see all keys (sliding or linear) beyond the model's share,
-    # divided by the model's share of layers that see all keys. 0 if all stages have the model's
-    # share.
+    counts: tuple[int, ...]  # number of layers of each kind in `ModelSpec.layer_kinds`
+    with_experts: int = 0  # number of layers with experts
+    # By how much the stage has more layers without full attention (with a window or with linear
+    # attention) than the model's fraction of them, divided by the model's fraction of layers with
+    # full attention. 0 if all stages have the same fractions.
     more_others: float = 0.0
 
     @classmethod
     def of(cls, spec: RunSpec, stage: int) -> "StageLayers":
-        """Return the layers of one stage of a run."""
+        """Return the layers of one stage of a run; `stage` counts virtual stages too."""
         model, layers = spec.model, spec.stage_layers[stage]
         more = 0.0
         if spec.has_uneven_attention:
@@ -64,15 +64,15 @@ class StageLayers:
 
 
 class LinearPrices(NamedTuple):
-    """Linear work of a stage's layers, (forward, backward)."""
+    """Prices of everything but attention in the layers of a stage: (forward, backward) each."""
 
     per_token: tuple[float, float]  # ns for each token
-    per_call: tuple[float, float]  # ns for each micro-batch
+    per_call: tuple[float, float]  # ns for each micro-batch, whatever its tokens
 
 
-@lru_cache(maxsize=64)  # takes 0.5 ms, and telemetry needs it in every step
+@lru_cache(maxsize=64)  # computing prices takes 0.5 ms, and telemetry needs them in every step
 def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
-    """Return the linear prices of a stage: the sum over its layers by kind."""
+    """Return the prices of everything but attention in a stage, added up over its layers."""
     kinds, counts = cost.model.layer_kinds, stage.counts
     per_token, per_call = [0.0, 0.0], [0.0, 0.0]
     for kind, count in zip(kinds, counts, strict=True):
@@ -86,13 +86,13 @@ def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
 
 
 def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
-    """Return the experts' time for one token in one layer with experts: (forward, backward).
+    """Return the experts' ns for one token in one layer with experts: (forward, backward).
 
-    This is the part of the price that grows with the load of experts.
+    This is the part of the price that is proportional to `cost.expert_load`.
     """
     model = cost.model.layer_kinds[0].model
     routed = replace(cost.linear, model=model)
-    # Load is a factor of the experts' price, so raising it by 1 adds that price once.
+    # `expert_load` is a factor of the experts' price. So raising it by 1 adds this price once.
     once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
     forward, backward = (
         sum(ns - once[name] for name, ns in more.ns_per_token.items() if name.endswith(end))
@@ -102,11 +102,11 @@ def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
 
 
 def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) -> StageTimes:
-    """Price each micro-batch of `plan` on a stage."""
+    """Return the predicted times of a stage's layers for each micro-batch of a pipeline's plan."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)
     if stage.more_others:
-        # A stage with more sliding or linear layers has fewer layers that see all keys. `cost` is
-        # the mean of both kinds, so both are corrected.
+        # `cost` prices the mean of layers with and without full attention. A stage with more layers
+        # without it has fewer layers with it, so some mean layers are replaced by such layers.
         for priced, sign in ((cost.of_other_layers, 1), (cost, -1)):
             more = _of_layers(plan, priced, sign * stage.more_others)
             forward, backward, over = forward + more[0], backward + more[1], over + more[2]
@@ -126,11 +126,16 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
 def _of_layers(
     plan: PipelinePlan, cost: ProfiledWorkload, layers: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return prices of `layers` mean layers of `cost`.
+    """Return the times of n micro-batches in a number of layers, each priced as the mean layer.
+
+    Args:
+        plan: The n micro-batches of a pipeline.
+        cost: Prices.
+        layers: Number of layers; it may be negative, for a correction.
 
     Returns:
-        Attention forward and attention backward, [n, cp]; and how much longer the exchanges of keys
-        take than all-gathers, [n, 2].
+        Attention forward and attention backward, [n, cp]; and by how much the exchanges of keys
+        take longer than all-gathers, forward and backward, [n, 2].
     """
     share = layers / cost.num_layers_per_rank
     forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)
@@ -144,9 +149,10 @@ def _of_layers(
 
 
 def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
-    """Return the times of the embedding and of the head with the loss, over all micro-batches.
+    """Return the ns of the embedding and of the head with loss, for all micro-batches of a plan.
 
-    Both passes and padding are included. The embedding is on the first stage, the head on the last.
+    Forward and backward are added up, and padding rows count. The embedding is on the first stage,
+    the head on the last.
     """
     linear = cost.linear
     rows = sum(plan.local_tokens) * cost.parallel.cp

@@ -1,12 +1,12 @@
-"""Throughput on a grid with rising axes, interpolated so that predicted time never falls.
+"""Measured throughput by one or two sizes, interpolated so that more work never takes less time.
 
-Predicted time is work over throughput. It rises with the work as long as throughput does not grow
-faster than its axis between two points. This is checked, and `limit_growth` repairs noisy
-measurements.
+Predicted time is work over throughput. It never falls as a size grows if throughput grows at most
+in proportion to the size. This is checked, and `limit_growth` lowers noisy measurements that break
+the rule.
 
-Interpolation is bilinear inside a cell, in plain IEEE arithmetic, so that all CPUs get equal bits.
-Above the grid the throughput of its edge applies. Callers price points below it like the lowest
-corner (`floor`). `outside` says which points are off the grid.
+Between measured points throughput is interpolated linearly (in two dimensions bilinearly), in plain
+IEEE arithmetic, so that all CPUs compute equal bits. Above the measured sizes the throughput of the
+largest one applies. Callers raise sizes below the measured ones to the smallest (`floor`).
 """
 
 from dataclasses import dataclass
@@ -17,49 +17,46 @@ import numpy as np
 from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
 _TOLERANCE = 1e-3
-"""Relative growth beyond the limit that is still accepted as rounding."""
+"""How far throughput may exceed its limit, as a fraction, and still count as a rounding error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """A `Surface` with one axis: `values[i]` is the throughput at `axis[i]`."""
+    """Throughput by one size, linearly interpolated between measured points."""
 
-    axis: FloatArray
-    values: FloatArray
+    axis: FloatArray  # measured sizes, rising; at least two
+    values: FloatArray  # throughput at each of them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis", _rising("axis", self.axis))
         object.__setattr__(self, "values", _checked_growth((self.axis,), self.values))
 
     def at(self, x: FloatArray) -> FloatArray:
-        """Return the interpolated throughput at x."""
+        """Return the interpolated throughput at sizes x."""
         left, weight = _position(self.axis, x)
         low = self.values[left]
         return low + weight * (self.values[left + 1] - low)
 
     def outside(self, x: FloatArray) -> BoolArray:
-        """Return a mask of points outside the curve; its ends price them."""
+        """Return which sizes lie outside the measured ones, where the nearest end applies."""
         return (x < self.axis[0]) | (x > self.axis[-1])
 
 
 class Cells(NamedTuple):
-    """Positions of points on a grid."""
+    """Positions of points on a surface's grid: the grid cell that contains each point."""
 
-    corner: IntArray  # flat index of the cell's lower corner
-    weight0: FloatArray  # position within the cell along axis 0, in [0, 1]
-    weight1: FloatArray  # position within the cell along axis 1, in [0, 1]
+    corner: IntArray  # index of the cell's lower corner in the flattened `Surface.values`
+    weight0: FloatArray  # position of the point within the cell along axis 0, in [0, 1]
+    weight1: FloatArray  # position of the point within the cell along axis 1, in [0, 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Surface:
-    """Throughput on a grid: `values[i, j]` at (axis0[i], axis1[j]).
+    """Throughput by two sizes, bilinearly interpolated between the points of a measured grid."""
 
-    Each axis has at least two points and rises.
-    """
-
-    axis0: FloatArray
-    axis1: FloatArray
-    values: FloatArray
+    axis0: FloatArray  # measured values of the first size, rising; at least two
+    axis1: FloatArray  # measured values of the second size, rising; at least two
+    values: FloatArray  # values[i, j] is the throughput at (axis0[i], axis1[j])
 
     def __post_init__(self) -> None:
         for name in ("axis0", "axis1"):
@@ -68,16 +65,16 @@ class Surface:
         object.__setattr__(self, "values", values)
 
     def cells(self, x: FloatArray, y: FloatArray) -> Cells:
-        """Return the cells of points (x, y), clamped to the grid.
+        """Return the grid cells of points (x, y); points outside the grid are moved to its edge.
 
-        Surfaces with equal axes can share them.
+        Surfaces with equal axes have equal cells, so callers compute them once for several.
         """
         row, weight0 = _position(self.axis0, x)
         column, weight1 = _position(self.axis1, y)
         return Cells(row * self.axis1.size + column, weight0, weight1)
 
     def read(self, cells: Cells) -> FloatArray:
-        """Return the interpolated throughput at these cells."""
+        """Return the interpolated throughput at points whose cells `cells` has found."""
         flat, width = self.values.ravel(), self.axis1.size
         corner, weight0, weight1 = cells
         v00, v01 = flat[corner], flat[corner + 1]
@@ -91,23 +88,34 @@ class Surface:
         return self.read(self.cells(x, y))
 
     def floor(self, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return points raised to the grid's lowest corner, whose price all smaller points get."""
+        """Return points (x, y) with each size raised to at least the smallest measured one."""
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
-        """Return a mask of points outside the grid; its edge prices them."""
+        """Return which points lie outside the grid, where the throughput of its edge applies."""
         return (
             (x < self.axis0[0]) | (x > self.axis0[-1]) | (y < self.axis1[0]) | (y > self.axis1[-1])
         )
 
 
 def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
-    """Lower values (shape [n]) until none grows faster than its axis."""
+    """Lower throughput values until they grow at most in proportion to their sizes.
+
+    Args:
+        axis: Sizes, shape [n].
+        values: Throughput at each size, shape [n].
+    """
     return _limited((axis,), values)
 
 
 def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
-    """Lower values (shape [len(axis0), len(axis1)]) until none grows faster than its axes."""
+    """Lower throughput values until they grow at most in proportion to each of their two sizes.
+
+    Args:
+        axis0: Values of the first size, shape [n0].
+        axis1: Values of the second size, shape [n1].
+        values: Throughput, shape [n0, n1].
+    """
     return _limited((axis0, axis1), values)
 
 
@@ -115,18 +123,23 @@ def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
     out = np.array(values, np.float64)
     for i, axis in enumerate(axes):
         x = axis.reshape([-1 if k == i else 1 for k in range(out.ndim)])
-        # Time goes with axis / value. It never falls if value / axis never rises.
+        # Time is proportional to axis / value. It never falls if value / axis never rises.
         lowest = np.minimum.accumulate(out / x, axis=i) * x
-        # Differences within rounding error stay, so that limiting a second time changes nothing.
+        # Values that are lowered by rounding errors only are kept, so that limiting a second time
+        # changes nothing.
         out = np.where(lowest < out * (1 - 1e-12), lowest, out)
     return out
 
 
 def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray:
-    """Return read-only throughput with limited growth.
+    """Return `throughput` as a read-only array that grows at most in proportion to its axes.
+
+    Args:
+        axes: Sizes along each dimension of `throughput`.
+        throughput: Values that exceed their limit by rounding errors at most; they are lowered.
 
     Raises:
-        UserError: Values grow faster than their axes by more than rounding.
+        UserError: A value exceeds its limit by more than a rounding error.
     """
     values, shape = _frozen("values", throughput, len(axes)), tuple(axis.size for axis in axes)
     if values.shape != shape:

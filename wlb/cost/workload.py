@@ -9,8 +9,8 @@ additive over pieces, 0 for length 0, and never falls as d grows.
   whole piece is on one rank, which happens to a given rank in 1 of cp cases (per sequence).
 - W_l is proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators,
   collectives of TP, an all-gather of keys and values over CP, and the time for which ranks wait for
-  experts' rows. With `training.recompute`, backward includes the recomputed part at forward's
-  price.
+  rows that travel to or from experts. With `training.recompute`, backward also includes the price
+  of the part of forward that it recomputes.
 
 A price is a count (`wlb.cost.flops`) over a measured throughput (`wlb.cost.profile`). `wlb profile`
 measures throughputs.
@@ -64,12 +64,16 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSp
 from wlb.spec.model import LayerKind
 
 Passes = tuple[float, float]
-"""(forward, backward)"""
+"""One quantity of each pass: (forward, backward)."""
 Work = tuple[float, float, float]
-"""(forward, backward without recomputation, the part of forward that backward recomputes)"""
+"""Times in ns: (forward, backward without recomputation, what backward recomputes of forward)."""
 
 _MOST_TABLED = 1 << 18
-"""Longest piece, in tokens, up to which the table of attention prices is fine."""
+"""Most tokens up to which the table of attention prices has closely spaced lengths.
+
+Longer pieces are interpolated between few lengths (`wlb.cost.monotone`), which bounds the time to
+build the table.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,27 +87,35 @@ class ProfiledWorkload:
     model: ModelSpec  # model whose layers are priced
     parallel: ParallelSpec  # degrees of parallelism, which divide the layers
     profile: KernelProfile  # measured prices
-    backend: str | None = None  # attention kernel; without a table of it, the profile's first
-    micro_batch_tokens: int = 131072  # tokens at which GEMM throughput is read
+    # Name of the attention kernel. If the profile has not measured it, the profile's first kernel
+    # prices attention.
+    backend: str | None = None
+    # Tokens of a typical micro-batch on a whole CP group; the throughput of matrix products is read
+    # at this size.
+    micro_batch_tokens: int = 131072
     recompute: Recompute = Recompute.NONE  # `training.recompute`
-    tp_overlap: float = 0.0  # fraction of TP's collectives hidden behind matrix products
-    expert_load: float = 1.0  # see `LinearCost.expert_load`
+    tp_overlap: float = 0.0  # fraction of TP's transfer time hidden behind matrix products
+    # Rows of the EP rank with the most rows over the mean EP rank's.
+    expert_load: float = 1.0
     overlaps: bool = False  # whether `cp.overlap_stages` is above 0
     stages: int = 1  # stages of an exchange of keys: max(1, cp.overlap_stages)
-    expert_stages: int = 1  # see `LinearCost.expert_stages`
-    defers_weights: bool = False  # see `LinearCost.defers_weights`
-    # see `LinearCost.traffic`
+    expert_stages: int = 1  # `ep.stages`: stages in which rows travel to experts and back
+    defers_weights: bool = False  # whether weight gradients are computed in separate passes
+    # Memory traffic of element-wise operators in another trainer (`LinearCost.traffic`).
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
-    recomputed: RecomputedWork | None = None  # see `LinearCost.recomputed`
-    # name of the device, "" if unknown; this and the rest only serve `mismatches`
+    # What another trainer recomputes; None: what wlb recomputes with `recompute`.
+    recomputed: RecomputedWork | None = None
+    # Name of the device, "" if unknown. This field and the three after it are used only by
+    # `wlb.cost.mismatch`.
     machine: str = ""
-    power_limit_w: float = 0.0  # power limit of its GPU; 0 if unknown
+    power_limit_w: float = 0.0  # power limit of the machine's GPU in W; 0 if unknown
     dtype: str = ""  # data type of the run; "" if unknown
     longest: int = 0  # tokens of the longest piece; 0 if unknown
     table: AttentionTable = field(init=False)  # attention prices of this kernel and head layout
     linear: "LinearCost" = field(init=False)  # prices of everything except attention
     ns_per_token: dict[str, float] = field(init=False)  # terms of W_l by name, e.g. "gemm_forward"
-    # matrix products that hide an exchange, for one token and layer
+    # Time of the matrix products during which each transfer of an exchange of keys travels, for one
+    # token and one layer.
     hiding_ns: Transfers = field(init=False)
     forward_ns: MonotoneTable = field(init=False, repr=False)  # forward attention time by length
     backward_ns: MonotoneTable = field(init=False, repr=False)  # backward attention time by length
@@ -126,8 +138,9 @@ class ProfiledWorkload:
         linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
-        # Rows travel during Q's projection and return during its backward. Backward sends them a
-        # second time during the backward of the output projection and the MLP.
+        # Keys and values travel during Q's projection, and their gradients return during its
+        # backward. Backward sends keys and values a second time during the backward of the output
+        # projection and the MLP.
         q, rest = (linear.products_ns(of, with_attention=True) for of in (range(1), range(3, 7)))
         hiding = Transfers(forward=q[0], repeated=rest[1], gradients=q[1])
         object.__setattr__(self, "hiding_ns", hiding)
@@ -139,37 +152,48 @@ class ProfiledWorkload:
     # W = W_a + W_l
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
-        """Return W_a + W_l of each piece."""
+        """Return W_a + W_l (Eq. 2) of pieces with these lengths, in ns, shape [n]."""
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
     # W_a: attention kernels
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        """Return W_a of each piece from the table."""
+        """Return W_a, the attention time of pieces with these lengths, in ns, shape [n]."""
         d = token_counts("lengths", lengths)
         return self.forward_ns.at(d) + self.backward_ns.at(d)
 
     def _attention_of_pieces(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Compute W_a of pieces, forward and backward, for the table."""
-        # Per sequence: one rank computes the whole piece, and this is a given rank in 1 of cp
-        # cases.
+        """Compute the forward and backward parts of W_a for pieces of d tokens, in ns."""
+        # Per-sequence sharding: one rank computes the whole piece. A given rank is that one in 1 of
+        # cp cases, so its mean time is the whole time divided by cp.
         forward, backward = self._times(d, d)
         cp = self.parallel.cp
         if cp == 1:
             return forward, backward
-        # Per document: a rank gets two of 2 * cp chunks, one of them early and one late, so two
-        # mean chunks.
+        # Per-document sharding: each rank gets two of the piece's 2 * cp chunks, one early and one
+        # late. Together they are priced as two chunks of mean cost.
         chunk_forward, chunk_backward = self._times(*self.mean_chunk(d))
         forward = np.minimum(forward / cp, 2 * chunk_forward)
         return forward, np.minimum(backward / cp, 2 * chunk_backward)
 
     def mean_chunk(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return query rows and keys of the mean chunk of pieces that are sharded per document."""
+        """Return query rows and keys of the mean chunk of a piece that is sharded per document.
+
+        Args:
+            d: Tokens of each piece, shape [n].
+
+        Returns:
+            Query rows and keys of the mean of its 2 * cp chunks, shape [n] each. With cp = 1 the
+            chunk is the whole piece.
+        """
         cp = self.parallel.cp
         return (d, d) if cp == 1 else (d / (2 * cp), d * (2 * cp + 1) / (4 * cp))
 
     def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward times of segments in all attention layers of a rank."""
+        """Return forward and backward ns of segments in all attention layers of a pipeline rank.
+
+        Segment i has q[i] query rows and kv[i] keys. Backward includes recomputed attention.
+        """
         forward, backward = np.zeros(q.shape), np.zeros(q.shape)
         for layers, window in self._layers_by_window():
             times = self.table.times_ns(
@@ -182,7 +206,7 @@ class ProfiledWorkload:
         return forward, backward + forward * self.linear.recomputed_work.attention
 
     def _layers_by_window(self) -> list[tuple[float, int]]:
-        """Return (number of attention layers, window) pairs; window 0 means all keys are seen."""
+        """Return (number of attention layers, sliding window) pairs; 0 means no window."""
         sliding = self.num_layers_per_rank * self.sliding_share
         full = self.num_attention_layers - sliding
         both = ((full, 0), (sliding, self.model.sliding_window))
@@ -191,7 +215,7 @@ class ProfiledWorkload:
     # W_l: all else that grows with tokens
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
-        """Return W_l of each piece."""
+        """Return W_l, everything but attention, of pieces with these lengths, in ns, shape [n]."""
         d = token_counts("lengths", lengths)
         return sum(
             (whole_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64)
@@ -200,13 +224,21 @@ class ProfiledWorkload:
     # Parts and sums of W, for reports and metrics
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return the forward part of W of each piece."""
+        """Return the forward part of W of pieces with these lengths, in ns, shape [n]."""
         d = token_counts("lengths", lengths)
         linear = (ns for name, ns in self.ns_per_token.items() if name.endswith("_forward"))
         return self.forward_ns.at(d) + whole_ns(d * sum(linear))
 
     def terms(self, lengths: IntLike) -> dict[str, IntArray]:
-        """Return the parts of W that Figure 7 shows; they add up to `workload_ns`."""
+        """Return the parts of W of each piece, as in Figure 7 of the paper; they add up to W.
+
+        Args:
+            lengths: Tokens of each piece, shape [n].
+
+        Returns:
+            ns of each piece, shape [n], by "<term>_<pass>", for example "attention_forward",
+            "gemm_backward" or "tp_comm_forward".
+        """
         d = token_counts("lengths", lengths)
         attention = {
             "attention_forward": self.forward_ns.at(d),
@@ -215,24 +247,38 @@ class ProfiledWorkload:
         return attention | {name: whole_ns(d * ns) for name, ns in self.ns_per_token.items()}
 
     def pooled_ns(self, tokens: IntArray) -> IntArray:
-        """Return the part of micro-batches' work that an EP group shares: experts' products.
+        """Return the time of experts' matrix products, which the ranks of an EP group share.
 
         Args:
             tokens: Tokens of each micro-batch, shape [n].
+
+        Returns:
+            ns of each micro-batch, forward and backward together, shape [n].
         """
         return np.rint(sum(self.linear.routed_ns_per_token) * tokens).astype(np.int64)
 
     # Attention of segments, as they are sharded
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Return forward and backward kernel times of attention segments (`WorkloadModel`)."""
+        """Return forward and backward kernel ns of segments with q query rows and kv keys each."""
         forward, backward = self._times(*segment_sizes(q, kv))
         return whole_ns(forward), whole_ns(backward)
 
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return what attention calls cost besides their segments (`WorkloadModel`)."""
+        """Return forward and backward ns of attention calls beyond the times of their segments.
+
+        Such a time is a kernel launch, for example.
+
+        Args:
+            q: Query rows of each segment, shape [n].
+            kv: Keys of each segment, shape [n].
+            offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
+
+        Returns:
+            Two arrays of shape [num_calls].
+        """
         rows, keys = segment_sizes(q, kv)
         forward, backward = np.zeros(offsets.size - 1), np.zeros(offsets.size - 1)
         for layers, window in self._layers_by_window():
@@ -248,18 +294,18 @@ class ProfiledWorkload:
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """Return the time of all-gathering a micro-batch's keys and values: (forward, backward).
 
-        Backward reduce-scatters the gradients and gathers keys and values a second time. The part
-        that matrix products hide is included.
+        Backward reduce-scatters the gradients and gathers keys and values a second time. The times
+        are in ns, for all layers of a pipeline rank, and include what matrix products hide.
         """
         sent, resent, returned = self.transfers_ns(None, num_tokens, cp=cp)
         return round(sent), round(resent + returned)
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """Return the time of the exchange "needed" on the busiest rank: (forward, backward).
+        """Return the ns of the exchange "needed" on the busiest CP rank: (forward, backward).
 
         Args:
-            moved: Rows that rank i receives from rank j, shape [cp, cp]. Gradients travel in the
-                opposite direction.
+            moved: Number of rows of K and V that rank i receives from rank j, shape [cp, cp].
+                Gradients travel in the opposite direction.
         """
         sent, resent, returned = self.transfers_ns(moved, 0, cp=len(moved))
         return round(sent), round(resent + returned)
@@ -267,11 +313,12 @@ class ProfiledWorkload:
     def transfers_ns(
         self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
     ) -> Transfers:
-        """Return the time of the collectives of keys, values and gradients (`HiddenExchange`).
+        """Return the ns of one micro-batch's collectives of keys, values and their gradients.
 
         Args:
-            moved: Rows that rank i receives from rank j, shape [cp, cp]; None for an all-gather.
-            num_tokens: Tokens that an all-gather moves.
+            moved: Number of rows of K and V that rank i receives from rank j, shape [cp, cp]; None
+                for an all-gather.
+            num_tokens: Tokens of the micro-batch, which an all-gather moves; unused with `moved`.
             cp: Number of CP ranks.
         """
         if moved is None:
@@ -287,7 +334,12 @@ class ProfiledWorkload:
         return Transfers(forward=there * layers, repeated=there * layers, gradients=back * layers)
 
     def _all_to_all_ns(self, moved: IntArray | FloatArray, value_bytes: int) -> float:
-        """Return the time of one layer's all-to-all of K and V, or of their gradients."""
+        """Return the ns of one layer's all-to-all of K and V, or of their gradients.
+
+        Args:
+            moved: Number of rows that rank i receives from rank j, shape [cp, cp].
+            value_bytes: Bytes of one value: the data type's, or those of a gradient.
+        """
         cp, tp = len(moved), self.parallel.tp
         if cp == 1:
             return 0.0
@@ -298,19 +350,20 @@ class ProfiledWorkload:
         )
 
     def products_ns(self, num_tokens: int) -> Transfers:
-        """Return the matrix products that run during each transfer of keys (`HiddenExchange`).
+        """Return the ns of the matrix products that run during each transfer of keys and values.
 
-        They are Q's projection in forward, the backward of the MLP and of the output projection,
-        and the backward of Q's projection.
+        They hide the transfer: Q's projection in forward, the backward of the MLP and of the output
+        projection while keys and values are sent a second time, and the backward of Q's projection
+        while gradients return.
         """
         tokens = num_tokens * self.num_attention_layers
         return Transfers(*(ns * tokens for ns in self.hiding_ns))
 
-    # Summaries of linear layers, which are not part of W_l
+    # Summaries of linear-attention layers, which are not part of W_l
 
     @property
     def summary_ns(self) -> float:
-        """Time to send one span's summaries of all linear layers of a rank (`SummaryPrices`).
+        """Time in ns to send one span's summaries of a pipeline rank's linear-attention layers.
 
         Summaries are priced as if all of them used the slowest link of the CP group.
         """
@@ -343,29 +396,30 @@ class ProfiledWorkload:
 
     @property
     def num_attention_layers(self) -> float:
-        """Attention layers of a pipeline rank that has the model's share of them."""
+        """Attention layers of the mean pipeline rank; this may be a fraction."""
         return self.num_layers_per_rank * self.model.attention_share
 
     @property
     def cp_ranks_per_node(self) -> int:
-        """Consecutive CP ranks that share a node (`HiddenExchange`)."""
+        """Number of consecutive CP ranks that share a node."""
         return max(1, self.profile.ranks_per_node // self.parallel.tp)
 
     @property
     def sliding_window(self) -> int:
-        """Keys that a query sees in a sliding layer (`SlidingLayers`)."""
+        """Number of keys that a query sees in a layer with a sliding window."""
         return self.model.sliding_window
 
     @property
     def sliding_share(self) -> float:
-        """Fraction of layers with a sliding window; each stage is assumed to have the same."""
+        """Fraction of layers that have a sliding window, assumed equal in all stages."""
         return self.model.num_sliding_layers / self.model.num_layers
 
     @property
     def of_other_layers(self) -> "ProfiledWorkload":
-        """Prices of equally many layers that all are of the model's other kind: sliding or linear.
+        """Prices of a model of the same depth in which no layer has full attention.
 
-        This is the same workload for a model in which no layer sees all keys.
+        All its layers are of the kind that the model has besides full attention: they have a
+        sliding window, or linear attention.
         """
         return _of_other_layers(self)
 
@@ -377,26 +431,29 @@ def _of_other_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """W_l of one token on a pipeline rank, and the costs besides attention that are not part of W.
+    """The costs of a pipeline rank besides attention: W_l of one token, and what W leaves out.
 
-    Each field is also a field of `ProfiledWorkload`.
+    Each field is also a field of `ProfiledWorkload`. All times are in ns.
     """
 
     model: ModelSpec  # model whose layers are priced
     parallel: ParallelSpec  # degrees of parallelism, which divide the layers
     profile: KernelProfile  # measured prices
-    micro_batch_tokens: int  # tokens at which GEMM throughput is read
+    # Tokens of a typical micro-batch on a whole CP group; the throughput of matrix products is read
+    # at this size.
+    micro_batch_tokens: int
     recompute: Recompute  # `training.recompute`
     tp_overlap: float = 0.0  # fraction of TP's transfer time hidden behind matrix products
-    expert_stages: int = 1  # `ep.stages`
+    expert_stages: int = 1  # `ep.stages`: stages in which rows travel to experts and back
     defers_weights: bool = False  # whether weight gradients are computed in separate passes
-    # Rows of the slowest EP rank over the mean rank's; a layer waits for the slowest rank.
+    # Rows of the EP rank with the most rows over the mean EP rank's. All ranks of the group wait
+    # for that rank in every layer with experts.
     expert_load: float = 1.0
-    # Memory traffic of element-wise operators over the traffic of the profile's fused kernels, by
-    # operator. It describes trainers without such kernels (`PLAIN_TORCH`); 1 if an operator is
-    # missing.
+    # Memory traffic of each element-wise operator, relative to the profile's fused kernel. It
+    # describes trainers without such kernels (`PLAIN_TORCH`). An operator that is missing here has
+    # the traffic of the fused kernel.
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
-    # What another trainer recomputes; None: what wlb does for `recompute`.
+    # What another trainer recomputes; None: what wlb recomputes with `recompute`.
     recomputed: RecomputedWork | None = None
 
     def __post_init__(self) -> None:
@@ -406,9 +463,12 @@ class LinearCost:
 
     @property
     def ns_per_token(self) -> dict[str, float]:
-        """Terms of W_l for one token of a piece in all layers of a rank, by "<term>_<pass>"."""
+        """Terms of W_l in ns for one token in all layers of a pipeline rank, by "<term>_<pass>".
+
+        Examples are "gemm_forward", "elementwise_backward" and "tp_comm_forward".
+        """
         parallel, exposed = self.parallel, 1 - self.tp_overlap
-        # Each term has three times in one layer: forward, backward, and what backward recomputes.
+        # Each term is three times in one layer: forward, backward, and what backward recomputes.
         terms = {
             "gemm": self._products_with_load_ns(),
             "elementwise": self._in_layer(self._mean(self._elementwise_of)),
@@ -424,8 +484,8 @@ class LinearCost:
                 * self.model.attention_share
             ),
         }
-        # With experts, rows are also reordered, and ranks wait for rows where no computation hides
-        # their transfer.
+        # With expert parallelism, rows are also sorted by expert, and ranks wait for rows whose
+        # transfer no computation hides.
         if self.parallel.ep > 1:
             share, waits = self._routed_share, self._routed_work().waits(self.expert_stages)
             both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
@@ -444,13 +504,13 @@ class LinearCost:
 
     @property
     def recomputed_work(self) -> RecomputedWork:
-        """What backward recomputes in one layer."""
+        """What backward recomputes in one layer: `recomputed` if set, else from `recompute`."""
         return self.recomputed or recomputed_work(self.model, self.recompute)
 
     # W_l: matrix products
 
     def _products_with_load_ns(self) -> Work:
-        """Return matrix products of one token in the mean layer, on the most loaded EP rank."""
+        """Return the time of one token's matrix products in the mean layer, with `expert_load`."""
         balanced, routed = self.products_ns(), self._routed_ns()
         forward, backward, recomputed = (
             a + (self.expert_load - 1) * b for a, b in zip(balanced, routed, strict=True)
@@ -458,11 +518,14 @@ class LinearCost:
         return forward, backward, recomputed
 
     def products_ns(self, matrices: range = range(7), *, with_attention: bool = False) -> Work:
-        """Return matrix products of one token in the mean layer, with balanced experts.
+        """Return the time of one token's matrix products in the mean layer, in ns.
+
+        All EP ranks are assumed to have equally many rows.
 
         Args:
-            matrices: Positions in `layer_matrices` of the products to count.
-            with_attention: Whether to take the mean over layers with attention only.
+            matrices: Positions in `layer_matrices` of the products to add up.
+            with_attention: Whether to average only over layers with attention over keys. A model
+                without such layers is averaged over all.
         """
         kinds = self.model.layer_kinds
         if with_attention:
@@ -470,15 +533,20 @@ class LinearCost:
         return self._in_layer(self._mean(lambda model: self._gemm_of(model, matrices), kinds))
 
     def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
-        """Return the matrix products of one token in a layer of `model`: FLOPs over throughput."""
+        """Return the time of one token's matrix products in a layer of `model`.
+
+        Args:
+            model: A model in which all layers are equal.
+            matrices: Positions in `layer_matrices` of the products to add up.
+        """
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = recomputed = 0.0
         for i, (rows, columns) in enumerate(layer_matrices(model.with_kv_copies(tp))):
             if i not in matrices:
                 continue
-            # TP divides the matrix, and CP the tokens. FLOPs / (TFLOP/s) is 1e-12 s, so 1e-3 gives
-            # ns.
+            # TP divides the matrix, and CP divides the tokens. FLOPs / (TFLOP/s) has the unit
+            # 1e-12 s, and the factor 1e-3 converts it to ns.
             weights = np.array([rows * columns / tp])
             work = 2 * rows * columns / (tp * cp) * 1e-3
             once = work / float(gemm.forward.at(tokens, weights)[0])
@@ -486,8 +554,9 @@ class LinearCost:
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
             recomputed += once * (i in self.recomputed_work.matrices)
         if model.is_all_linear and 3 in matrices:
-            # The recurrence runs before the output projection (matrix 3). It was not measured: it
-            # is priced as small products of a head's keys and values, whose throughput is low.
+            # The recurrence of linear attention runs before the output projection (matrix 3). It
+            # was not measured. So it is priced as small matrix products of the size of a head's
+            # keys and values, whose throughput is low.
             size = model.linear.key_head_dim * model.linear.value_head_dim
             work = recurrence_flops(model) / (tp * cp) * 1e-3
             once = work / float(gemm.forward.at(tokens, np.array([size]))[0])
@@ -499,7 +568,12 @@ class LinearCost:
     def _mean(
         self, work_of: Callable[[ModelSpec], Work], kinds: Sequence[LayerKind] | None = None
     ) -> Work:
-        """Return the work of the mean layer, over all layers or over some kinds of them."""
+        """Return the time of the mean layer.
+
+        Args:
+            work_of: Returns the time of a layer of a model in which all layers are equal.
+            kinds: Kinds of layers to average over, weighted by their number; None: all kinds.
+        """
         kinds = self.model.layer_kinds if kinds is None else kinds
         works = [(kind.layers, work_of(kind.model)) for kind in kinds]
         layers = sum(count for count, _ in works)
@@ -507,7 +581,7 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _in_layer(self, work: Work) -> Work:
-        """Scale times of single operators to their times inside a layer, which are longer."""
+        """Scale times of operators measured alone to their longer times inside a layer."""
         (forward, backward, recomputed), layer = work, self.profile.layer
         in_forward = layer.forward_factor
         return forward * in_forward, backward * layer.backward_factor, recomputed * in_forward
@@ -515,7 +589,7 @@ class LinearCost:
     # W_l: element-wise operators
 
     def _elementwise_of(self, model: ModelSpec) -> Work:
-        """Return element-wise operators of one token in a layer: bytes over throughput."""
+        """Return the time of one token's element-wise operators in a layer of `model`."""
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(model)
         work = self.recomputed or recomputed_work(model, self.recompute)
@@ -534,9 +608,9 @@ class LinearCost:
     # W_l: collectives of TP, and of CP's keys and values
 
     def tp_wire_ns(self, gathers: int, scatters: int) -> float:
-        """Return the transfer time of one token's TP collectives, without latency.
+        """Return the transfer time of one token's TP collectives, without latency, in ns.
 
-        The part that `tp_overlap` hides is included.
+        The part that is hidden behind matrix products (`tp_overlap`) is included.
 
         Args:
             gathers: Number of all-gathers of [tokens, hidden].
@@ -547,7 +621,11 @@ class LinearCost:
         return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
 
     def _kv_wire_ns(self, values: float) -> Work:
-        """Return the transfer time of one token's keys and values and of their gradients."""
+        """Return the transfer time of one token's keys and values and of their gradients.
+
+        Args:
+            values: Number of values in the keys and values that a rank holds of one token.
+        """
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
         scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
@@ -560,7 +638,15 @@ class LinearCost:
     def _wire_ns(
         self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
     ) -> float:
-        """Return the transfer time of all-gathers and reduce-scatters, without latency."""
+        """Return the transfer time of some all-gathers and reduce-scatters, without latency.
+
+        Args:
+            size_bytes: Bytes of the whole buffer of one collective.
+            num_ranks: Members of the group.
+            span_ranks: Consecutive ranks over which the group is spread.
+            gathers: Number of all-gathers.
+            scatters: Number of reduce-scatters.
+        """
         costs = self.gather_and_scatter(span_ranks, num_ranks)
         gather, scatter = (cost.wire_ns(size_bytes, num_ranks=num_ranks) for cost in costs)
         return gathers * gather + scatters * scatter
@@ -577,19 +663,22 @@ class LinearCost:
             for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
         ]
 
-    # W_l: experts of a token
+    # W_l: experts
 
     def _routed_ns(self) -> Work:
-        """Return experts' products of one token in the mean layer if all ranks have equal rows."""
+        """Return the time of routed experts' products for one token in the mean layer.
+
+        Layers without experts count as 0. All EP ranks are assumed to have equally many rows.
+        """
         experts, model = self.model.experts, self.model.layer_kinds[0].model
         routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
         forward, backward, recomputed = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, recomputed * routed
 
     def _routed_work(self) -> RoutedWork:
-        """Return what can hide the transfer of experts' rows, for one token.
+        """Return the times of the transfers to experts and of the computation that can hide them.
 
-        The result is for one layer with experts, on the most loaded rank.
+        They are those of one token in one layer with experts, on the EP rank with the most rows.
         """
         model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
@@ -614,9 +703,9 @@ class LinearCost:
         )
 
     def _reordered_ns(self) -> Work:
-        """Return the time to reorder one token's rows before and after they travel.
+        """Return the time to sort one token's rows by expert for the all-to-all, and back after it.
 
-        The result is for one layer with experts, on the most loaded rank (`reordered_values`).
+        It is the time in one layer with experts, on the EP rank with the most rows.
         """
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
@@ -632,26 +721,26 @@ class LinearCost:
         """Fraction of the layers that have experts."""
         return self.model.num_expert_layers / self.model.num_layers
 
-    # Not part of W: constants of a micro-batch
+    # Not part of W: times of a micro-batch that do not depend on its tokens
 
     @property
     def call_ns(self) -> Passes:
-        """Time of a micro-batch that does not depend on its tokens: launches and latency.
+        """Launches and collectives' latency of one micro-batch, in ns: (forward, backward).
 
-        It covers all layers of a rank, as (forward, backward). On a GPU it is an upper bound,
-        because launches hide behind running kernels.
+        This time does not depend on the number of tokens. It covers all layers of a pipeline rank.
+        On a GPU it is an upper bound, because launches hide behind running kernels.
         """
         tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
         work = self.recomputed_work
         forward: float = profile.layer.forward_call_ns
         backward: float = profile.layer.backward_call_ns
-        # Only whole layers are measured. So a partly recomputed layer gets a part of that constant,
-        # in proportion to its matrix products.
+        # The constant time of a forward pass is only measured for whole layers. A layer that is
+        # partly recomputed gets a part of it, in proportion to the matrix products it recomputes.
         backward += forward * len(work.matrices) / len(layer_matrices(self.model))
         elementwise = self._mean(self._elementwise_calls_of)
         forward, backward = forward + elementwise[0], backward + sum(elementwise[1:])
         tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
-        for op, tp_calls, cp_calls in (  # (forward, backward) calls of TP and of CP
+        for op, tp_calls, cp_calls in (  # number of (forward, backward) calls over TP and over CP
             # Backward gathers K and V once, because recomputed attention saves what it gathers.
             (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, 1)),
             (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
@@ -661,7 +750,8 @@ class LinearCost:
             cp_alpha *= self.model.attention_share
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
-        # A linear layer has two all-to-alls: the convolution's latest rows, and the summaries.
+        # A linear-attention layer has two all-to-alls: one of the rows that the convolution reads
+        # from the span before, and one of the summaries.
         exchanges = 2 * (1 - self.model.attention_share) * (cp > 1)
         latency = exchanges * all_to_all_latency_ns(profile, span_ranks=tp * cp)
         forward += latency
@@ -672,7 +762,7 @@ class LinearCost:
         return forward * self.num_layers, backward * self.num_layers
 
     def _elementwise_calls_of(self, model: ModelSpec) -> Work:
-        """Return the launch times of a layer's element-wise operators, for one micro-batch."""
+        """Return the launch times of the element-wise operators of a layer, for one micro-batch."""
         work = self.recomputed or recomputed_work(model, self.recompute)
         forward = backward = recomputed = 0.0
         for op, calls in elementwise_calls(model).items():
@@ -683,10 +773,10 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
-        """Return the constant cost of a micro-batch's exchange of experts' rows in one layer.
+        """Return the time of expert parallelism in one layer that does not depend on the tokens.
 
-        It is the exposed latency of the all-to-alls, and the time that the experts' products lose
-        because each stage computes smaller ones.
+        It is the latency of the all-to-alls that no computation hides, and the time that experts
+        lose because each of the `expert_stages` computes smaller matrix products.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         with_latency = work.waits(stages, self._routed_alpha_ns / tokens)
@@ -708,7 +798,7 @@ class LinearCost:
 
     @property
     def _routed_alpha_ns(self) -> float:
-        """Latency of one all-to-all of experts' rows."""
+        """Latency of one all-to-all in the EP group, in ns."""
         span = min(self.parallel.ep, self.profile.ranks_per_node + 1)
         return all_to_all_latency_ns(self.profile, span_ranks=span)
 
@@ -716,7 +806,7 @@ class LinearCost:
 
     @property
     def embedding_ns_per_token(self) -> Passes:
-        """Embedding of one token on the first stage: (forward, backward)."""
+        """Time to embed one token on the first stage, in ns: (forward, backward)."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
         # The time is not divided by tp: every TP rank looks up all tokens in its part of the
         # vocabulary.
@@ -729,14 +819,20 @@ class LinearCost:
 
     @property
     def head_ns_per_token(self) -> float:
-        """Head and loss of one token on the last stage. Both passes run during forward."""
+        """Time of the output head and the loss for one token on the last stage, in ns.
+
+        It includes the gradients, which the head computes during the forward pass.
+        """
         flops = (1 + LINEAR_BACKWARD_FACTOR) * head_flops(self.model)
         ranks = self.parallel.tp * self.parallel.cp
         return flops / ranks / self.profile.head.tflops * 1e-3
 
     @property
     def head_backward_ns(self) -> float:
-        """Backward of the head for one micro-batch, which only scales the weight's gradient."""
+        """Time of the head's backward pass for one micro-batch, in ns.
+
+        It only scales the weight's gradient, which the forward pass has already computed.
+        """
         values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
         return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
 
@@ -744,41 +840,49 @@ class LinearCost:
 
     @property
     def weight_products_ns_per_token(self) -> float:
-        """Time of the matrix products that compute weight gradients, for one token."""
+        """Time of the matrix products that compute weight gradients, for one token, in ns."""
         return self._products_with_load_ns()[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
     def routed_ns_per_token(self) -> Work:
-        """The experts' part of `ns_per_token`.
+        """Time of routed experts' matrix products for one token in all layers of a pipeline rank.
 
-        It does not run on the token's rank, but on the ranks of the EP group that have its experts;
-        the price is that of the most loaded rank.
+        It is part of `ns_per_token`, in ns. The products run on the ranks of the EP group that hold
+        the token's experts. The price is that of the EP rank with the most rows.
         """
         factor = self.num_layers * self.expert_load
         forward, backward, recomputed = self._routed_ns()
         return forward * factor, backward * factor, recomputed * factor
 
     def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
-        """Return the time of all-to-alls of experts' rows in a rank, and its exposed part.
+        """Return the time of a rank's all-to-alls to and from experts, and its exposed part.
+
+        The exposed part is what no computation hides. Both are in ns, over both passes.
 
         Args:
-            num_tokens: Tokens of all micro-batches.
-            num_micro_batches: Number of micro-batches, which sets how often latency is paid.
+            num_tokens: Tokens of all micro-batches together.
+            num_micro_batches: Number of micro-batches. Each adds the latency of its all-to-alls.
         """
         work, each = self._routed_work(), num_tokens / num_micro_batches
         alpha = self._routed_alpha_ns / each
-        # Rows travel to the experts and back, in both passes; recomputation sends them once more.
+        # Rows travel to the experts and back in both passes, which makes four all-to-alls.
+        # Recomputation sends them once more.
         whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
         copies = num_tokens * self.num_layers * self._routed_share
         return whole * copies, sum(work.waits(self.expert_stages, alpha)) * copies
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
-    """Build the workload of a run on "cpu" or "cuda"; its `profile` is the one that was chosen.
+    """Choose a kernel profile for a run and return the workload that it prices.
 
-    With cost.profile = "auto" this is the profile that matches the device and the attention kernel.
-    A kernel that the profile lacks, or "auto", is priced as the profile's first kernel, so that a
-    run does not need a measurement first. `wlb.cost.mismatch` lists what does not match.
+    With cost.profile = "auto" this is the profile that matches the device and the attention kernel
+    best; otherwise it is the named one. If the profile lacks the attention kernel, its first kernel
+    prices attention, so that a run does not need a measurement first. `wlb.cost.mismatch` lists
+    what the profile was not measured for.
+
+    Args:
+        spec: The run.
+        device: "cpu" or "cuda".
     """
     name, backend = spec.cost.profile, str(spec.kernels.attention)
     machine = machine_name(device)
@@ -824,6 +928,9 @@ def workload_of(
 
 
 def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:
-    """Return `cost` with free collectives, to compare it with CPU time, which excludes waiting."""
+    """Return `cost` with collectives that take no time.
+
+    Such prices can be compared with measured CPU time, which does not count waiting.
+    """
     free = tuple(replace(c, alpha_ns=0, bytes_per_s=float("inf")) for c in cost.profile.collectives)
     return replace(cost, profile=replace(cost.profile, collectives=free))
