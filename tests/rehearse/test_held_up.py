@@ -47,10 +47,10 @@ def merely_slow() -> dict[int, list[RankMessage]]:
 def test_the_proof_says_which_transfer_waits_for_which() -> None:
     (problem,) = prove(merely_slow(), world_size=3).problems
     assert problem == (
-        "transfers in pp (0, 1, 2) could be held up by transfers that their rank posted before "
-        "them (1 cases): rank 1 posts its recv with rank 2 (step 0, wlb/recv.py:1), which its "
-        "peer may not have posted yet, and behind it its send with rank 0 (step 0, "
-        "wlb/send.py:1); give each pair of ranks a communicator of its own"
+        "transfers in pp (0, 1, 2) could be held up by earlier transfers of the same rank (1 "
+        "cases): rank 1 first posts its recv with rank 2 (step 0, wlb/recv.py:1), which its peer "
+        "may not have posted yet, and then its send with rank 0 (step 0, wlb/send.py:1); give each "
+        "pair of ranks a separate communicator"
     )
 
 

@@ -1,15 +1,15 @@
-"""A model of torch's caching allocator: the memory that it reserves for a list of requests.
+"""Simulate how much device memory torch's caching allocator reserves for a list of requests.
 
-It follows c10/cuda in torch 2.11 to 2.13:
+The simulation follows c10/cuda in torch 2.11 to 2.13:
 
 - Requests are rounded up to 512 bytes.
-- Requests up to 1 MiB share segments of 2 MiB. Requests below 10 MiB share segments of 20 MiB.
-  Larger requests get a segment of their own, rounded up to 2 MiB.
-- The smallest free block that fits is taken. It is split if at least 512 bytes (small requests) or
-  more than 1 MiB (large ones) are left. Free neighbours merge.
+- Requests up to 1 MiB share segments of 2 MiB. Requests below 10 MiB share segments of 20 MiB. A
+  larger request gets a separate segment, rounded up to 2 MiB.
+- A request takes the smallest free block that fits. The block is split if at least 512 bytes (small
+  requests) or more than 1 MiB (large requests) are left. Free neighbours merge.
 - Streams never share blocks.
-- With expandable segments, each stream has one segment for small and one for large requests. It
-  grows by pages of 2 or 20 MiB, so that fragmentation at the ends of segments disappears.
+- With expandable segments, each stream has one segment for small and one for large requests. A
+  segment grows by pages of 2 or 20 MiB, so no memory is lost at the ends of many segments.
 - When the device is full, free segments are returned to it once before the request fails.
 """
 
@@ -22,27 +22,27 @@ from wlb.rehearse.results import Reserved
 
 MIB = 1 << 20
 SMALL, LARGE = MIB, 10 * MIB
-"""Largest small request, and smallest request with a segment of its own, in bytes."""
+"""Largest small request, and smallest request that gets a separate segment, in bytes."""
 PAGE_SMALL, PAGE_LARGE = 2 * MIB, 20 * MIB
-"""Size of shared segments, and of pages of expandable segments, in bytes."""
+"""Bytes of a segment, or of a page of an expandable segment, for small and for large requests."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment."""
+    """A part of a segment, which is free or has the memory of one request."""
 
-    size: int
+    size: int  # bytes
     is_free: bool = True
-    before: "Block | None" = None  # its neighbours in the segment
-    after: "Block | None" = None
+    before: "Block | None" = None  # previous block in the segment
+    after: "Block | None" = None  # next block in the segment
 
 
 @dataclass(slots=True)
 class _Pool:
     """Free blocks of one stream for small or for large requests."""
 
-    is_small: bool
-    # (size, id, block), sorted so that the smallest block that fits is found by bisection.
+    is_small: bool  # whether the pool is for small requests
+    # Sorted (size, id, block), so that bisection finds the smallest block that fits.
     free: list[tuple[int, int, Block]] = field(default_factory=list)
     last: Block | None = None  # last block of the expandable segment
 
@@ -76,7 +76,13 @@ class Allocator:
         self._living: dict[int, tuple[Block, _Pool]] = {}
 
     def request(self, number: int, size: int, stream: int) -> None:
-        """Allocate `size` bytes on `stream` as `number`. Raise _Full if they do not fit."""
+        """Allocate memory, or raise _Full if the device has not enough.
+
+        Args:
+            number: Number by which `free` will refer to this memory.
+            size: Bytes to allocate.
+            stream: Id of the stream that allocates.
+        """
         is_small = size <= SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
         block = pool.fitting(size) or self._grow(pool, size)
@@ -89,7 +95,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, number: int) -> None:
-        """Free the memory that was allocated as `number`."""
+        """Free the memory that was allocated under `number`."""
         block, pool = self._living.pop(number)
         self.allocated -= block.size
         block.is_free = True
@@ -117,7 +123,7 @@ class Allocator:
         pool.put(rest)
 
     def _grow(self, pool: _Pool, size: int) -> Block:
-        """Return a block in a new segment, or at the end of the expandable segment."""
+        """Return a new block of at least `size` bytes: a new segment, or an expanded segment."""
         if not self.expandable:
             segment = PAGE_SMALL if pool.is_small else PAGE_LARGE
             if size >= LARGE:
@@ -126,7 +132,7 @@ class Allocator:
             return Block(segment)
         page = PAGE_SMALL if pool.is_small else PAGE_LARGE
         last = pool.last
-        # A free block at the end is extended, so only the missing bytes are reserved.
+        # If the last block of the segment is free, extend it and reserve only the missing bytes.
         have = last.size if last is not None and last.is_free else 0
         more = -(-(size - have) // page) * page
         self._take(more)
@@ -141,7 +147,7 @@ class Allocator:
         return block
 
     def _take(self, size: int) -> None:
-        """Reserve `size` bytes of the device."""
+        """Reserve `size` bytes of the device; return free segments to it first if necessary."""
         if self.reserved + size > self.limit:
             self.retries += 1
             self._give_back()
@@ -165,7 +171,7 @@ class Allocator:
 
 
 def reserved(requests: Iterable[AllocatorRequest], *, limit: int, expandable: bool) -> Reserved:
-    """Replay the requests of a rank until one does not fit.
+    """Simulate the requests of a rank, up to the first that does not fit.
 
     Args:
         requests: Allocations and frees in order.

@@ -1,9 +1,9 @@
 """torch.compile in a rehearsal: run the graphs that inductor would get, operator by operator.
 
 torch's own code traces layers, decomposes operators and splits forward from backward, with
-inductor's settings. So activations saved for backward, the order of collectives and recompilations
-are those of a real run. Fusion by inductor is not known, so element-wise kernels are counted one by
-one.
+inductor's settings. So the activations that are saved for backward, the order of collectives and
+the recompilations are the same as in a real run. Inductor itself does not run, so its fusion of
+element-wise operators is not known, and each of them counts as a kernel.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,13 @@ _compile = torch.compile
 
 
 def refuse_other_backends(backend: str, device: torch.device) -> None:
-    """Stand in for `wlb.parallel.compiled.refuse_uncompilable`, which would use the GPU.
+    """Refuse compile backends that a rehearsal does not know.
+
+    It replaces `wlb.parallel.compiled.refuse_uncompilable`, which would use the GPU.
+
+    Args:
+        backend: Value of training.compile_backend.
+        device: Device of the rank; unused.
 
     Raises:
         UserError: If the backend is not inductor.
@@ -49,19 +55,20 @@ def compiling(recorder: Any) -> Callable[..., Callable[..., Any]]:
     """Return a function that replaces torch.compile.
 
     torch ignores `mark_unbacked` on fake tensors, so lengths are marked with `maybe_mark_dynamic`
-    instead. The difference is that lengths 0 and 1 get graphs of their own, unlike in a real run.
+    instead. The difference is that lengths 0 and 1 get separate graphs, unlike in a real run.
 
     Args:
         recorder: The dispatch mode that records the operators of graphs.
     """
-    # Without duck shapes, lengths that happen to be equal in one step may differ in the next.
+    # Without duck shapes, torch does not assume that lengths which are equal in the first step stay
+    # equal, and does not compile again when they differ.
     setattr(compiled, "mark_unbacked", maybe_mark_dynamic)  # noqa: B010
     setattr(shapes, "use_duck_shape", False)  # noqa: B010
 
     def as_graph(graph: GraphModule, _: list[Tensor]) -> Callable[[list[Any]], Any]:
         def run(arguments: list[Any]) -> Any:
-            # Autograd runs backward graphs under the recorder. `call` below runs forward graphs
-            # without any mode, so the recorder must be entered.
+            # In backward, autograd runs graphs with the recorder active. In forward, `call` below
+            # switches off all modes, so activate the recorder here.
             is_seen = recorder in _get_current_dispatch_mode_stack()
             with nullcontext() if is_seen else recorder:
                 return Interpreter(graph).boxed_run(arguments)

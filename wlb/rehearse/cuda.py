@@ -1,7 +1,8 @@
-"""Replace torch.cuda and torch.distributed in a process that rehearses, for good.
+"""Replace parts of torch.cuda and torch.distributed for the rest of a rehearsing process's life.
 
-Streams and events become those of `gpu.py`. Collectives go to torch's fake process group. Transfers
-between pipeline stages are recorded. What the host reads from the GPU is zero.
+Streams and events become the fakes of `gpu.py`. Collectives go to torch's fake process group.
+Transfers between pipeline stages are recorded. Every value that the host reads from the GPU is
+zero.
 """
 
 import importlib
@@ -32,7 +33,7 @@ _libraries: list[Any] = []
 
 
 def install() -> None:
-    """Replace torch's view of the device. Call it once, before `describe`."""
+    """Make torch see a GPU and process groups that are fakes. Call it once, before `describe`."""
     GPU.device = DEVICE
     _streams()
     _tensors()
@@ -45,9 +46,10 @@ def install() -> None:
     importlib.import_module("torch.distributed._tools.fake_collectives")
     _shapes_of_whole_tensors()
     _register_kernels()
-    # A CUDA build would ask the GPU which kernel to use. Use the one that a CPU build has.
+    # A CUDA build would ask the GPU which attention kernel to use. Use the kernel of a CPU build.
     setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)  # noqa: B010
-    # Triton cannot launch kernels here, but the rehearsed GPU can.
+    # Triton cannot launch kernels without a GPU. Report no problem, because on the rehearsed GPU it
+    # can.
     setattr(select, "launch_problem", lambda _: None)  # noqa: B010
     setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
     _groups()
@@ -61,11 +63,11 @@ def _attention(
 
 
 def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
-    """Let torch.cuda describe the rehearsed GPU.
+    """Make functions such as torch.cuda.get_device_properties return those of the rehearsed GPU.
 
     Args:
         name: Name of the GPU.
-        memory_bytes: Memory of the GPU.
+        memory_bytes: Memory of the GPU in bytes.
         local_ranks: Number of GPUs in a node.
     """
     cuda = torch.cuda
@@ -103,7 +105,7 @@ def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
 
 
 class _OnStream:
-    """Stands in for torch.cuda.stream. It is a class because torch.compile checks for instances."""
+    """Replaces torch.cuda.stream. It is a class because torch.compile checks for instances."""
 
     def __init__(self, stream: FakeStream | None) -> None:
         self.stream = stream
@@ -168,9 +170,9 @@ def _tensors() -> None:
 
 
 def _shapes_of_whole_tensors() -> None:
-    """Do not record the operators that DTensor runs only to infer shapes.
+    """Switch recording off while DTensor runs operators only to infer shapes.
 
-    They run on fake tensors of the unsharded shape, which take no memory in a run either.
+    In a run, too, these operators run on fake tensors, which take no memory.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -188,9 +190,9 @@ def _shapes_of_whole_tensors() -> None:
 
 
 def _register_kernels() -> None:
-    # A CPU build has no CUDA kernels for these operators and would decompose them, which saves more
-    # tensors for backward. The registered function is never called: fake tensors only check that a
-    # kernel exists.
+    # A CPU build has no CUDA kernels for these operators. It would decompose them, so that other
+    # tensors would be saved for backward than on a GPU. The registered function is never called,
+    # because fake tensors only check that a kernel exists.
     library = torch.library.Library("aten", "IMPL")
     for name in _KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -218,28 +220,28 @@ def _groups() -> None:
 
 
 def broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
-    """Fake broadcast: every rank keeps its own objects."""
+    """Replace torch's broadcast of objects: every rank keeps the objects that it has."""
 
 
 def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, *_: Any, **__: Any) -> None:
-    """Fake gather: fills every slot with this rank's tensor."""
+    """Replace torch's gather: every entry of the list becomes this rank's tensor."""
     for row in gather_list or []:
         row.copy_(tensor)
 
 
 def gather_object(obj: Any, found: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Fake gather: fills every slot with this rank's object."""
+    """Replace torch's gather of objects: every entry of `found` becomes this rank's object."""
     if found is not None:
         found[:] = [obj] * len(found)
 
 
 def all_gather_object(found: list[Any], obj: Any, *_: Any, **__: Any) -> None:
-    """Fake all-gather: fills every slot with this rank's object."""
+    """Replace torch's all-gather of objects: every entry of `found` becomes this rank's object."""
     found[:] = [obj] * len(found)
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` so that each call also records a message between hosts."""
+    """Wrap a collective between hosts, so that each call is also recorded as a message."""
 
     def call(*args: Any, group: Any = None, **options: Any) -> Any:
         where = recorder().communicator(_group(group))
@@ -263,12 +265,12 @@ _recorders: list[Recorder] = []
 
 
 def recorder() -> Recorder:
-    """Return the recorder that `use` was called with."""
+    """Return the recorder of this process, which `use` has set."""
     return _recorders[-1]
 
 
 def use(made: Recorder) -> None:
-    """Record messages of hosts, transfers and compiled graphs in `made`. Call it once."""
+    """Set the recorder of messages between hosts, transfers and compiled graphs. Call it once."""
     _recorders.append(made)
     setattr(torch, "compile", compiler.compiling(made))  # noqa: B010
     _transfers()
@@ -282,7 +284,7 @@ _ASYNC = (
 
 
 def _async_works() -> None:
-    """Make asynchronous collectives return a Work whose `wait` makes the current stream wait."""
+    """Make asynchronous collectives return a `FakeWork`, for which a stream can wait."""
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **options: Any) -> Any:
@@ -299,23 +301,23 @@ def _async_works() -> None:
 
 
 class FakeWork:
-    """Stands in for the Work of an asynchronous collective of c10d."""
+    """Replaces the Work object that torch.distributed returns for an asynchronous collective."""
 
     def __init__(self, stream: FakeStream) -> None:
         self._done = FakeEvent().record(stream)
 
     def wait(self, *_: Any) -> bool:
-        """Let the current stream wait for the collective."""
+        """Make the current stream wait for the collective."""
         self._done.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Return True: nothing runs in the background."""
+        """Return True, because nothing runs in the background."""
         return True
 
 
 class _Transfer(FakeWork):
-    """Stands in for the Work of a send or receive. `index` is its place among the messages."""
+    """Replaces the Work of a send or receive, whose message is `GPU.messages[index]`."""
 
     def __init__(self, index: int, stream: FakeStream) -> None:
         super().__init__(stream)
@@ -337,10 +339,10 @@ def _transfers() -> None:
         index = len(GPU.messages) - 1
         if tensor.device.type != "cuda":
             if kind == "recv":
-                tensor.zero_()  # no rank really sends, so receive zeros
+                tensor.zero_()  # no other process sends data, so receive zeros
             return _Transfer(index, GPU.current)
         ins, outs = ([tensor], []) if kind == "send" else ([], [tensor])
-        # All transfers of a process group share the stream of its communicator.
+        # As in NCCL, all transfers of a process group run on the one stream of its communicator.
         between = tuple(sorted((dist.get_rank(), peer)))
         stream = recorder().transfer(where, kind, ins, outs, is_async=True, between=between)
         return _Transfer(index, stream)

@@ -1,8 +1,8 @@
 """Experts in a rehearsal: all are equally loaded, because routers on fake tensors choose none.
 
-Each rank of an EP group receives an equal share of each member's rows, with padding. Members in
-other pipelines process the micro-batch of the same number, so the step's plan says how many rows
-they have.
+Each rank of an EP group receives an equal share of the rows of each member, including padding
+rows. While a rank processes micro-batch i, members in other pipelines process their micro-batch i,
+so the step's plan says how many rows they have.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from wlb.spec import ParallelSpec, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows(ExpertRows):
-    """`ExpertRows` that also know the other members of the EP group."""
+    """`ExpertRows` with the numbers of rows of all members of the EP group."""
 
     of_members: tuple[int, ...]  # number of rows of each member; `num` is this rank's
 
 
 class EqualLoads:
-    """Decides how many rows ranks send each other, which in a run depends on routers."""
+    """Decides how many rows the ranks of an EP group send each other. In a run, routers do."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.per_token = spec.model.experts.per_token
@@ -39,10 +39,10 @@ class EqualLoads:
         """Digest of a pipeline's plan -> the step that it belongs to."""
 
     def split(self, stages: int, size: int, rank: int) -> expert_exchange.RowsBetween:
-        """Return the rows that this rank exchanges with each member of its EP group.
+        """Return how many rows this rank sends to and receives from each member of its EP group.
 
-        A member's rows are divided evenly. If that leaves a remainder, the members that follow it
-        in the group get a row more.
+        The rows of a member are divided evenly. If r rows are left, the member itself and the next
+        r - 1 members in the group get one row more.
 
         Args:
             stages: Number of parts in which rows travel (`ep.stages`).
@@ -58,7 +58,7 @@ class EqualLoads:
             return each + ((receiver - sender) % size < remainder)
 
         def by_stage(rows: list[int]) -> list[list[int]]:
-            # Sender and receiver round in the same way, so their numbers of rows agree.
+            # Sender and receiver compute the same rounding, so their numbers of rows agree.
             ends = [[n * s // stages for n in rows] for s in range(stages + 1)]
             return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)]
 
@@ -67,7 +67,13 @@ class EqualLoads:
         return expert_exchange.RowsBetween(by_stage(received), by_stage(sent))
 
     def rows_of(self, plan: PipelinePlan, i: int, mesh: Mesh) -> GroupRows:
-        """Return the rows of all members of this rank's EP group in micro-batch `i`."""
+        """Return the numbers of rows of all members of this rank's EP group in a micro-batch.
+
+        Args:
+            plan: Plan of this rank's pipeline.
+            i: Number of the micro-batch in each pipeline.
+            mesh: Mesh of this rank.
+        """
         step, tp = self.steps[plan.digest()], mesh.parallel.tp
         pipelines = pipelines_of_group(mesh.parallel, mesh.at)
         rows = {d: step.local_tokens(d)[i] // tp for d in set(pipelines)}
@@ -79,9 +85,13 @@ class EqualLoads:
 
 
 def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """Return the pipeline of each member of a rank's EP group.
+    """Return the number of the pipeline of each member of a rank's EP group.
 
-    Members are neighbours in (dp, cp, tp) order.
+    The members are consecutive ranks in (dp, cp, tp) order.
+
+    Args:
+        parallel: Layout of the run.
+        at: Coordinates of the rank.
     """
     own = (at.dp * parallel.cp + at.cp) * parallel.tp + at.tp
     first = own - own % parallel.ep
@@ -89,10 +99,15 @@ def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
 
 
 def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """Return the rows of each micro-batch by which a rank's memory is estimated.
+    """Return the most rows per rank of each micro-batch, over the pipelines of an EP group.
 
-    A rank's experts also process rows of the other pipelines that its EP group spans, so this is
-    the maximum over these pipelines.
+    The memory of a rank is estimated with these numbers, because its experts also process rows of
+    the other pipelines that its EP group spans.
+
+    Args:
+        plan: Plan of the step.
+        parallel: Layout of the run.
+        at: Coordinates of the rank.
     """
     pipelines = {at.dp, *pipelines_of_group(parallel, at)}
     each = [plan.local_tokens(pipeline) for pipeline in sorted(pipelines)]
@@ -100,7 +115,7 @@ def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -
 
 
 def load_equally(spec: RunSpec) -> None:
-    """Make all experts of this process equally loaded. Call it before plans are sharded."""
+    """Make all experts in this process equally loaded. Call it before plans are sharded."""
     if not spec.model.experts.num:
         return
     loads = EqualLoads(spec)
@@ -136,7 +151,7 @@ def load_equally(spec: RunSpec) -> None:
 
 
 def weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
-    """Return the shapes of unsharded weights of experts and routers on a rank."""
+    """Return the shapes that weights of experts and routers have on a rank before FSDP shards."""
     model, moe = spec.model, spec.model.experts
     num_local, shared = moe.num // spec.parallel.ep, moe.shared_hidden_size // spec.parallel.tp
     hidden = model.hidden_size

@@ -2,11 +2,11 @@
 
 Two rules of CUDA streams are checked:
 
-1. A kernel may use what a kernel of another stream wrote only after its stream waited for that
-   kernel.
-2. Freed memory is reused by the next allocation of the stream that allocated it. By then this
-   stream must have waited for the kernels of other streams that used the memory, unless
-   `Tensor.record_stream` has told the allocator about them.
+1. A kernel may use a tensor that another stream wrote only after its own stream has waited for the
+   kernel that wrote it.
+2. The stream that allocated memory may reuse it as soon as it is freed. Before its next allocation,
+   this stream must therefore have waited for the kernels of other streams that used the memory,
+   unless `Tensor.record_stream` has told the allocator about these streams.
 
 Storages are tracked by weak references, so a storage counts as freed when Python frees it.
 """
@@ -33,7 +33,7 @@ from wlb.rehearse.gpu import (
 )
 
 BLOCK = 512
-"""Bytes to a multiple of which the caching allocator rounds requests up."""
+"""The caching allocator rounds requests up to a multiple of this many bytes."""
 _BY_FRAME = (
     ("_fsdp_collectives.py", "", "gathered parameters"),
     ("_fsdp_param.py", "", "gathered parameters"),
@@ -47,9 +47,10 @@ _BY_FRAME = (
     ("execute.py", "_sum", "telemetry"),
     ("data.py", "gradient_square", "telemetry"),
 )
-"""(end of a file name, function or "" for any, kind of memory that it allocates).
+"""Which code allocates which kind of memory.
 
-The innermost stack frame that matches decides."""
+An entry is (end of a file name, name of a function or "" for any, kind of memory). The innermost
+stack frame that matches an entry decides."""
 _DEEPEST = 40
 """Most stack frames that are searched for an entry of _BY_FRAME."""
 
@@ -60,38 +61,40 @@ class _Storage:
 
     number: int  # number of its request to the allocator
     size: int  # bytes; 0 = freed
-    kind: str  # such as "activations"
+    kind: str  # kind of memory, such as "activations"
     stream: FakeStream  # stream that allocated it
     writer: int  # id of the stream that wrote it last
-    written: int  # number of that stream's kernel that wrote it
+    written: int  # number of the kernel that wrote it, counted on the writer's stream
     where: str  # file and line of wlb that allocated it
-    done: FakeEvent | None = None  # event behind the transfer that wrote it; None after a kernel
-    # Stream id -> number of that stream's kernel that used it last.
+    # Event recorded after the transfer that wrote it; None if a kernel wrote it.
+    done: FakeEvent | None = None
+    # Stream id -> number of the last kernel on that stream that used it.
     uses: dict[int, int] = field(default_factory=dict)
-    recorded_streams: set[int] = field(default_factory=set)  # by Tensor.record_stream
+    # Ids of streams that Tensor.record_stream was called with.
+    recorded_streams: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class Footprint:
     """Allocated memory of the fake GPU, in bytes, and every request to the allocator."""
 
-    now: int = 0
-    peak: int = 0
-    by_kind: Counter[str] = field(default_factory=Counter)
-    at_peak: dict[str, int] = field(default_factory=dict)  # by kind, when `peak` was reached
-    requests: list[AllocatorRequest] = field(default_factory=list)
-    # Shapes of whole weights, by which their gradients are recognised in backward.
+    now: int = 0  # bytes that are allocated now
+    peak: int = 0  # most bytes that were allocated at a time
+    by_kind: Counter[str] = field(default_factory=Counter)  # bytes allocated now, by kind
+    at_peak: dict[str, int] = field(default_factory=dict)  # bytes by kind when `peak` was reached
+    requests: list[AllocatorRequest] = field(default_factory=list)  # allocations and frees
+    # Shapes of weights before FSDP shards them. In backward, tensors of such a shape are gradients.
     parameter_shapes: set[tuple[int, ...]] = field(default_factory=set)
     _known: Any = field(default_factory=weakref.WeakKeyDictionary)  # storage -> _Storage
     _numbers: int = 0  # number of the latest request
-    # Stream id -> uses of its freed memory by other streams for which it has not waited: (other
-    # stream, number of its kernel, description of the memory).
+    # Stream id -> kernels of other streams that use memory which this stream has freed, and for
+    # which it has not waited: (id of the other stream, number of the kernel, text on the memory).
     _unfinished: dict[int, list[tuple[int, int, str]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     def add(self, tensor: Any) -> _Storage:
-        """Return the record of a tensor's storage. Create it if it is new; follow resizes."""
+        """Return the record of a tensor's storage, which is created or resized if necessary."""
         raw = tensor.untyped_storage()
         size = -(-raw.nbytes() // BLOCK) * BLOCK
         record = self._known.get(raw)
@@ -102,14 +105,20 @@ class Footprint:
             self._known[raw] = record
             weakref.finalize(raw, self._free, record).atexit = False
         if record.size != size:
-            # FSDP allocates storages once and resizes them later, so name the line that resizes.
+            # FSDP creates a storage once and later resizes it to allocate and free memory. So
+            # record the line that resizes.
             if size and record.number:
                 record.where = called_from(3)
             self._resize(record, size)
         return record
 
     def temporary(self, kind: str, size: int) -> None:
-        """Count a workspace of a kernel, which is allocated and freed at once."""
+        """Count the workspace of a kernel, which is freed directly after it is allocated.
+
+        Args:
+            kind: Kind of memory.
+            size: Bytes of the workspace.
+        """
         if size:
             stream = GPU.current
             record = _Storage(0, 0, kind, stream, stream.id, 0, called_from(3))
@@ -155,12 +164,12 @@ class Footprint:
     def landed(self, tensor: Any, stream: FakeStream) -> None:
         """Note that the latest transfer on `stream` fills a tensor.
 
-        An event is recorded, so that `wait_for` does not wait for later transfers too.
+        It records an event now, so that `wait_for` waits for this transfer and not for later ones.
         """
         self.add(tensor).done = FakeEvent().record(stream)
 
     def wait_for(self, tensor: Any, stream: FakeStream) -> None:
-        """Let `stream` wait for the transfer that filled a tensor, but not for later transfers."""
+        """Make `stream` wait for the transfer that filled a tensor, but not for later transfers."""
         record = self.add(tensor)
         if record.done is not None:
             record.done.wait(stream)
@@ -168,7 +177,7 @@ class Footprint:
             stream.wait_stream(GPU.streams[record.writer])
 
     def record_stream(self, tensor: Any, stream: FakeStream) -> None:
-        """Do as Tensor.record_stream: the allocator waits for `stream` before it reuses memory."""
+        """Replace Tensor.record_stream: memory is not reused before work of `stream` has ended."""
         self.add(tensor).recorded_streams.add(stream.id)
 
     def restart_peak(self) -> tuple[int, dict[str, int]]:
@@ -178,7 +187,7 @@ class Footprint:
         return before
 
     def keep_peak(self, peak: int, at_peak: dict[str, int]) -> None:
-        """Restore an earlier peak, as `restart_peak` returned it, if it was higher."""
+        """Restore the peak that `restart_peak` returned, if it is higher than the present peak."""
         if peak > self.peak:
             self.peak, self.at_peak = peak, at_peak
 
@@ -207,7 +216,10 @@ class Footprint:
         self.requests.append(AllocatorRequest(record.number, size, record.stream.id, *at))
 
     def _note_uses(self, record: _Storage) -> None:
-        """Remember who still uses a storage that is freed, because its memory may now be reused."""
+        """Note which streams may still use a storage that is being freed.
+
+        The stream that allocated it may now reuse its memory.
+        """
         owner = record.stream
         for stream, count in record.uses.items():
             has_ended = (
@@ -221,7 +233,11 @@ class Footprint:
         record.uses.clear()
 
     def _check_reuse(self, owner: FakeStream) -> None:
-        """Record a fault if an allocation of `owner` may reuse memory that others still use."""
+        """Record a fault if `owner` may now reuse memory that other streams still use.
+
+        Args:
+            owner: Stream that allocates.
+        """
         unfinished = self._unfinished.pop(owner.id, ())
         for stream, count, text in unfinished:
             if owner.seen[stream] < count:
@@ -235,7 +251,7 @@ class Footprint:
                 GPU.faults.append(StreamFault(GPU.step, GPU.op, called_from(3), error))
 
     def _kind_of(self, tensor: Any) -> str:
-        """Return the kind of a new storage, by the functions that are on the stack."""
+        """Return the kind of memory of a new tensor, by the functions that are on the stack."""
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):
             kind = _kind_by_code(frame.f_code)
@@ -253,7 +269,7 @@ class Footprint:
 
 @functools.cache
 def _kind_by_code(code: CodeType) -> str:
-    """Return the kind of memory that a function allocates; "" if _BY_FRAME has no entry for it."""
+    """Return the kind of memory that a function allocates by _BY_FRAME; "" if it has no entry."""
     for ending, function, kind in _BY_FRAME:
         if code.co_filename.endswith(ending) and function in ("", code.co_name):
             return kind
@@ -261,7 +277,7 @@ def _kind_by_code(code: CodeType) -> str:
 
 
 def _is_reducing(frame: Any) -> bool:
-    """Return whether a frame or one of its next callers handles FSDP's gradients."""
+    """Return whether the function of a frame, or of the next 3 frames, handles FSDP's gradients."""
     for _ in range(4):
         if "reduce" in frame.f_code.co_name or "grad" in frame.f_code.co_name:
             return True
@@ -276,4 +292,4 @@ def _text(tensor: Any) -> str:
 
 
 FOOTPRINT = Footprint()
-"""The memory of this process, which rehearses one rank."""
+"""The fake GPU memory of this process, which rehearses one rank."""

@@ -1,10 +1,10 @@
 """The fake GPU of a rehearsed rank: streams with clocks, and a log of what was issued to them.
 
-A stream has a vector clock, which says for each other stream how many of its kernels have
-certainly ended, and a time, which advances by the price of each kernel and transfer.
+A stream has a vector clock and a time. The vector clock says for each other stream how many of its
+kernels have certainly ended. The time advances by the predicted time of each kernel and transfer.
 
 Two assumptions simplify the times: the host always issues work ahead of the GPU, and the other
-ranks of a collective arrive when this rank does.
+ranks of a collective start it at the same time as this rank.
 """
 
 import sys
@@ -22,17 +22,17 @@ _DEEPEST = 60
 
 
 class Communicator(NamedTuple):
-    """A process group."""
+    """A process group, identified by its axis and its ranks."""
 
-    axis: str  # axis of the mesh, or the group's description if it belongs to none
+    axis: str  # axis of the mesh, or the description of a group that is not an axis
     ranks: tuple[int, ...]  # global ranks of its members
 
 
 class Splits(NamedTuple):
-    """Rows that a rank exchanges with each member of its group in an all-to-all."""
+    """Numbers of rows that a rank exchanges with each member of its group in an all-to-all."""
 
-    received: tuple[int, ...]  # rows from each member
-    sent: tuple[int, ...]  # rows to each member
+    received: tuple[int, ...]  # number of rows from each member
+    sent: tuple[int, ...]  # number of rows to each member
 
 
 class RankMessage(NamedTuple):
@@ -40,13 +40,13 @@ class RankMessage(NamedTuple):
 
     communicator: Communicator | None  # None for a wait
     kind: str  # "collective", "send", "recv" or "wait"
-    op: Any  # name of the collective, or rank of the peer
-    # Shapes, dtypes and options, which all members must agree on. For a wait: the index of the
-    # awaited send or receive in the rank's messages.
+    op: Any  # name of the collective; rank of the peer for a send or receive; None for a wait
+    # For a wait, the index in the rank's messages of the send or receive that is awaited. For all
+    # others, shapes, dtypes and options, which must be equal on all members.
     what: Any
     where: str  # file and line of wlb
     step: int  # -1 before the first step
-    batch: int = -1  # number of the batch of transfers that NCCL starts together; -1 = none
+    batch: int = -1  # equal for transfers that NCCL starts together in a batch; -1 = no batch
     splits: Splits | None = None  # rows of an all-to-all; None for others
 
 
@@ -56,13 +56,13 @@ class HostWait(NamedTuple):
     step: int
     what: str  # the call that waited, such as item()
     where: str  # file and line of wlb
-    # Priced work still queued on the compute stream when the wait ended. With 0 the GPU is idle
-    # until the host issues more.
+    # Predicted time of the work that was still queued on the compute stream when the wait ended.
+    # If it is 0, the GPU is idle until the host issues more work.
     left_ns: float = 0.0
 
 
 class StreamFault(NamedTuple):
-    """An allocation that reused memory which another stream may still use."""
+    """An error of streams: an allocation may reuse memory that another stream still uses."""
 
     step: int
     op: str  # the operator that allocated
@@ -103,20 +103,20 @@ class RehearsalFault(RuntimeError):
 class PartTotals:
     """Totals of one part of a step, such as matrix products or TP's collectives."""
 
-    calls: int = 0  # kernels or transfers
-    num_bytes: float = 0.0  # read and written by kernels, or transferred
+    calls: int = 0  # number of kernels or transfers
+    num_bytes: float = 0.0  # bytes read and written by kernels, or transferred
     flops: float = 0.0
-    time_ns: float = 0.0  # priced
+    time_ns: float = 0.0  # predicted time
 
 
 class FakeStream:
-    """Stands in for torch.cuda.Stream.
+    """Replaces torch.cuda.Stream.
 
     Attributes:
-        id: Index in `FakeGpu.streams`; COMPUTE is 0.
-        seen: Vector clock: for each stream id, the number of its kernels that have certainly ended
+        id: Index in `FakeGpu.streams`; 0 (COMPUTE) is the default stream.
+        seen: Vector clock: stream id -> how many kernels of that stream have certainly ended
             before the next kernel of this stream begins.
-        time_ns: Priced time at which the work issued so far ends.
+        time_ns: Predicted time at which the work issued so far ends.
         part: Part of the step that the latest kernel or transfer belongs to.
     """
 
@@ -130,15 +130,15 @@ class FakeStream:
         GPU.streams.append(self)
 
     def wait_stream(self, other: "FakeStream") -> None:
-        """Let later work of this stream wait for all work issued to `other` so far."""
+        """Make later work of this stream wait for all work issued to `other` so far."""
         self.join(other.seen, other.time_ns, other.part)
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """Let later work of this stream wait for `event`."""
+        """Make later work of this stream wait for `event`."""
         event.wait(self)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
-        """Record `event`, or a new event, behind the work issued so far, and return it."""
+        """Record `event` (None: a new event) after the work issued so far, and return it."""
         event = event or FakeEvent()
         event.record(self)
         return event
@@ -148,21 +148,21 @@ class FakeStream:
         GPU.host_waits("Stream.synchronize", self.time_ns)
 
     def query(self) -> bool:
-        """Return True: nothing runs in the background."""
+        """Return True, because nothing runs in the background."""
         return True
 
     def is_capturing(self) -> bool:
-        """Return False: no CUDA graph is captured."""
+        """Return False, because no CUDA graph is captured."""
         return False
 
     def join(self, seen: Counter[int], time_ns: float, part: str) -> None:
-        """Wait for work of another stream.
+        """Make later work of this stream wait for work of another stream.
 
-        Time that the compute stream waits for a transfer is counted as exposed.
+        If this is the compute stream, the time that it waits is counted as exposed.
 
         Args:
-            seen: Vector clock of the work.
-            time_ns: When the work ends.
+            seen: Vector clock of the other stream after that work.
+            time_ns: Predicted time at which that work ends.
             part: Part of the step that the work belongs to.
         """
         self.seen |= seen
@@ -172,7 +172,14 @@ class FakeStream:
             self.time_ns = time_ns
 
     def run(self, name: str, part: str, time_ns: float, where: str = "") -> None:
-        """Append a kernel or transfer that takes `time_ns` to the stream."""
+        """Issue a kernel or transfer to the stream, which advances its clocks.
+
+        Args:
+            name: Name of the kernel or transfer.
+            part: Part of the step that it belongs to.
+            time_ns: Predicted time that it takes.
+            where: File and line of wlb that issued it, for traces.
+        """
         begin = max(self.time_ns, GPU.host_ns)
         self.time_ns, self.part = begin + time_ns, part
         self.seen[self.id] += 1
@@ -187,20 +194,23 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Stands in for torch.cuda.Event and torch.Event: a copy of a stream's clocks."""
+    """Replaces torch.cuda.Event and torch.Event.
+
+    It keeps a copy of the vector clock and the time that a stream had when the event was recorded.
+    """
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
         self.seen: Counter[int] = Counter()
         self._time_ns, self._part = 0.0, "compute"
 
     def record(self, stream: FakeStream | None = None) -> "FakeEvent":
-        """Copy the clocks of `stream` (None: the current stream), and return this event."""
+        """Copy the vector clock and the time of `stream` (None: the current), and return self."""
         stream = stream or GPU.current
         self.seen, self._time_ns, self._part = stream.seen.copy(), stream.time_ns, stream.part
         return self
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """Let later work of `stream` (None: the current stream) wait for this event."""
+        """Make later work of `stream` (None: the current stream) wait for this event."""
         (stream or GPU.current).join(self.seen, self._time_ns, self._part)
 
     def synchronize(self) -> None:
@@ -208,21 +218,21 @@ class FakeEvent:
         GPU.host_waits("Event.synchronize", self._time_ns)
 
     def query(self) -> bool:
-        """Return True: nothing runs in the background."""
+        """Return True, because nothing runs in the background."""
         return True
 
     def elapsed_time(self, end: "FakeEvent") -> float:
-        """Return the priced time from this event to `end` in milliseconds."""
+        """Return the predicted time from this event to the event `end`, in milliseconds."""
         return max(0.0, (end._time_ns - self._time_ns) * 1e-6)
 
 
 @dataclass(slots=True)
 class FakeGpu:
-    """State and log of the rehearsed GPU."""
+    """State of the rehearsed GPU, and a log of what was issued to it."""
 
-    device: Any = None
+    device: Any = None  # torch.device of the GPU
     streams: list[FakeStream] = field(default_factory=list)
-    # Streams of the `torch.cuda.stream` blocks that are open, innermost last.
+    # Streams of the open `with torch.cuda.stream(...)` blocks, the innermost last.
     stack: list[FakeStream] = field(default_factory=list)
     # Messages of this rank in the order in which the host issued them.
     messages: list[RankMessage] = field(default_factory=list)
@@ -231,14 +241,15 @@ class FakeGpu:
     spans: list[StreamSpan] = field(default_factory=list)
     # Totals of the current step by part, such as "GEMM" or "cp".
     parts: dict[str, PartTotals] = field(default_factory=lambda: defaultdict(PartTotals))
-    # Time of the current step that the compute stream waited for transfers, by part.
+    # Time of the current step in which the compute stream waited for transfers, by part.
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host_ns: float = 0.0  # time until which the host has waited for the GPU
     step: int = -1  # -1 before the first step
     op: str = ""  # the latest operator
     is_counting: bool = True  # False while operators run only to infer shapes
-    traces: bool = False  # whether spans are recorded
-    failing: tuple[str, str] | None = None  # the operator that raised an error, and where
+    traces: bool = False  # whether `spans` are recorded
+    # The operator that raised an error, and the file and line of wlb that called it.
+    failing: tuple[str, str] | None = None
 
     @property
     def current(self) -> FakeStream:
@@ -250,7 +261,14 @@ class FakeGpu:
         return self.streams[COMPUTE]
 
     def count(self, part: str, *, num_bytes: float, flops: float, time_ns: float) -> None:
-        """Add a kernel or transfer to the totals of `part`."""
+        """Add a kernel or transfer to the totals of a part of the step.
+
+        Args:
+            part: Name of the part, such as "GEMM" or "cp".
+            num_bytes: Bytes that are read and written, or transferred.
+            flops: Floating-point operations.
+            time_ns: Predicted time.
+        """
         totals = self.parts[part]
         totals.calls += 1
         totals.num_bytes += num_bytes
@@ -258,11 +276,12 @@ class FakeGpu:
         totals.time_ns += time_ns
 
     def host_waits(self, what: str, until_ns: float | None = None) -> None:
-        """Note that the host waits.
+        """Note that the host waits for the GPU.
 
         Args:
-            what: The call that waits.
-            until_ns: When the awaited work ends; None means all work of the current stream.
+            what: The call that waits, such as "item()".
+            until_ns: Predicted time at which the wait ends; None means that the host waits for all
+                work of the current stream.
         """
         until_ns = self.current.time_ns if until_ns is None else until_ns
         left_ns = max(0.0, self.streams[COMPUTE].time_ns - until_ns)
@@ -271,13 +290,13 @@ class FakeGpu:
 
 
 def called_from(skip: int = 0) -> str:
-    """Return file and line of the innermost frame of wlb outside this folder.
+    """Return file and line of the innermost stack frame of wlb outside this folder.
 
     Args:
-        skip: Frames between the caller and the frame to start from.
+        skip: Number of frames above the caller to skip before the search.
 
     Returns:
-        "wlb/...:line", or file and line of the first frame if none is of wlb.
+        "wlb/...:line", or file and line of the first searched frame if no frame is of wlb.
     """
     frame = sys._getframe(skip + 1)
     outer = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -292,4 +311,4 @@ def called_from(skip: int = 0) -> str:
 
 
 GPU = FakeGpu()
-"""The GPU of this process, which rehearses one rank."""
+"""The fake GPU of this process, which rehearses one rank."""

@@ -8,9 +8,9 @@ posts transfer A with one peer, and then transfer B with another peer:
     rank 2:  post B   wait for B        B cannot start before A, and A waits for rank 1
 
 This costs nothing if no rank can reach its wait for B before rank 1 has posted A. Vector clocks
-tell whether the order of the ranks' messages guarantees that, however long passes and transfers
-take. If it does not, A could hold up B. For how long depends on times, which are not looked at
-here.
+show whether the order of the ranks' messages guarantees this for all possible times of passes and
+transfers. If it does not, A could hold up B. How long it would do so depends on times, which this
+module does not compute.
 
 Two transfers with the same peer cannot hold up each other. Both ranks post them in the same order
 and from one stream, so B is never ready at both ends before A.
@@ -26,27 +26,29 @@ from wlb.plan import IntArray
 from wlb.rehearse.gpu import Communicator, RankMessage
 
 Programs = Mapping[int, Sequence[RankMessage]]
+"""Rank -> its program: its messages, in the order in which its host issued them."""
 End = tuple[int, int]
-"""One end of a transfer: a rank, and the index of the message in its program."""
+"""One end of a transfer: a rank, and the index of the send or receive in its program."""
 
 
 class HeldUp(NamedTuple):
-    """A transfer that an earlier one of the same rank and communicator could hold up."""
+    """A transfer that an earlier transfer of the same rank and communicator could hold up."""
 
-    rank: int  # the rank that posts both
+    rank: int  # the rank that posts both transfers
     communicator: Communicator
     first: RankMessage  # the earlier transfer
     second: RankMessage  # the later transfer, which `first` may delay
 
 
 def held_up(programs: Programs) -> list[HeldUp]:
-    """Find transfers that could be held up, in the order of ranks and of their posts.
+    """Return all transfers that could be held up, sorted by rank and then by time of posting.
+
+    Two kinds of transfers are not considered: transfers with ranks that were not rehearsed, and
+    transfers that no rank waits for. The latter are Gloo's, which block the host and not a stream.
 
     Args:
-        programs: Messages of each rehearsed rank, in the order in which its host issued them. They
-            match and cannot deadlock (`wlb.rehearse.prove`). Transfers with ranks that were not
-            rehearsed are left out, and so are transfers that no rank waits for. The latter are
-            Gloo's, which block the host instead of a stream.
+        programs: Messages of each rehearsed rank. They must match and must not deadlock, which
+            `wlb.rehearse.prove` has checked before.
     """
     other_end = _other_ends(programs)
     waits = _Clocks(programs, other_end).waits()
@@ -60,12 +62,14 @@ def held_up(programs: Programs) -> list[HeldUp]:
             assert message.communicator is not None
             before = posted[message.communicator]
             for peer, indices in before.items():
-                # Message i runs after the latest transfer with this peer that is not in its batch.
+                # Message i runs after earlier transfers with this peer, except those of the same
+                # batch. The latest of them is enough to check.
                 first = next((j for j in reversed(indices) if _stands_before(program, j, i)), None)
                 if peer == message.op or first is None:
                     continue
                 _, posts = other_end[rank, first]
-                # Can a rank wait for message i without knowing that the peer has posted `first`?
+                # Check whether a rank can wait for message i before the peer has surely posted
+                # `first`.
                 if any(known.get(peer, posts) < posts for known in waits.get((rank, i), ())):
                     out.append(HeldUp(rank, message.communicator, program[first], message))
                     break
@@ -74,14 +78,14 @@ def held_up(programs: Programs) -> list[HeldUp]:
 
 
 def _stands_before(program: Sequence[RankMessage], j: int, i: int) -> bool:
-    """Return whether message i runs after message j. Messages of one batch start together."""
+    """Return whether message j must run before message i: they are not in the same batch."""
     return program[j].batch < 0 or program[j].batch != program[i].batch
 
 
 def _other_ends(programs: Programs) -> dict[End, End]:
-    """Return the other end of each end of a transfer.
+    """Return a map from each end of a transfer to its other end.
 
-    The i-th send between two ranks in a communicator belongs to the i-th receive.
+    The i-th send from one rank to another in a communicator belongs to the i-th receive there.
     """
     ends: dict[tuple[int, int, Communicator, str], list[int]] = defaultdict(list)
     for rank, program in programs.items():
@@ -97,29 +101,36 @@ def _other_ends(programs: Programs) -> dict[End, End]:
 
 
 class _Clocks:
-    """Computes vector clocks: what must have happened on other ranks when a rank's wait ends.
+    """Computes vector clocks: which messages of other ranks are surely issued when a wait ends.
 
-    A rank issues its messages in order. It stops only at a wait, until both ends of the transfer
-    are posted. Collectives do not stop a rank here, because they may be asynchronous and the waits
-    for them are not recorded. So a rank may in truth know more of the others, but never less.
+    A rank issues its messages in order. It stops only at a wait, until both ends of the awaited
+    transfer are posted. Collectives do not stop a rank here, because they may be asynchronous and
+    the waits for them are not recorded. So other ranks may in fact have issued more messages than
+    a clock says, but never fewer.
     """
 
     def __init__(self, programs: Programs, other_end: Mapping[End, End]) -> None:
         self.programs, self.other_end = programs, other_end
         self._row = {rank: i for i, rank in enumerate(programs)}
         self._at = dict.fromkeys(programs, 0)
-        # Rank -> last message of every rank that is known to be issued, shape [num_ranks].
+        # Rank -> its vector clock, shape [num_ranks]: for every rank the index of the last message
+        # that has surely been issued.
         self._clock = {rank: np.full(len(programs), -1, np.int64) for rank in programs}
         # End of a transfer -> the rank's clock when it was posted, until the other end reads it.
         self._posts: dict[End, IntArray] = {}
-        # End of a transfer that is not posted -> ranks that wait for it.
+        # End of a transfer that is not posted yet -> ranks that wait for it.
         self._waiting: dict[End, list[int]] = defaultdict(list)
-        # End of a transfer -> for each wait for it: member of the communicator -> its last message
-        # that the waiting rank knows of.
+        # End of a transfer -> what is known at each wait for it, as a dict: member of the
+        # communicator -> index of its last message that has surely been issued.
         self._waits: dict[End, list[dict[int, int]]] = defaultdict(list)
 
     def waits(self) -> Mapping[End, list[dict[int, int]]]:
-        """Run all ranks to their ends, and return what is known at each wait."""
+        """Run all ranks to the end, and return which messages are surely issued at each wait.
+
+        Returns:
+            End of a transfer -> a dict for each wait for this transfer: member of the communicator
+            -> index of its last message that has surely been issued.
+        """
         ready = deque(self.programs)
         while ready:
             ready += self._advance(ready.popleft())
@@ -141,7 +152,14 @@ class _Clocks:
         return woken
 
     def _wait(self, rank: int, index: int) -> bool:
-        """Return whether an awaited transfer is posted at both ends; if so, merge their clocks."""
+        """Return whether a wait can end, because both ends of the transfer are posted.
+
+        If so, the waiting rank's clock takes in what the other end knew.
+
+        Args:
+            rank: Rank that waits.
+            index: Index of the awaited send or receive in its program.
+        """
         other = self.other_end.get((rank, index))
         if other is None:
             return True

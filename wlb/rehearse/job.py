@@ -25,11 +25,13 @@ from wlb.train.refuse import refuse_early
 from wlb.train.stores import Stores, open_stores, ready
 
 VOCABULARY = 128_256
-"""Vocabulary size if the run sets none: Llama 3's."""
+"""Vocabulary size of a run that sets none: the vocabulary of Llama 3."""
 _MEAN_LENGTH = 900
-"""Estimate of the mean length of drawn documents, in tokens."""
+"""Estimate of the mean length of drawn documents in tokens, to draw enough of them."""
 _SPARE_STEPS = 8
-"""Global batches to draw beyond the rehearsed steps, for delayed documents and plans ahead."""
+"""Number of global batches that are drawn in addition to one for each rehearsed step.
+
+They are needed because documents may be delayed and because the loop plans ahead."""
 
 
 @dataclass(slots=True)
@@ -38,10 +40,10 @@ class Rehearsal:
 
     job: Job  # the same for all ranks
     planner: Planner  # the planner that made `plans`, which also shards them
-    plans: list[StepPlan]  # the rehearsed steps, and the steps that the loop looks ahead to
+    plans: list[StepPlan]  # the rehearsed steps, and further steps that the loop looks ahead to
 
     def items(self, pipeline: int) -> list[tuple[StepPlan, PipelinePlan]]:
-        """Return each step with the part of it that pipeline `pipeline` executes."""
+        """Return the plan of each step, with the part of it that pipeline `pipeline` executes."""
         return [(plan, self.planner.shard(plan, pipeline)) for plan in self.plans]
 
 
@@ -83,7 +85,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
     plans = list(islice(planner.steps(), steps + 2))
     if len(plans) < steps:
         raise UserError(
-            f"the documents give {len(plans)} steps of the {steps} to rehearse; lower --steps or "
+            f"the documents are enough for only {len(plans)} of --steps {steps}; lower --steps or "
             f"raise data.epochs"
         )
     return Rehearsal(job, planner, plans)
@@ -96,14 +98,14 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
     cluster = replace(spec.cluster, memory_gib=cluster_gib(spec))
     training = replace(spec.training, steps=steps)
     planner = replace(spec.planner, baseline=False)
-    # One batch is enough: all batches of an evaluation use the GPU alike, and rehearsing them would
-    # take longer than the steps.
+    # One batch is enough, because all batches of an evaluation use the GPU in the same way, and
+    # rehearsing all of them would take longer than the steps.
     evaluation = replace(spec.eval, steps=min(spec.eval.steps, 1))
-    # Kernels of a package need values, which fake tensors do not have.
+    # Kernels of flash_linear_attention need the values of tensors, which fake tensors do not have.
     if spec.kernels.linear == LinearBackend.FLASH_LINEAR_ATTENTION:
         raise UserError(
-            f"kernels.linear = {spec.kernels.linear} can't be rehearsed: its kernels run on GPUs "
-            f"only; set kernels.linear = torch, which takes more kernels and more memory"
+            f"kernels.linear = {spec.kernels.linear} cannot be rehearsed, because its kernels run "
+            f"only on GPUs; set kernels.linear = torch (which uses more kernels and more memory)"
         )
     kernels = replace(spec.kernels, linear=LinearBackend.TORCH)
     made = {"model": model, "run": run, "training": training, "planner": planner}
@@ -112,7 +114,13 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
 
 
 def _stores(spec: RunSpec, folder: Path, steps: int) -> Stores:
-    """Return the run's token stores, or a store of drawn lengths if it names none."""
+    """Return the run's token stores, or, if it names none, a store with random lengths.
+
+    Args:
+        spec: Configuration of the run.
+        folder: Folder in which the store is made.
+        steps: Number of steps to rehearse.
+    """
     if spec.data.store or spec.data.blend:
         return open_stores(spec, Console(quiet=True))
     tokens = spec.tokens_per_step * (steps + _SPARE_STEPS)

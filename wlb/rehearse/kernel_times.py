@@ -1,8 +1,8 @@
-"""Price kernels and transfers of the rehearsed GPU with the run's kernel profile.
+"""Predict the times of kernels and transfers on the rehearsed GPU from the run's kernel profile.
 
-Matrix products and attention take their FLOPs over the profile's throughput for the shape. All
-other kernels take their bytes over the profile's bandwidth of norms. No kernel is shorter than
-LAUNCH_NS.
+The time of a matrix product or of attention is its FLOPs divided by the profile's throughput for
+its shape. The time of any other kernel is its bytes divided by the bandwidth that the profile has
+for norms. No kernel takes less than LAUNCH_NS.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from wlb.rehearse.gpu import Splits
 from wlb.spec.run import KernelSection
 
 LAUNCH_NS = 2_500.0
-"""Shortest time of a kernel, in nanoseconds."""
+"""Shortest predicted time of a kernel, in nanoseconds."""
 ATTENTION, GEMM, REST = "attention", "GEMM", "element-wise"
 _PRODUCTS = {
     "aten::mm": 0,
@@ -29,7 +29,7 @@ _PRODUCTS = {
     "aten::bmm": 0,
     "aten::_grouped_mm": 0,
 }
-"""Matrix product -> index of its first factor among the arguments."""
+"""Operator of a matrix product -> index of the first factor among its arguments."""
 _WRITES_ROWS = "aten::index_copy_"
 _COLLECTIVES = (
     ("all_gather", Collective.ALL_GATHER),
@@ -41,11 +41,11 @@ _COLLECTIVES = (
 
 
 class Prices:
-    """Prices of kernels and transfers in a run.
+    """Predicts the times of kernels and transfers in a run.
 
     Args:
-        cost: The workload model that prices the run's plans, with its kernel profile.
-        kernels: Section [kernels] of the run. Its attention kernel must be a real one, not `auto`.
+        cost: Workload model of the run's plans, which has the kernel profile.
+        kernels: Section [kernels] of the run. It must name the attention kernel, not `auto`.
     """
 
     def __init__(self, cost: ProfiledWorkload, kernels: KernelSection) -> None:
@@ -55,7 +55,7 @@ class Prices:
     def kernel(
         self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor]
     ) -> tuple[str, float, float, float, int]:
-        """Return the price of an operator.
+        """Return what an operator costs.
 
         Args:
             name: Name of the operator.
@@ -64,7 +64,8 @@ class Prices:
             outs: Tensors that it returns.
 
         Returns:
-            Part of the step, FLOPs, bytes read and written, nanoseconds, bytes of workspace.
+            A tuple: the part of the step that the operator belongs to, its FLOPs, the bytes that it
+            reads and writes, its predicted time in nanoseconds, and the bytes of its workspace.
         """
         num_bytes = size_of(ins) + size_of(outs)
         if name == _WRITES_ROWS:
@@ -104,8 +105,9 @@ class Prices:
         sliding = max(0, next((int(left) for left, _ in windows), -1) + 1)
         is_causal = next((a for a in args if isinstance(a, bool)), True)
         if not is_causal:
-            # The profile has only causal kernels. A call without a mask is priced as its share of
-            # the causal call whose triangle contains its rectangle.
+            # The profile has only causal calls. A segment of q queries and k keys without a mask is
+            # a rectangle of pairs. A causal segment of q queries and k + q keys has this rectangle
+            # and a triangle. So take the rectangle's share of the time of that segment.
             share, k = q * k / (q * k + q * (q - 1) / 2 + q), k + q
         else:
             share = np.ones_like(q)
@@ -135,11 +137,11 @@ class Prices:
         return ATTENTION, pairs * per_pair, num_bytes, time_ns, workspace
 
     def transfer(self, op: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        """Return the nanoseconds of a collective or of a message between two ranks.
+        """Return the predicted nanoseconds of a collective or of a transfer between two ranks.
 
         Args:
             op: Name of the collective, or "send" or "recv".
-            num_bytes: Size of its largest buffer.
+            num_bytes: Bytes of its largest buffer.
             ranks: Ranks that take part.
         """
         kind = next((k for name, k in _COLLECTIVES if name in op), Collective.P2P)
@@ -154,18 +156,19 @@ class Prices:
     def all_to_all(
         self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
     ) -> tuple[float, float]:
-        """Return the bytes and the nanoseconds of a rank's part in an all-to-all.
+        """Return the bytes and the predicted time of one rank in an all-to-all.
 
-        Its links are priced one after the other, as in `ProfiledWorkload.needed_exchange_ns`.
+        The transfers within a node and those between nodes are assumed to run one after the other,
+        as in `ProfiledWorkload.needed_exchange_ns`.
 
         Args:
-            splits: Rows to and from each member.
+            splits: Numbers of rows to and from each member.
             row_bytes: Bytes of a row.
             ranks: Members of the group.
             own: Index of this rank in `ranks`.
 
         Returns:
-            The larger of the bytes sent and received, and nanoseconds.
+            The larger of the bytes sent and the bytes received, and nanoseconds.
         """
         profile = self.profile
         node = np.array(ranks) // profile.ranks_per_node
@@ -180,9 +183,10 @@ class Prices:
 
 
 def _segments(args: tuple[Any, ...]) -> Segments:
-    """Return the segments of an attention call, from its cu_seqlens and longest lengths.
+    """Return the segments of an attention call.
 
-    cu_seqlens are the call's two int32 vectors, and the longest lengths its two integers.
+    The two int32 vectors among its arguments are cu_seqlens_q and cu_seqlens_k, and the two
+    integers are max_seqlen_q and max_seqlen_k.
     """
     vectors = [a for a in args if isinstance(a, Tensor) and a.ndim == 1]
     cu = [a for a in vectors if a.dtype == torch.int32]

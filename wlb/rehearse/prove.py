@@ -2,15 +2,15 @@
 
 Three things are checked, each only if the one before holds:
 
-1. Matching. The i-th collective of a communicator is the same on every member. In an all-to-all
-   each pair of members agrees on its rows. The i-th transfer from one rank to another has the same
-   shape and dtype at both ends.
-2. Progress. All ranks reach the end of their messages, even in the strictest order that NCCL and
-   torch may impose: a collective blocks a rank until all members have reached it; transfers of a
-   rank in one communicator run in the order in which it posted them (those of a batch together);
-   a wait blocks the rank until the transfer is done.
-3. No needless waits. No transfer can be delayed by another one that merely shares its communicator
-   (`held_up.py`).
+1. Matching. The i-th collective of a communicator is the same on every member. In an all-to-all,
+   each pair of members agrees on the number of rows. The i-th transfer from one rank to another
+   has the same shape and dtype at both ends.
+2. Progress. All ranks reach the end of their messages, even if NCCL and torch block as much as they
+   may: a collective blocks a rank until all members have reached it; transfers that a rank posts in
+   one communicator run in this order (a batch of transfers runs together); a wait blocks the rank
+   until its transfer is done.
+3. No needless waits. A transfer never waits for another transfer only because both are in the same
+   communicator (`held_up.py`).
 """
 
 from collections import defaultdict, deque
@@ -23,18 +23,18 @@ from wlb.rehearse.held_up import HeldUp, held_up
 Programs = Mapping[int, Sequence[RankMessage]]
 """Rank -> its messages, in the order in which its host issued them."""
 _MOST_PROBLEMS = 8
-"""Most problems that are reported."""
+"""Most problems of one kind that are reported."""
 
 
 @dataclass(slots=True)
 class Proof:
     """What was compared between ranks, and the problems that were found."""
 
-    num_ranks: int  # rehearsed ranks
-    num_seen: int = 0  # communicators with collectives
-    num_communicators: int = 0  # those of them whose members were all rehearsed
-    num_collectives: int = 0  # compared collectives
-    num_transfers: int = 0  # compared transfers between two rehearsed ranks
+    num_ranks: int  # number of rehearsed ranks
+    num_seen: int = 0  # number of communicators with collectives
+    num_communicators: int = 0  # number of communicators whose members were all rehearsed
+    num_collectives: int = 0  # number of collectives that were compared
+    num_transfers: int = 0  # number of transfers whose two ends were compared
     is_complete: bool = True  # whether all ranks of the run were rehearsed
     problems: list[str] = field(default_factory=list)  # sentences; empty = proven
 
@@ -66,10 +66,10 @@ def _check_held_up(programs: Programs, proof: Proof) -> None:
     for where, cases in list(found.items())[:_MOST_PROBLEMS]:
         first = cases[0]
         proof.problems.append(
-            f"transfers in {_named(where)} could be held up by transfers that their rank posted "
-            f"before them ({len(cases)} cases): rank {first.rank} posts its "
-            f"{_transfer_text(first.first)}, which its peer may not have posted yet, and behind it "
-            f"its {_transfer_text(first.second)}; give each pair of ranks a communicator of its own"
+            f"transfers in {_named(where)} could be held up by earlier transfers of the same rank "
+            f"({len(cases)} cases): rank {first.rank} first posts its "
+            f"{_transfer_text(first.first)}, which its peer may not have posted yet, and then its "
+            f"{_transfer_text(first.second)}; give each pair of ranks a separate communicator"
         )
 
 
@@ -105,7 +105,12 @@ def _match_collectives(programs: Programs, proof: Proof) -> None:
 
 
 def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]]) -> str:
-    """Return a problem if a rank sends another number of rows than its peer receives, else ""."""
+    """Return a problem if the sent and received rows of an all-to-all differ, otherwise "".
+
+    Args:
+        where: Communicator of the all-to-alls.
+        by_rank: Collectives of each rehearsed member, in order.
+    """
     for messages in zip(*by_rank.values(), strict=False):
         splits = {r: m.splits for r, m in zip(by_rank, messages, strict=True) if m.splits}
         for sender, ours in splits.items():
@@ -124,7 +129,15 @@ def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]])
 def _differing(
     where: Communicator, first: int, a: list[RankMessage], rank: int, b: list[RankMessage]
 ) -> str:
-    """Return a problem for the first collective that differs between two ranks, or ""."""
+    """Return a problem for the first collective that differs between two ranks, otherwise "".
+
+    Args:
+        where: Communicator of the collectives.
+        first: One of the two ranks.
+        a: Its collectives, in order.
+        rank: The other rank.
+        b: Its collectives, in order.
+    """
     for i in range(max(len(a), len(b))):
         one = a[i] if i < len(a) else None
         other = b[i] if i < len(b) else None
@@ -178,20 +191,20 @@ def _check_progress(programs: Programs, proof: Proof) -> None:
 
 
 class _Hosts:
-    """Simulates the hosts of all ranks, which issue their messages.
+    """Simulates how the hosts of all ranks issue their messages and wait for each other.
 
     Attributes:
         at: Rank -> index of its next message.
-        ready: Ranks that may be able to continue.
+        ready: Ranks that may be able to issue their next message.
     """
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self.at = dict.fromkeys(programs, 0)
         self.ready = deque(programs)
-        # Transfers that a rank has posted in a communicator and that are not done, in order.
+        # Batches that a rank has posted in a communicator and that are not done yet, in order.
         self._posted: dict[tuple[int, Communicator], deque[_Batch]] = defaultdict(deque)
-        # Transfers that are done: (rank, index of the message).
+        # Transfers that are done, as (rank, index of the message).
         self._served: set[tuple[int, int]] = set()
         # Members that have reached the current collective of a communicator.
         self._arrived: dict[Communicator, set[int]] = defaultdict(set)
@@ -215,9 +228,9 @@ class _Hosts:
             self.at[rank] += 1
 
     def _arrive(self, rank: int, where: Communicator | None) -> bool:
-        """Note that a rank has reached a collective.
+        """Note that a rank has reached a collective of a communicator.
 
-        If it is the last member, all members move on to their next message.
+        If all other members have reached it before, all members advance to their next message.
 
         Returns:
             Whether all members have reached the collective.
@@ -235,7 +248,7 @@ class _Hosts:
         return True
 
     def _post(self, rank: int, message: RankMessage) -> None:
-        """Append a transfer to those that a rank has posted, and serve what can run now."""
+        """Post a send or receive of a rank, and complete all transfers that can run now."""
         assert message.communicator is not None
         posted = self._posted[rank, message.communicator]
         if not posted or message.batch < 0 or posted[-1].number != message.batch:
@@ -259,10 +272,17 @@ class _Hosts:
     def _paired(
         self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
     ) -> list[int]:
-        """Complete a transfer if its other end comes next on the peer.
+        """Complete a transfer if its other end is in the next batch of the peer.
+
+        Args:
+            rank: Rank of the transfer.
+            transfer: The transfer.
+            batch: Batch of the transfer.
+            where: Communicator of the transfer.
 
         Returns:
-            The peer if its next batch is now done, so that its queue must be looked at too.
+            The peer in a list if its next batch is now done, so that its queue must be checked,
+            too; otherwise an empty list.
         """
         kind, peer, index = transfer
         others = self._posted[peer, where]
@@ -281,15 +301,15 @@ class _Hosts:
 
 
 _Transfer = tuple[str, int, int]
-"""(kind, peer, index of the message among those of its rank)."""
+"""A send or receive: (kind, peer, index of its message among the messages of its rank)."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Transfers that NCCL starts together."""
+    """Transfers of a rank that NCCL starts together."""
 
-    number: int  # `RankMessage.batch`
-    waiting: list[_Transfer] = field(default_factory=list)  # transfers that are not done
+    number: int  # `RankMessage.batch` of the transfers
+    waiting: list[_Transfer] = field(default_factory=list)  # transfers that are not done yet
 
 
 def _named(where: Communicator) -> str:

@@ -1,7 +1,8 @@
 """Rehearse one rank: run the real trainer on fake CUDA tensors.
 
-The trainer, mesh, model, optimiser and checkpoint copies are those of a run. Replaced are the feed
-of plans, threads, weights' values and writing of checkpoints. A process rehearses a single rank.
+The trainer, mesh, model, optimiser and checkpoint copies are the code of a real run. Fakes replace
+the feed of plans, threads, the values of weights and the writing of checkpoints. A process
+rehearses a single rank.
 """
 
 import contextlib
@@ -41,11 +42,11 @@ from wlb.train.refuse import with_backend
 from wlb.train.telemetry import ranks as rank_records
 
 Item = tuple[StepPlan, PipelinePlan]
-"""A step, and the part of it that this rank's pipeline executes."""
+"""The plan of a step, and the part of it that this rank's pipeline executes."""
 
 
 class PlannedFeed:
-    """Stands in for `PlanFeed`: yields steps that were planned before the rank was forked."""
+    """Replaces `PlanFeed`: yields steps that were planned before the rank's process was forked."""
 
     def __init__(self, items: list[Item]) -> None:
         self._items, self._at = items, -1
@@ -62,13 +63,14 @@ class PlannedFeed:
         return self._items[at : at + 1]
 
     def close(self) -> None:
-        """Do nothing, because nothing is open."""
+        """Do nothing, because this feed has no planner process to end."""
 
 
 class _InlinePool:
-    """Stands in for a thread pool: runs functions at once in the submitting thread.
+    """Replaces a thread pool: runs each function at once, in the thread that submits it.
 
-    Other threads would not see this thread's dispatch modes.
+    A torch dispatch mode is active in one thread only, so operators in other threads would not be
+    recorded.
     """
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -77,17 +79,18 @@ class _InlinePool:
         return future
 
     def shutdown(self, **_: Any) -> None:
-        """Do nothing, because nothing runs."""
+        """Do nothing, because this pool has no threads."""
 
 
 class UnwrittenSaver(saver.CheckpointSaver):
     """Copies the state to the host as a run does, but writes no checkpoint.
 
-    It checks that the copies have ended before the writing thread of a run would read them.
+    It checks that the copies from the GPU have ended at the point where the writing thread of a
+    run would read them.
     """
 
     copied: ClassVar[dict[int, int]] = {}
-    """Number of executed steps -> bytes of the checkpoint."""
+    """Number of steps executed before a checkpoint -> bytes of the checkpoint."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -104,7 +107,7 @@ class UnwrittenSaver(saver.CheckpointSaver):
 
 
 class RehearsedTrainer(loop.Trainer):
-    """The trainer with a `PlannedFeed`, which records a `StepResult` for each step."""
+    """The trainer of a run, changed to use a `PlannedFeed` and to record a `StepResult` a step."""
 
     items: list[Item]
     results: list[StepResult]
@@ -147,7 +150,10 @@ class RehearsedTrainer(loop.Trainer):
         FOOTPRINT.keep_peak(*before_peak)
 
     def _exchange(self, pipeline: PipelinePlan) -> str:
-        """Return how keys of the longest micro-batch travel; "" without CP or without a token."""
+        """Return how CP ranks exchange the keys of the longest micro-batch, as words.
+
+        The result is "" without CP, or if the pipeline has no token in this step.
+        """
         tokens = [batch.num_tokens for batch in pipeline.micro_batches]
         if self.spec.parallel.cp == 1 or not sum(tokens):
             return ""
@@ -166,19 +172,19 @@ class RehearsedTrainer(loop.Trainer):
 def rehearse_rank(
     rank: int, job: Job, items: Callable[[int], list[Item]], *, traces: bool
 ) -> RankResult:
-    """Run the steps of a job as rank `rank`.
+    """Run the steps of a job as one of its ranks.
 
     Args:
         rank: The rank to rehearse.
         job: Job of the run.
-        items: Returns the steps of a pipeline, given its number.
-        traces: Whether to record spans of all kernels and transfers.
+        items: Function that returns the steps of a pipeline, given the pipeline's number.
+        traces: Whether to record begin and duration of all kernels and transfers.
 
     Returns:
-        What was recorded. An error of the rank is a fault in it and is not raised.
+        What was recorded. If the rank raises an error, it is in `RankResult.faults`.
     """
     began = time.perf_counter()
-    if job.calibrate is not None:  # rehearsed ranks share a folder, so each needs its own file
+    if job.calibrate is not None:  # all ranks write to the same folder, so file names must differ
         job = replace(job, calibrate=job.calibrate.with_stem(f"calibrated-{rank}"))
     spec = job.spec
     GPU.traces = traces
@@ -215,7 +221,14 @@ def rehearse_rank(
 def _trainer(
     rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
 ) -> RehearsedTrainer:
-    """Return the trainer of a rank, after everything that it uses was replaced by fakes."""
+    """Replace what the trainer of a rank uses by fakes, and return the trainer.
+
+    Args:
+        rank: The rank to rehearse.
+        job: Job of the run.
+        items: Function that returns the steps of a pipeline.
+        stack: Context managers that must stay open while the trainer runs are entered here.
+    """
     spec = job.spec
     equal_experts.load_equally(spec)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -231,7 +244,8 @@ def _trainer(
     stack.enter_context(recorder)
     stack.enter_context(_weights_without_values(fakes))
     setattr(loop, "CheckpointSaver", UnwrittenSaver)  # noqa: B010
-    # Timelines are off: they are made of messages between hosts, which have no content here.
+    # Switch timelines off, because they are built from messages between hosts, which have no
+    # content in a rehearsal.
     setattr(rank_records, "TIMELINE_INTERVAL", 0)  # noqa: B010
     RehearsedTrainer.items = items(mesh.at.dp)
     place = world.World(rank=rank, world_size=world_size, master_address="rehearsed", master_port=1)
@@ -241,7 +255,7 @@ def _trainer(
 def _axes(mesh: Mesh) -> dict[str, Communicator]:
     """Return the communicators of the mesh by the name of their process group.
 
-    A process group that several axes share is named after the first of them.
+    If several axes share a process group, its communicator has the name of the first axis.
     """
     named = [(axis, mesh.group(axis)) for axis in ("tp", "cp", "pp", "dp", "fsdp")]
     named += mesh.links.items()
@@ -260,7 +274,10 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
 
 
 def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
-    """Return the shapes of unsharded weights on a TP rank, by which gradients are recognised."""
+    """Return the shapes of a TP rank's weights before FSDP shards them.
+
+    In backward, a new tensor with such a shape counts as a gradient.
+    """
     model, tp = spec.model, spec.parallel.tp
     with_copies = model.with_kv_copies(tp)
     q, kv, ffn = model.q_dim // tp, with_copies.kv_dim // tp, model.ffn_hidden_size // tp
@@ -271,7 +288,7 @@ def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
-    """Make initial weights fake tensors inside the block, which saves the time to draw them."""
+    """Make initial weights fake tensors inside the block, so that no random values are drawn."""
     before = build.initial_weight
 
     def initial_weight(name: str, shape: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -286,14 +303,14 @@ def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 def _calibration(job: Job) -> str:
-    """Return how the run's calibrated profile was fitted; "" if the rank wrote none."""
+    """Return the note in the calibrated profile on how it was fitted; "" if none was written."""
     if job.calibrate is None or not job.calibrate.exists():
         return ""
     return load_profile(str(job.calibrate)).provenance.source
 
 
 def _fault(rank: int, error: Exception) -> Fault:
-    """Return the record of an error, with the innermost line of wlb that led to it."""
+    """Return the record of an error, with the innermost line of wlb in its traceback."""
     op, where = GPU.failing or ("", "")
     cause: BaseException = error  # torch's pipeline wraps the original error
     while cause.__cause__ is not None:

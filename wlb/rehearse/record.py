@@ -1,8 +1,8 @@
 """Run operators on fake CUDA tensors, and record what a GPU would do for each.
 
-CPU tensors stay real, so plans, index arrays and messages between hosts have the values of a run. A
-tensor that moves to the GPU keeps its shape and loses its values. What the host reads from the GPU
-is zero.
+CPU tensors stay real, so plans, index arrays and messages between hosts have the same values as in
+a run. A tensor that moves to the GPU keeps its shape and loses its values. Every value that the
+host reads from the GPU is zero.
 """
 
 from collections.abc import Mapping
@@ -43,31 +43,32 @@ _NO_KERNEL = {
 } | {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
 ONE_KERNEL = {f"wlb::fused_{name}" for name in ("rotate", "gated", "norm", "sum_uses")}
 ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("gated", "norm")}
-"""Custom ops that count as one kernel.
+"""Custom operators that are recorded as one kernel, because they launch one Triton kernel.
 
-Their Triton kernels cannot run on fake tensors. Of other custom ops the Python body runs, and its
-operators are recorded."""
+For any other custom operator, its Python body runs, and the operators in it are recorded."""
 _ONLY_WRITTEN = ("out", "grad_input")
-"""Names of arguments that a kernel only writes, so that they are not counted as read."""
+"""Names of arguments that a kernel writes but does not read."""
 PINNED = WeakTensorKeyDictionary()
-"""Pinned host tensor -> (stream id, number of its kernel) of the copy that fills it, or None."""
+"""Pinned host tensor -> the copy from the GPU that fills it; None if there is no such copy.
+
+A copy is (id of its stream, number of its kernel on that stream)."""
 _ALL_TO_ALL = "all_to_all_single"
 _UNNAMED = "undefined"
-"""torch's description of a process group that was created without one."""
+"""The description that torch gives a process group that was created without a description."""
 # Operators for which the host waits, because the shape of their result depends on values.
 _SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that sees every operator: runs it on fake tensors and records its effects.
+    """Dispatch mode that sees every operator, runs it on fake tensors and records its effects.
 
     Args:
-        prices: Prices of kernels and transfers.
+        prices: Predicts the times of kernels and transfers.
         fakes: Mode in which operators on fake tensors run.
 
     Attributes:
-        axes: Process group name -> communicator. It is filled once the mesh is built; other groups
-            are added when they are first used.
+        axes: Name of a process group -> communicator. The groups of the mesh are added when the
+            mesh is built, and other groups when they are first used.
         last: Stream of the latest asynchronous collective.
     """
 
@@ -87,7 +88,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a subclass such as DTensor first unwraps itself
+            return NotImplemented  # a tensor subclass such as DTensor first unwraps its tensors
         if not GPU.is_counting:
             return func(*args, **kwargs)
         try:
@@ -101,7 +102,7 @@ class Recorder(TorchDispatchMode):
         name: str = func._schema.name
         GPU.op = str(func)
         if name == "prim::device" and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a short cut, because this is the most frequent call
+            return args[0].fake_device  # return early, because this is the most frequent operator
         # 1. Operators on CPU tensors run as they are. Only messages between hosts are recorded.
         flat = [*_leaves(args, Tensor), *_leaves(kwargs, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
@@ -109,16 +110,16 @@ class Recorder(TorchDispatchMode):
             if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
                 self._communicate(name, args, flat)
             if name == "c10d::recv_":
-                flat[0].zero_()  # no rank really sends, so receive zeros
+                flat[0].zero_()  # no other process sends data, so receive zeros
             return func(*args, **kwargs)
-        # 2. Composite operators are taken apart, and their parts come back here.
+        # 2. Composite operators are decomposed. Their parts reach this function again.
         if name.startswith("wlb::") and name in OPDEFS and name not in ONE_KERNEL:
             with self:  # record the operators of its body
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         if name.startswith("aten::") and _has_kernel(func.name(), "CompositeImplicitAutograd"):
-            with self:  # composite operators such as linear reach this point inside custom ops
+            with self:  # inside custom ops, composite operators such as linear arrive undecomposed
                 return func.decompose(*args, **kwargs)
-        # 3. The host waits where it needs a value or a shape that depends on values.
+        # 3. The host waits if it needs a value, or a shape that depends on values.
         if name == "aten::_local_scalar_dense":
             GPU.host_waits("item()")
             return 0.0 if args[0].dtype.is_floating_point else 0
@@ -144,7 +145,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional::")):
             if "wait_tensor" in name:
                 FOOTPRINT.wait_for(ours[0], GPU.current)
-            elif "wrap_tensor" not in name:  # it serves autograd only and runs nothing
+            elif "wrap_tensor" not in name:  # wrap_tensor is for autograd only and runs no kernel
                 self._communicate(name, args, ours, outs)
             return
         if func.is_view or name in _NO_KERNEL:
@@ -155,7 +156,7 @@ class Recorder(TorchDispatchMode):
             _host_copy(name, args, kwargs, out)
         stream = GPU.current
         self._touch(func, args, kwargs, ours, outs, stream)
-        # Arguments that a kernel only writes are not read; they are among its results.
+        # Do not count arguments that a kernel only writes as read. They are among its results.
         only_written = {id(x) for k in _ONLY_WRITTEN for x in _leaves(kwargs.get(k), Tensor)}
         read = [x for x in ours if id(x) not in only_written]
         part, flops, num_bytes, time_ns, workspace = self.prices.kernel(name, args, read, outs)
@@ -172,7 +173,7 @@ class Recorder(TorchDispatchMode):
         outs: list[Tensor],
         stream: FakeStream,
     ) -> None:
-        """Note and check the tensors that a kernel reads and writes."""
+        """Note which tensors a kernel reads and writes, and check for races between streams."""
         for x in ours:
             FOOTPRINT.read(x, stream)
         written = self._arguments_written(func)
@@ -185,7 +186,7 @@ class Recorder(TorchDispatchMode):
             FOOTPRINT.made(x, stream)
 
     def _arguments_written(self, func: Any) -> tuple[int, ...]:
-        """Return the indices of the arguments that an operator writes, by its schema."""
+        """Return the indices of the arguments that an operator writes according to its schema."""
         found = self._written.get(func)
         if found is None:
             arguments = func._schema.arguments
@@ -211,7 +212,14 @@ class Recorder(TorchDispatchMode):
     def _communicate(
         self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor] | None = None
     ) -> None:
-        """Record the message of a collective or transfer, and its price if it is on the GPU."""
+        """Record the message of a collective or transfer and, on the GPU, its time and bytes.
+
+        Args:
+            name: Name of the operator.
+            args: Its arguments.
+            ins: Tensors that it sends, or sends and receives.
+            outs: Tensors that it only receives.
+        """
         op = name.split("::")[1]
         if name.startswith("c10d::"):
             boxed = next(a for a in _leaves(args, torch.ScriptObject) if _is_group(a))
@@ -231,8 +239,8 @@ class Recorder(TorchDispatchMode):
         splits = None
         shapes = [tuple(x.shape) for x in ins]
         if op == _ALL_TO_ALL:
-            # Members may send different numbers of rows. `prove` compares them pair by pair, so
-            # they are left out of the shapes, which must be equal on all members.
+            # Members may send different numbers of rows, which `prove` compares for each pair of
+            # members. The remaining shape must be equal on all members.
             splits = Splits(tuple(args[1]), tuple(args[2]))
             shapes = [shape[1:] for shape in shapes]
         kinds = ((str(x.dtype), x.device.type) for x in ins)
@@ -255,21 +263,21 @@ class Recorder(TorchDispatchMode):
         between: tuple[int, ...] = (),
         splits: Splits | None = None,
     ) -> FakeStream:
-        """Record a collective or transfer on the GPU: its time, bytes and use of tensors.
+        """Record a collective or transfer on the GPU: its time, its bytes and its use of tensors.
 
         Args:
             where: Communicator.
             op: Name of the operation.
             ins: Tensors that are sent. They are also written if `outs` is empty.
             outs: Tensors that are received.
-            is_async: Whether it runs on the communicator's stream instead of the current one.
-            between: Both ranks of a send or receive; empty for a collective.
-            splits: Rows of an all-to-all; None for other operations.
+            is_async: Whether it runs on the communicator's stream instead of the current stream.
+            between: The two ranks of a send or receive; empty for a collective.
+            splits: Numbers of rows of an all-to-all; None for other operations.
 
         Returns:
             The stream that it runs on.
         """
-        # Transfers between pipeline stages count as one part, whichever communicator they use.
+        # Transfers between pipeline stages use several communicators, but count as one part.
         part = "pp" if between else where.axis
         stream = current = GPU.current
         if is_async:
@@ -302,9 +310,10 @@ def _nccl_stream(where: Communicator) -> FakeStream:
 
 
 def _leaves(tree: Any, kind: Any) -> list[Any]:
-    """Return the objects of a kind in an operator's arguments or results.
+    """Return all objects of type `kind` in nested tuples, lists and dicts.
 
-    They nest in tuples, lists and dicts only. torch's pytree would take several times as long.
+    This is several times faster than torch's pytree, and arguments and results of operators nest
+    in no other containers.
     """
     if isinstance(tree, kind):
         return [tree]
@@ -331,7 +340,16 @@ def _copies_between_hosts(name: str, args: tuple[Any, ...], out: Any) -> bool:
 
 
 def _host_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Record a copy between host and GPU. The host waits unless it is asynchronous and pinned."""
+    """Record a copy between host and GPU.
+
+    The host waits, unless the copy is asynchronous (non_blocking) and the host's memory is pinned.
+
+    Args:
+        name: Name of the operator: copy_ or _to_copy.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+    """
     source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], out)
     is_up = target.device.type == "cuda"
     host = source if is_up else target
@@ -352,11 +370,11 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def check_copied(host: Tensor, event: FakeEvent | None) -> None:
-    """Check that the copy from the GPU has ended before the host reads its result.
+    """Check that a copy from the GPU has ended before the host reads its result.
 
     Args:
-        host: Result of the copy on the host.
-        event: Event that the host waits for before it reads; None if it reads at once.
+        host: Host tensor that the copy fills.
+        event: Event that the host waits for before it reads the tensor; None if it does not wait.
 
     Raises:
         RehearsalFault: If the copy may not have ended.

@@ -7,7 +7,7 @@ from wlb.rehearse.gpu import HostWait, RankMessage, StreamSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """An error of a rank: one that ended it, or memory that was freed too early."""
+    """An error of a rank: an exception that ended it, or memory that was freed too early."""
 
     rank: int
     step: int  # -1 before the first step
@@ -28,26 +28,26 @@ class StepResult:
     """What a rehearsed rank did in one step."""
 
     step: int
-    num_tokens: int  # tokens of the rank's pipeline
-    longest: int  # tokens of the pipeline's longest micro-batch
-    peak_bytes: int  # most memory allocated during the step
-    estimate_bytes: int  # `peak_bytes` as wlb.memory estimates it for the step's lengths
-    parts: dict[str, dict[str, float]]  # calls, num_bytes, flops and time_ns of each part
+    num_tokens: int  # number of tokens of the rank's pipeline
+    longest: int  # number of tokens of the pipeline's longest micro-batch
+    peak_bytes: int  # most bytes that were allocated at a time during the step
+    estimate_bytes: int  # wlb.memory's estimate of `peak_bytes` for the micro-batches of the step
+    parts: dict[str, dict[str, float]]  # the fields of `PartTotals`, by part of the step
     exposed_ns: dict[str, float]  # time that the compute stream waited for transfers, by part
-    time_ns: float  # priced time of the compute stream
+    time_ns: float  # predicted time of the step on the compute stream
     host_waits: tuple[HostWait, ...]
-    graphs: int  # graphs that torch.compile made in the step; 0 if layers are not compiled
-    exchange: str  # how keys of the longest micro-batch travel, in words; "" without CP
+    graphs: int  # number of graphs that torch.compile made in the step
+    exchange: str  # how CP ranks exchange keys of the longest micro-batch, as text; "" without CP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
     """Memory that torch's caching allocator reserves on the device for a rank's requests."""
 
-    peak_bytes: int  # most memory reserved
-    allocated_bytes: int  # most memory allocated in blocks
-    retries: int  # times that it returned free segments to the device to make room
-    failed_bytes: int  # size of the request that did not fit; 0 = all requests fitted
+    peak_bytes: int  # most bytes that were reserved at a time
+    allocated_bytes: int  # most bytes that were allocated at a time, as sizes of blocks
+    retries: int  # how often the allocator returned free segments to the device to make room
+    failed_bytes: int  # bytes of the first request that did not fit; 0 = all requests fitted
     failed_at: str  # step, file and line of that request; "" = all requests fitted
 
 
@@ -60,12 +60,14 @@ class RankResult:
     steps: tuple[StepResult, ...]
     messages: list[RankMessage]  # in the order in which the host issued them
     spans: list[StreamSpan]  # kernels and transfers; empty without traces
-    streams: tuple[str, ...]  # names by stream id
-    host_waits: tuple[HostWait, ...]  # of all steps and between them
-    peak_bytes: int  # most memory allocated
-    at_peak: dict[str, int]  # bytes allocated at the peak, by kind
-    reserved: dict[str, Reserved]  # with "expandable" segments and with the default "segments"
-    copied: dict[int, int]  # bytes of each checkpoint, by the number of executed steps
-    calibration: str  # how a kernel profile was fitted to the priced times; "" = none was written
+    streams: tuple[str, ...]  # name of each stream, by stream id
+    host_waits: tuple[HostWait, ...]  # in all steps and outside steps
+    peak_bytes: int  # most bytes that were allocated at a time
+    at_peak: dict[str, int]  # bytes that were allocated at that time, by kind of memory
+    reserved: dict[
+        str, Reserved
+    ]  # by kind of segments: "expandable", or torch's default "segments"
+    copied: dict[int, int]  # number of steps executed before a checkpoint -> its bytes
+    calibration: str  # note on how the calibrated profile was fitted; "" = none was written
     faults: tuple[Fault, ...]  # memory freed too early, then the error that ended the rank
-    wall_s: float  # time that the rehearsal took
+    wall_s: float  # seconds that the rehearsal of this rank took

@@ -1,7 +1,8 @@
-"""Rehearse ranks of a run in their own processes, and compare what they did.
+"""Rehearse ranks of a run in separate processes, and compare what they did.
 
-A worker process (`worker.py`) plans the run once and forks a process for each rank. This process
-imports no torch; it reports progress, collects results and calls `prove` on the ranks' messages.
+A worker process (`worker.py`) plans the run once and forks a process for each rank. The process
+that calls this module imports no torch. It reports progress, collects results and calls `prove` on
+the messages of the ranks.
 """
 
 import pickle
@@ -21,7 +22,7 @@ from wlb.spec import ParallelSpec, RunSpec, resolve_dp
 
 ALL, ONE_PER_STAGE = "all", "one-per-stage"
 WORKER = ("wlb.rehearse.worker",)
-"""Module of the worker process, and arguments that precede the name of the requests' file."""
+"""Arguments of `python -m` that start the worker process; the file of requests follows them."""
 DEVICE = "NVIDIA H100 80GB HBM3"
 """Name of the rehearsed GPU. Its memory is cluster.memory_gib."""
 
@@ -31,7 +32,7 @@ class Rehearsed:
     """Results of a rehearsed run."""
 
     spec: RunSpec  # with parallel.dp filled in
-    ranks: tuple[RankResult, ...]  # the rehearsed ranks only, in order
+    ranks: tuple[RankResult, ...]  # results of the rehearsed ranks, by ascending rank
     proof: Proof  # whether the ranks' messages agree
 
     @property
@@ -41,7 +42,7 @@ class Rehearsed:
 
     @property
     def passed(self) -> bool:
-        """Whether no rank failed, all messages match, and memory suffices."""
+        """Whether no rank failed, all messages match, and every rank fits the GPU's memory."""
         fits = all(r.reserved["expandable"].failed_bytes == 0 for r in self.ranks)
         return not self.faults and not self.proof.problems and fits
 
@@ -69,7 +70,7 @@ def chosen_ranks(text: str, parallel: ParallelSpec) -> tuple[int, ...]:
             f"--ranks {text!r} is neither {ALL}, {ONE_PER_STAGE} nor numbers such as 0,63"
         ) from None
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
-        raise UserError(f"--ranks {text}: the run has ranks 0 to {world_size - 1}")
+        raise UserError(f"--ranks {text} must be ranks of the run, 0 to {world_size - 1}")
     return ranks
 
 
@@ -88,12 +89,12 @@ def rehearse(
         spec: Configuration of the run.
         ranks: Ranks to rehearse, as in `chosen_ranks`.
         steps: Number of steps.
-        jobs: Ranks to rehearse at the same time.
-        traces: Whether to record spans of all kernels and transfers.
+        jobs: Number of ranks to rehearse at the same time.
+        traces: Whether to record begin and duration of all kernels and transfers.
         tell: Called with a line of text whenever a rank is done.
 
     Returns:
-        The results. Faults of ranks are part of them and are not raised.
+        The results, which include the errors of ranks.
 
     Raises:
         UserError: If the run would be refused on the cluster.
@@ -113,14 +114,14 @@ def rehearse_each(
     traces: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Rehearsed | UserError]:
-    """Rehearse several runs one after the other, with a single start of torch.
+    """Rehearse several runs one after the other, and import torch only once for all of them.
 
     Args:
         specs: Configuration of each run.
-        ranks: Ranks to rehearse, for all runs or for each.
+        ranks: Ranks to rehearse, as in `chosen_ranks`: one text for all runs, or one for each run.
         steps: Number of steps.
-        jobs: Ranks to rehearse at the same time.
-        traces: Whether to record spans of all kernels and transfers.
+        jobs: Number of ranks to rehearse at the same time.
+        traces: Whether to record begin and duration of all kernels and transfers.
         tell: Called with a line of text whenever a rank is done.
 
     Returns:
@@ -149,7 +150,7 @@ def rehearse_each(
 
 
 def _found(request: Request) -> Rehearsed | UserError:
-    """Return what the worker wrote for a request."""
+    """Read the results that the worker wrote for a request, and compare the ranks' messages."""
     refused = request.folder / REFUSED
     if refused.exists():
         return UserError(refused.read_text("utf-8"))
@@ -157,8 +158,7 @@ def _found(request: Request) -> Rehearsed | UserError:
         pickle.loads(_path(request, rank).read_bytes()) for rank in request.ranks
     )
     programs = {result.rank: result.messages for result in ranks}
-    # A rank that failed stopped issuing messages, so comparing messages would only repeat its
-    # fault.
+    # A rank that failed issued no further messages. A comparison would only report that again.
     faulty = any(result.faults for result in ranks)
     world_size = request.spec.parallel.world_size
     proof = Proof(num_ranks=0) if faulty else prove(programs, world_size=world_size)
@@ -166,7 +166,13 @@ def _found(request: Request) -> Rehearsed | UserError:
 
 
 def _work(requests: Sequence[Request], folder: Path, tell: Callable[[str], None]) -> None:
-    """Run the worker on all requests, and report each rank that is done."""
+    """Run the worker process on all requests, and call `tell` for each rank that is done.
+
+    Args:
+        requests: Runs to rehearse.
+        folder: Temporary folder for the file of requests and the worker's log.
+        tell: Called with a line of text.
+    """
     request_file = folder / "requests"
     request_file.write_bytes(pickle.dumps(requests))
     log = folder / "log"

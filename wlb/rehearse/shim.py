@@ -1,8 +1,8 @@
 """Build and load `shim.cpp`, which lets autograd run on fake CUDA tensors without a GPU.
 
 The shim is compiled once for each version of torch, in about 15 seconds, into the user's cache. It
-was tried with CPU builds of torch, not with a CUDA build on a machine without a GPU. This module
-does not import torch, because the shim must be loaded first.
+was tested with CPU builds of torch, but not with a CUDA build on a machine without a GPU. This
+module does not import torch, because the shim must be loaded before torch.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def load(library: Path) -> None:
-    """Load the shim and import torch. Afterwards this process cannot use a real GPU."""
+    """Load the compiled shim and import torch. Afterwards this process cannot use a real GPU."""
     if "torch" in sys.modules:
         raise RuntimeError("the shim must be loaded before torch is imported")
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
@@ -40,7 +40,9 @@ def build() -> Path:
     """
     found = util.find_spec("torch")
     if found is None or found.origin is None:
-        raise UserError("a rehearsal needs torch; pip install 'wlb-llm[train]'")
+        raise UserError(
+            "a rehearsal needs torch, which is not installed; run pip install 'wlb-llm[train]'"
+        )
     version = metadata.version("torch")
     mark = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:12]
     library = CACHE / f"rehearse-{mark}.so"
@@ -54,10 +56,11 @@ def _compile(library: Path, torch: Path) -> None:
     if compiler is None:
         raise UserError(
             f"a rehearsal compiles a C++ file, but none of {', '.join(_COMPILERS)} is on PATH; "
-            f"install one (Debian: apt install g++)"
+            f"install a C++ compiler (Debian: apt install g++)"
         )
     make_folder(library.parent)
-    # Renamed when it is complete, because other rehearsals may build at the same time.
+    # Build into a temporary folder and rename at the end, because other rehearsals may build the
+    # same library at the same time.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)
         command = [
@@ -67,5 +70,8 @@ def _compile(library: Path, torch: Path) -> None:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UserError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            raise UserError(
+                f"a rehearsal could not compile its C++ file; correct what the compiler reports.\n"
+                f"{' '.join(command)} failed:\n{done.stderr[-2000:]}"
+            )
         os.replace(made, library)

@@ -1,4 +1,4 @@
-"""Print a rehearsal as tables and sentences, and convert it to JSON."""
+"""Print the results of a rehearsal as tables and sentences, and convert them to JSON."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _PARTS = ("attention", "GEMM", "element-wise", *_AXES)
 
 
 def show(found: Rehearsed, console: Console) -> None:
-    """Print memory, kernels, communication, host waits, and what was proven."""
+    """Print memory, kernels, communication, waits of the host, and the verdict of a rehearsal."""
     console.print(_memory(found))
     console.print(_parts(found))
     for line in [*_exchanges(found.ranks), *_graphs(found.ranks), *_host_waits(found.ranks)]:
@@ -31,7 +31,7 @@ def show(found: Rehearsed, console: Console) -> None:
 
 
 def verdict(found: Rehearsed) -> list[str]:
-    """Return sentences on faults, on what was proven, and on whether memory suffices."""
+    """Return sentences on faults, on requests that exceed the memory, and on what was proven."""
     proof = found.proof
     lines: list[str] = []
     for result in found.ranks:
@@ -62,7 +62,7 @@ def verdict(found: Rehearsed) -> list[str]:
 
 
 def as_json(found: Rehearsed) -> dict[str, Any]:
-    """Return the printed figures and every host wait as JSON values, without messages and spans."""
+    """Return the printed figures and all waits of the host as JSON values."""
     return {
         "passed": found.passed,
         "verdict": verdict(found),
@@ -112,7 +112,7 @@ def _memory(found: Rehearsed) -> Table:
 
 
 def _parts(found: Rehearsed) -> Table:
-    """Return a table of kernels and transfers in the last step of each rank, a line per part."""
+    """Return a table of the last step of each rank, with a line for each part of the step."""
     title = f"Last step, priced by profile {found.spec.cost.profile!r}"
     numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
     table = new_table(title, labels=["rank", "part"], numbers=numbers)
@@ -138,7 +138,7 @@ def _parts(found: Rehearsed) -> Table:
 
 
 def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
-    """Return a line for each way in which keys of a longest micro-batch travel."""
+    """Return lines on how CP ranks exchange the keys of the longest micro-batch."""
     found = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
     return [
         f"keys of the longest micro-batch of the last step: {way}" for way in dict.fromkeys(found)
@@ -146,7 +146,7 @@ def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
 
 
 def _graphs(ranks: Iterable[RankResult]) -> list[str]:
-    """Return a line on compiled graphs, if there are any. Late ones delay a step of the run."""
+    """Return a line with the number of graphs compiled in each step; no line without graphs."""
     counts: Counter[int] = Counter()
     for result in ranks:
         for step in result.steps:
@@ -161,7 +161,10 @@ def _graphs(ranks: Iterable[RankResult]) -> list[str]:
 
 
 def _host_waits(ranks: Iterable[RankResult]) -> list[str]:
-    """Return a line for each place where the host waits in a step after the first."""
+    """Return a line for each place in the code where the host waits for the GPU.
+
+    The first step is left out, because it has waits that do not occur later.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     left_ns: dict[tuple[str, str], float] = {}
     num_steps = 0

@@ -9,9 +9,13 @@ from wlb.rehearse.results import RankResult
 
 
 def write_trace(path: Path, ranks: Sequence[RankResult]) -> None:
-    """Write a trace file with a process for each rank and a thread for each stream.
+    """Write a trace file, in which a rank is a process and a stream is a thread.
 
-    Times are priced, not measured.
+    Times are predicted, not measured.
+
+    Args:
+        path: The file.
+        ranks: Results of ranks that were rehearsed with `traces`.
     """
     events: list[dict[str, Any]] = []
     for rank in ranks:

@@ -1,8 +1,8 @@
 """The worker process of a rehearsal: plans each run once and forks a process for each rank.
 
 `wlb rehearse` starts it as `python -m wlb.rehearse.worker REQUESTS`, where REQUESTS is a file of
-pickled `Request`s. It loads the shim before torch, and writes rank-N.pkl for each rank into the
-request's folder, or refused.txt for a run that would be refused.
+pickled `Request`s. It loads the shim before torch. Into the folder of a request it writes
+rank-N.pkl for each rank, or refused.txt if the run would be refused on the cluster.
 """
 
 import importlib
@@ -28,16 +28,20 @@ class Request:
 
     spec: RunSpec
     ranks: tuple[int, ...]  # ranks to rehearse
-    steps: int
-    jobs: int  # ranks to rehearse at the same time
-    traces: bool  # whether to record spans of all kernels and transfers
+    steps: int  # number of steps to rehearse
+    jobs: int  # number of ranks to rehearse at the same time
+    traces: bool  # whether to record begin and duration of all kernels and transfers
     device: str  # name of the GPU
     library: Path  # the compiled shim
-    folder: Path  # for results and the run's files
+    folder: Path  # folder for results and for the run's files
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse all requests in the file that the only argument names."""
+    """Rehearse all requests in a file, and return exit status 0.
+
+    Args:
+        arguments: The path of the file.
+    """
     requests: list[Request] = pickle.loads(Path(arguments[0]).read_bytes())
     shim.load(requests[0].library)
     from wlb.rehearse import cuda
@@ -75,7 +79,7 @@ def rehearse_ranks(request: Request) -> None:
 
 
 def _join(running: dict[int, int]) -> None:
-    """Wait until one of the forked processes ends, and remove it from `running` (pid -> rank)."""
+    """Wait until a forked process ends, and remove it from `running`, which maps pid to rank."""
     child, status = os.wait()
     rank = running.pop(child)
     if status:
@@ -92,7 +96,7 @@ def _child(rank: int, rehearsal: "object", request: Request) -> None:
         assert isinstance(rehearsal, Rehearsal)
         job = rehearsal.job
         result = rehearse_rank(rank, job, rehearsal.items, traces=request.traces)
-        # Renamed when it is complete, because the parent looks for the final name.
+        # Rename the file when it is complete, because the parent process looks for the final name.
         partial = request.folder / f"rank-{rank}.partial"
         partial.write_bytes(pickle.dumps(result))
         partial.rename(request.folder / f"rank-{rank}.pkl")
