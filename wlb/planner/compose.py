@@ -2,12 +2,13 @@
 
     documents --packing--> micro-batches --assign--> pipelines --sharding--> spans of CP ranks
 
-`start()` returns the state before the first step. `next(state)` returns the next `StepPlan`, which
-has the state after it, or None when everything was trained. Both are pure functions: plans can be
-made ahead of training, in another process, and once more from the state in a checkpoint.
-`shard(plan, pipeline)` adds the spans of one pipeline, only where they are needed.
+`Planner.start()` returns the state before the first step. `next(state)` returns the next
+`StepPlan`, which has the state after it, or None when everything was trained. Both are pure
+functions: plans can be made ahead of training, in another process, and made anew from the state in
+a checkpoint. `shard(plan, pipeline)` divides the micro-batches of one pipeline over CP ranks, so
+that a node does so only for its own pipelines.
 
-This is the only place that composes these rooms. It imports no torch.
+No other file combines packing and sharding. This one imports no torch.
 """
 
 from __future__ import annotations
@@ -44,22 +45,28 @@ from wlb.plan import (
 from wlb.spec import ExchangeChoice, Remainder, RunSpec, Strategy
 
 WORK_FOR_TOKENS = 1.001
-"""To make pipelines' tokens more equal, the most work of a pipeline may grow by this factor."""
+"""Exchanges that make the pipelines' numbers of tokens more equal may increase the work of the
+slowest pipeline by this factor."""
 WORK_FOR_UNEVEN_TOKENS = 1.005
-"""The same factor while a pipeline has more than EVEN_TOKENS times the mean's tokens."""
+"""The factor that replaces WORK_FOR_TOKENS while a pipeline has more than EVEN_TOKENS times the mean
+number of tokens."""
 EVEN_TOKENS = 1.05
-"""Memory is planned for pipelines of at most 1 / UNEVEN_TOKENS = 1.14 times the mean's tokens
-(`wlb.memory`); 0.1% of work alone leaves up to 1.2."""
+"""Above this multiple of the mean number of tokens, a pipeline's tokens are uneven enough to accept
+more work. The estimate of memory (`wlb.memory`) assumes that no pipeline has more than 1.14 times
+the mean. With WORK_FOR_TOKENS alone, pipelines have up to 1.2 times the mean."""
 MAX_PAIRS = 1 << 22
-"""Most pairs of micro-batches that are evaluated for an exchange. This bounds the time if pipelines
-have hundreds of micro-batches."""
+"""At most this many pairs of micro-batches are evaluated for exchanges. This limits the time if
+pipelines have hundreds of micro-batches."""
 
 
 class BatchSource(Protocol):
-    """A source of global batches with explicit state, such as `wlb.data.GlobalBatches`."""
+    """A source of global batches whose position is a state that callers keep.
+
+    `wlb.data.GlobalBatches` is one.
+    """
 
     def start(self) -> dict[str, Any]:
-        """Return the state before the first batch, which must be convertible to JSON."""
+        """Return the state before the first batch. States must be convertible to JSON."""
         ...
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
@@ -69,7 +76,10 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class TargetCounter(Protocol):
-    """A source of global batches that can count labels, such as `wlb.data.GlobalBatches`."""
+    """A source of global batches that can count the labels of pieces, as fine-tuning requires.
+
+    `wlb.data.GlobalBatches` is one.
+    """
 
     @property
     def has_targets(self) -> bool:
@@ -87,16 +97,18 @@ class Planner:
 
     source: BatchSource  # gives the global batches
     packer: packing.Packer  # the packing policy
-    # A second packer that packs the same stream, to predict what it would cost; None for none.
+    # A second packer that packs the same documents, to predict how long its steps would take. None
+    # = no such prediction.
     baseline: packing.Packer | None
     cost: WorkloadModel  # predicts the work that is balanced
     strategy: str = "adaptive"  # how micro-batches are sharded (`sharding.strategy`)
-    remainder: Remainder = Remainder.MERGED  # tokens left over by equal chunks
+    # How tokens that are left over by equal chunks of a document are assigned to CP ranks.
+    remainder: Remainder = Remainder.MERGED
     exchange: ExchangeChoice = ExchangeChoice.GATHER  # how CP ranks get each other's keys
     dp: int = 1  # number of pipelines
     pipelines_per_ep_group: int = 1  # consecutive pipelines that share an EP group
     cp: int = 1  # ranks over which a micro-batch is sharded
-    row_multiple: int = 1  # every rank's rows are padded to a multiple of this
+    row_multiple: int = 1  # every rank's number of tokens is padded to a multiple of this
 
     def __post_init__(self) -> None:
         convert_to_ints(self, dp=1, cp=1, row_multiple=1)
@@ -112,7 +124,13 @@ class Planner:
 
     @classmethod
     def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> Planner:
-        """Make the planner of a run, in which `spec.parallel.dp` must be filled in."""
+        """Make the planner of a run.
+
+        Args:
+            spec: The run. `spec.parallel.dp` must be the number of pipelines, not 0.
+            source: Source of the global batches.
+            cost: Predicts the work that is balanced.
+        """
         return cls(
             source=source,
             packer=packing.packer_for(spec, cost),
@@ -151,8 +169,8 @@ class Planner:
         """Make a planner for documents of these lengths, packed by policy `bounded` by default.
 
         A step has N x C tokens on average, with N = num_micro_batches and C = context_window. In
-        the plans, `Pieces.document` is a document's position in `lengths`, plus the number of
-        documents for each epoch before.
+        the plans, `Pieces.document` is a document's index in `lengths`, plus len(lengths) for each
+        earlier epoch.
 
         Args:
             lengths: Tokens of each document in the order of training, or a source of documents. To
@@ -162,22 +180,24 @@ class Planner:
             num_micro_batches: N, micro-batches of a step over all pipelines.
             cp: Ranks over which a micro-batch is sharded.
             dp: Number of pipelines.
-            row_multiple: Every rank's rows are padded to a multiple of this.
-            cost: Prices of documents: any cost of `balance_step` that is not per sample, such as
-                the path of your model's config.json. The default uses the ratio of attention's
-                FLOPs to those of linear layers in LLaMA2-7B, on tiles of 128 queries.
-            strategy: Sharding strategy.
+            row_multiple: Every rank's number of tokens is padded to a multiple of this.
+            cost: Predicts the time of documents: any form of cost that `balance_step` takes, except
+                costs of given samples. For example, the path of your model's config.json. The
+                default uses the ratio of attention's FLOPs to those of linear layers in LLaMA2-7B,
+                on tiles of 128 queries.
+            strategy: Sharding strategy (`wlb.sharding.NAMES`).
             s_max: Most tokens of a micro-batch. Defaults to 1.5 context windows.
             step_tokens: Most tokens of a step. Defaults to N x s_max.
             max_delay: Most steps that a document may wait. Not used with `queue_thresholds`.
-            queue_thresholds: Packs by Algorithm 1 with queues from these lengths in tokens. May be
-                empty, which delays nothing.
-            long_documents: "split" cuts documents longer than a window; "refuse" is an error.
+            queue_thresholds: If given, documents are packed by Algorithm 1 instead. These are the
+                lengths in tokens at which its outlier queues begin. Empty delays nothing.
+            long_documents: What to do with documents longer than a window: "split" cuts them,
+                "refuse" raises UserError.
             epochs: How often the documents are trained.
-            shuffle: Whether each epoch has another random order.
-            seed: Seed of the order.
+            shuffle: Whether documents are in a random order, a different one in each epoch.
+            seed: Seed of this order.
         """
-        # A cost that is not a workload model yet is read together with kernel profiles.
+        # A cost that is no workload model yet is turned into one, which may load kernel profiles.
         is_model = hasattr(cost, "workload_ns")
         model = cast(WorkloadModel, cost) if is_model else prices.workload_model(cost)
         options = packing.PackerOptions(
@@ -228,10 +248,13 @@ class Planner:
         )
 
     def steps(self, state: PlannerState | None = None) -> Iterator[StepPlan]:
-        """Yield the plans from `state` (by default the start) to the end of the data.
+        """Yield the plans of all steps from `state` to the end of the data.
 
-        The state of a run that reached the end of its data can be resumed if the planner has more
-        epochs now.
+        If a run has reached the end of its data, its state can be resumed with a planner of more
+        epochs.
+
+        Args:
+            state: The state to begin at. None = the start of the run.
 
         Raises:
             UserError: If the state contradicts itself or the data (`wlb.planner.resume`).
@@ -239,7 +262,8 @@ class Planner:
         if state is not None:
             planner.check_planner_state(state, self.source, packers=self.packers)
         at = state or self.start()
-        # First yield the plans that the state already has; they end the data of the earlier run.
+        # A state at the end of the data still has the plans of the flush. Yield these first, then
+        # reopen the state and read the further epochs.
         had_ended = at.exhausted
         while True:
             plan = self.next(at)
@@ -281,19 +305,27 @@ class Planner:
             return assign_micro_batches(plan.workload_ns, plan.rows, self.dp)
         work_ns = plan.workload_ns
         if isinstance(self.cost, prices.ProfiledWorkload):
-            # All pipelines of an EP group wait for the expert layers together. Only work between
-            # them makes one pipeline slower than another.
+            # All pipelines of an EP group finish each expert layer at the same time. So only work
+            # outside of expert layers can make one pipeline slower than another; subtract the rest.
             work_ns = work_ns - self.cost.pooled_ns(plan.rows)
         return assign_rounds(work_ns, plan.rows, self.dp, self.pipelines_per_ep_group)
 
     def _baseline(
         self, state: PlannerState, step: int
     ) -> tuple[StepMetrics | None, tuple[StepMetrics, ...]]:
-        """Return the baseline's metrics that belong to this step, and those of its later steps.
+        """Choose the metrics of the baseline that are reported with a step.
 
-        The baseline's step k trains the k-th N x C tokens, so it belongs to global batch k. A step
-        of ours gets the metrics of all batches since our previous step, and the last step gets what
-        remains.
+        Step k of the baseline trains as many tokens as global batch k. So each step gets the
+        baseline's metrics of all batches that were read since the step before, and the last step of
+        the run gets all that are left.
+
+        Args:
+            state: The state before the step.
+            step: Index of the step.
+
+        Returns:
+            The metrics for this step, merged into one record (None if there are none), and the
+            metrics that are left for later steps.
         """
         is_last = state.exhausted and len(state.ready) == 1
         due = [m for m in state.baseline_made if is_last or m.step < state.num_batches]
@@ -322,10 +354,10 @@ class Planner:
         )
 
     def _repacked(self, state: PlannerState) -> PlannerState:
-        """Return a state without plans that have another number of micro-batches.
+        """Remove plans from a state that have another number of micro-batches than the planner.
 
-        A run may be resumed with another number. The pieces of such plans go back to the front of
-        the carry, in order.
+        This happens if a run is resumed with another number. The pieces of such plans go back to
+        the front of the carry, in the order of the plans, so that they are packed anew.
         """
         if not state.ready or state.ready[0].num_micro_batches == self.packer.num_micro_batches:
             return state
@@ -336,21 +368,25 @@ class Planner:
             slot=np.concatenate([np.zeros(len(planned), np.int64), state.carry.slot]),
             next_step=state.next_step,
         )
-        # Those plans may include the flush at the end of the data. Reset `exhausted`, so that the
-        # end is pushed to the packer once more.
+        # The removed plans may have been made by the flush at the end of the data. Reset
+        # `exhausted`, so that the end is pushed to the packer once more.
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
-        """Push the next global batch, or the end of the data, to both packers."""
+        """Read the next global batch and push it, or the end of the data, to both packers.
+
+        Returns:
+            The state with the plans that the packers made of it.
+        """
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
         plans, carry = self.packer.push(batch, _adopted(state.carry, self.packer))
-        # If nothing is left to flush, the data ends here, and the last of these steps gets what
-        # remains of the baseline.
+        # The data ends here if there is no further batch, or if this is the last batch and the
+        # packer has nothing left to flush. Then the baseline is flushed too, below.
         ends = batch is None or (batch.is_last and not len(carry.pieces))
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
-            # If the run had no baseline until now, or another one, start it at this batch.
+            # If the run had no baseline until now, or another one, let it start with this batch.
             if baseline.policy != self.baseline.policy:
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
             for pushed in (batch,) if batch is None or not ends else (batch, None):
@@ -369,10 +405,10 @@ class Planner:
 
 
 def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
-    """Convert a carry of another policy for `packer`.
+    """Return the carry so that `packer` can use it, even if another policy made it.
 
-    Slots, and arrival steps after the next step, only have a meaning for the policy that chose
-    them, so both are reset.
+    Slots of waiting pieces have a meaning only for the policy that chose them, and so have arrival
+    steps that are after the next step. For another policy, both are reset.
     """
     if carry.policy == packer.policy:
         return carry
@@ -383,11 +419,11 @@ def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
 
 
 def counted(plan: PackingPlan, source: object) -> PackingPlan:
-    """Return the plan with the labels of its pieces counted.
+    """Return the plan with the number of labels filled in for each of its pieces.
 
     The loss of a step is divided by its number of labels. In fine-tuning only some tokens have a
-    label, and only the store knows how many a part of a document has. Packers have no store, so
-    pieces are UNCOUNTED until their plan is complete.
+    label, and only the token store knows how many a part of a document has. Packers do not read the
+    store, so this function counts the labels after a step was packed.
 
     Args:
         plan: The packed step.
@@ -396,13 +432,13 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
     if not (isinstance(source, TargetCounter) and source.has_targets):
         return plan
     pieces = replace(plan.pieces, num_targets=source.count_targets(plan.pieces))
-    # A store with `.targets` never trains the first token of a document, even if documents are
-    # joined.
+    # In such a store the first token of a document is never a label, not even if documents are
+    # joined. So no label is added where documents are joined.
     return replace(plan, pieces=pieces, num_joined_targets=0)
 
 
 def _source_of(lengths: IntLike) -> data.LengthSource:
-    """Return a source of documents that have lengths but no tokens."""
+    """Return a source of documents with these lengths; it has no tokens, which suffices to plan."""
     array = int_array("lengths", lengths)
     # Pass the given values rather than the integers, so that the source can refuse floats that were
     # rounded.
@@ -413,15 +449,18 @@ def _source_of(lengths: IntLike) -> data.LengthSource:
 def assign_micro_batches(workload_ns: IntArray, tokens: IntArray, dp: int) -> IntArray:
     """Assign micro-batches to data-parallel pipelines, the same number to each.
 
-    A step waits for the pipeline with most work. A pipeline's first stage needs memory for the
-    activations of all its tokens, so tokens should be nearly equal too.
+    A step waits for the pipeline with most work, so pipelines should have equal work. The first
+    stage of a pipeline needs memory for the activations of all its tokens, so they should also have
+    nearly equal numbers of tokens.
 
-    1. Assign the heaviest micro-batch first, each to the pipeline with least work that has room.
-    2. Exchange micro-batches while that lowers the most work of a pipeline.
-    3. Exchange micro-batches while that lowers the most tokens of a pipeline, without raising the
-       most work by more than 0.1%, or 0.5% while a pipeline has over 1.05 times the mean's tokens.
+    1. Assign micro-batches by descending work, each to the pipeline with least work that does not
+       have N / dp of them yet.
+    2. Swap micro-batches between pipelines while that lowers the work of the slowest pipeline.
+    3. Swap micro-batches while that lowers the tokens of the pipeline that has most. The work of
+       the slowest pipeline may grow by 0.1% for this, or by 0.5% while a pipeline has more than
+       1.05 times the mean number of tokens.
 
-    Micro-batches keep their order in a pipeline.
+    Inside a pipeline, micro-batches keep their order.
     Cost: 0.5 ms for 32 micro-batches on 8 pipelines, 30 ms for 1,024 on 64.
 
     Args:
@@ -466,11 +505,13 @@ def _exchange(
     """Swap pairs of micro-batches, in place, while that lowers the largest `size` of a pipeline.
 
     Args:
-        pipelines: Micro-batches of each pipeline, shape [dp, N / dp].
-        size: What is to be made equal, of each micro-batch.
-        other: What an exchange may not make too large, of each micro-batch.
-        limit: Most `other` of a pipeline, unless it is larger already.
-        enough: Stop once no pipeline has a larger `size`.
+        pipelines: Indices of each pipeline's micro-batches, shape [dp, N / dp].
+        size: The quantity to make equal, such as work, for each micro-batch, shape [N].
+        other: A second quantity, such as tokens, for each micro-batch, shape [N]. Swaps may not
+            raise its sum in a pipeline above `limit`.
+        limit: Largest permitted sum of `other` in a pipeline. If a pipeline already has more, that
+            sum is the limit.
+        enough: Stop once the sum of `size` is at most this in every pipeline.
     """
     rounds = max(1, MAX_PAIRS // (pipelines.size * pipelines.shape[1]))
     for _ in range(min(128, rounds)):
@@ -498,18 +539,18 @@ def assign_rounds(
 ) -> IntArray:
     """Assign micro-batches to pipelines if several consecutive pipelines share an EP group.
 
-    In every layer with experts, the pipelines of an EP group wait for the slowest of them. So a
-    micro-batch should run beside others of about the same work. The i-th micro-batches of the
-    pipelines of one EP group form a round:
+    In every layer with experts, the pipelines of an EP group wait for the slowest of them. So they
+    should process micro-batches of about the same work at the same time. The i-th micro-batches of
+    the pipelines of one EP group are called a round:
 
-        pipeline 0   | 9 | 5 | 2 |     Micro-batches named by their work. Each column is a round,
-        pipeline 1   | 8 | 5 | 1 |     and the group takes 9 + 5 + 2.
+        pipeline 0   | 9 | 5 | 2 |     Each number is the work of a micro-batch, and each column is
+        pipeline 1   | 8 | 5 | 1 |     a round. The group takes 9 + 5 + 2.
 
     1. Sort the micro-batches by work and cut them into rounds. This minimises the sum over rounds
        of the slowest micro-batch.
     2. Assign rounds to EP groups, as `assign_micro_batches` assigns micro-batches to pipelines.
-    3. Inside a round all pipelines take equally long, so its micro-batches are ordered to make
-       pipelines' tokens equal.
+    3. Assign the micro-batches of a round to the pipelines of the group, so that pipelines get
+       nearly equal numbers of tokens. This does not change the time of the round.
 
     Args:
         work_ns: Predicted time of each micro-batch outside of expert layers, shape [N].
@@ -542,11 +583,14 @@ def assign_rounds(
 
 
 def _spread(members: IntArray, tokens: IntArray) -> IntArray:
-    """Order the micro-batches of each round so that pipelines have nearly equal tokens.
+    """Assign the micro-batches of each round to the pipelines of an EP group, balancing tokens.
 
     Args:
         members: Micro-batches of each round, shape [num_rounds, pipelines_per_ep_group].
         tokens: Tokens of each micro-batch, shape [N].
+
+    Returns:
+        The same micro-batches; column p has those of pipeline p.
     """
     held = np.zeros(members.shape[1], np.int64)
     out = np.zeros_like(members)

@@ -1,4 +1,4 @@
-"""Makes the planners of a run: for its steps, for held-out documents and for offline packs."""
+"""Makes the planners of a run: for training, for evaluation and for packs that are made offline."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,19 @@ _PLAIN_PACKING: dict[str, Any] = {
     "bin_windows": 1,
     "window_batches": 1,
 }
-"""Settings of [packing] with which held-out documents are packed in every run."""
+"""Settings of [packing] with which the held-out documents of evaluations are packed in every run."""
 
 
 def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
-    """Make the planner of a run.
+    """Make the planner of a run's training steps.
 
-    The planner process calls this, so it opens its files itself and shares none with training.
+    It is called in the planner process, so the planner opens its own files and shares none with the
+    training process.
 
     Args:
         spec: The run.
         store: Name of a token store, or of the stores of a blend.
-        device: "cpu" or "cuda", whose prices are used.
+        device: "cpu" or "cuda": the device for which times are predicted.
     """
     cost = workload_for(spec, device)
     if spec.packing.packs:
@@ -41,7 +42,13 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
 
 
 def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
-    """Make a planner of steps that were packed offline, after checking that they fit the run."""
+    """Make a planner for steps that were packed offline, after checking that they fit the run.
+
+    Args:
+        spec: The run, with the file of packs in `packing.packs`.
+        name: Name of the token store.
+        cost: Predicts the work of micro-batches.
+    """
     if not isinstance(name, str):
         raise UserError("packing.packs are of one store; leave data.blend or packing.packs empty")
     store, options = TokenStore(name), options_for(spec, cost)
@@ -52,7 +59,7 @@ def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
 
 
 def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
-    """Pack one epoch of a store as the run would, and return the packs."""
+    """Pack one epoch of a token store as the run would, and return the packs to be saved."""
     source = GlobalBatches(
         store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=1
     )
@@ -64,14 +71,15 @@ def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
 def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
     """Make the planner of evaluations, which reads the held-out store once, in order.
 
-    It packs documents into the usual loader's windows, or, for fine-tuning methods, whole examples
-    one after the other (next fit). It does so in every run, so that the held-out loss does not
-    depend on the packing policy.
+    In pre-training it packs documents into windows, as the usual loader does. If the run uses a
+    method of fine-tuning (`packing.method`), it packs whole examples one after the other, and
+    begins a micro-batch when the next one does not fit. The run's own packing policy is not used,
+    so that the held-out loss does not depend on it.
 
     Args:
         spec: The run.
-        store: Name of the held-out store.
-        device: "cpu" or "cuda", whose prices are used.
+        store: Name of the held-out token store.
+        device: "cpu" or "cuda": the device for which times are predicted.
     """
     source = GlobalBatches(
         TokenStore(store),
@@ -80,7 +88,7 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
         epochs=1,
         shuffle=False,
     )
-    # The method random_posid packs by next fit, in the order of documents.
+    # "random_posid" is the method that packs examples in order, one after the other (next fit).
     is_tuned = bool(spec.packing.method)
     policy, method = (Policy.CAPACITY, "random_posid") if is_tuned else (Policy.ORIGINAL, "")
     packing = replace(spec.packing, policy=policy, method=method, **_PLAIN_PACKING)

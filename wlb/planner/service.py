@@ -5,13 +5,13 @@
 
 The process imports no torch. It listens on a local socket. Each rank of the node requests one step
 after the other, and receives the plan of the step and the plan of its pipeline. Every node plans
-the whole step, so nodes exchange only a digest.
+the whole step, so nodes send each other no plans. They only compare a hash of the plan.
 
-A thread would not do: it raised the training thread's launch cost per operation from 3 us to 4 ms,
-because both share the interpreter lock.
+A thread instead of a process would slow down training: in a test it raised the time to launch an
+operation from 3 us to 4 ms, because both threads need Python's interpreter lock.
 
 `PlannerProcess` starts `python -m wlb.planner.service`, which reads its job as a pickle from
-standard input. Only its parent process can write there.
+standard input. Only its parent process can write to this pipe, so the pickle can be trusted.
 """
 
 import contextlib
@@ -45,9 +45,10 @@ from wlb.planner.compose import Planner
 from wlb.planner.liveness import SILENCE_S, Address, PlannerLost, PlanningError, SignsOfLife
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a run. The planner process ignores them; ranks end it."""
+"""Signals that stop a run. The planner process ignores them, because ranks still need plans until
+they have written a checkpoint. They end the process afterwards."""
 _BEAT_S = 0.25
-"""Seconds between two signs of life of a planner process."""
+"""A planner process touches its file after every so many seconds, to show that it is alive."""
 _DIED = "the planner process of this node has died"
 
 
@@ -55,16 +56,16 @@ _DIED = "the planner process of this node has died"
 class PlanningJob:
     """What a planner process has to do."""
 
-    make: Callable[..., Planner]  # make(*args) builds the planner inside the process
+    make: Callable[..., Planner]  # make(*args) is called in the process and returns the planner
     args: tuple[Any, ...]
-    state: PlannerState | None  # where planning begins; None = at the start
+    state: PlannerState | None  # the state at which planning begins; None = start of the run
     address: Address  # where the process listens
     ahead: int  # steps that are planned before a rank requests them
     num_clients: int  # number of ranks that will connect
 
 
 class PlannerProcess:
-    """Starts a planner process, which ends by `close` or when its last client disconnects."""
+    """Starts a planner process. It ends when `close` is called or its last client disconnects."""
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class PlannerProcess:
         """Start the process, and wait until it listens.
 
         Args:
-            make: Builds the planner inside the process.
+            make: A function that returns the planner. It is called in the new process.
             args: Arguments of `make`.
-            state: Where planning begins. None = at the start.
+            state: The state at which planning begins. None = start of the run.
             ahead: Steps that are planned before a rank requests them.
             num_clients: Number of ranks that will connect.
             address: Where the process listens. Defaults to a new address.
@@ -119,16 +120,26 @@ class PlannerProcess:
             raise
 
     def _hand_over(self, job: bytes, signs: SignsOfLife) -> None:
-        """Send the job to the process, and wait until it listens."""
+        """Send the job to the process, and wait until it listens.
+
+        Args:
+            job: The pickled `PlanningJob`.
+            signs: Detects that the process was stopped.
+
+        Raises:
+            PlannerLost: If the process shows no sign of life.
+            PlanningError: If it ends before it listens.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         signs.begin()
-        # Write without blocking, because a stopped process does not read, and the pipe becomes
-        # full.
+        # Write without blocking. If the process was stopped, it does not read, and a blocking write
+        # to the full pipe would wait for ever.
         os.set_blocking(stdin.fileno(), False)
         rest = memoryview(job)
-        # A process that has ended breaks the pipe, and the read below finds no line.
+        # If the process has ended, writing fails with BrokenPipeError. The read below then finds no
+        # line and raises an error.
         with contextlib.suppress(BrokenPipeError):
             while rest:
                 signs.await_file(stdin.fileno(), select.POLLOUT)
@@ -158,7 +169,17 @@ class PlannerProcess:
 
 
 def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
-    """Connect as multiprocessing's Client does, but let no read wait longer than `silence_s`."""
+    """Connect to a planner process as multiprocessing's Client does, but with a time limit.
+
+    Reads and writes of the connection fail if they take longer than `signs.silence_s` seconds.
+
+    Args:
+        address: Where the process listens.
+        signs: Detects that the process was stopped.
+
+    Raises:
+        PlannerLost: If the process does not answer.
+    """
     with socket.socket(socket.AF_UNIX) as opened:
         whole_s, part_s = divmod(signs.silence_s, 1)
         limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
@@ -182,10 +203,11 @@ def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
 
 
 class PlanClient:
-    """One rank's connection to the planner process: returns steps in order.
+    """One rank's connection to the planner process, which returns the steps in order.
 
-    It requests a step only when it is about to read the answer. So the server, which has a single
-    thread, never blocks on a rank that is not reading. The server plans ahead on its own.
+    The client requests a step only when it is about to read the answer. So the server, which has a
+    single thread, never waits for a rank that does not read. The server plans ahead without
+    requests.
     """
 
     def __init__(
@@ -241,7 +263,7 @@ class PlanClient:
         self._connection.close()
 
     def _fill(self, count: int) -> None:
-        """Request steps until `count` of them were received, or the steps have ended."""
+        """Request steps until `count` of them are ready to be returned, or there are no more."""
         while len(self._received) < count and not self._ended:
             item = self._request()
             if isinstance(item, str):
@@ -273,15 +295,15 @@ class PlanServer:
         self.job = job
         self.planner: Planner | None = None
         self.state: PlannerState | None = job.state
-        # Plans that some client does not have yet. The first one has index `dropped`. The last one
-        # is None at the end of the data, or a traceback; steps planned before an error still run.
+        # The plans that some client has not received yet, of steps `dropped`, `dropped` + 1, ...
+        # The last entry is None if the data has ended, or a traceback if planning has failed.
         self.plans: list[StepPlan | str | None] = []
-        self.dropped = 0
+        self.dropped = 0  # number of plans that all clients have received
         # The plan of each (step, pipeline).
         self.shards: dict[tuple[int, int], PipelinePlan] = {}
-        # Of each client: its pipeline, and whether it needs the planner's state.
+        # For each client: its pipeline, and whether it needs the planner's state.
         self.clients: dict[Connection[Any, Any], tuple[int, bool]] = {}
-        # Index of the step that each connected client gets next.
+        # Index of the plan that each connected client gets next.
         self.cursor: dict[Connection[Any, Any], int] = {}
         for _ in range(job.num_clients):
             try:
@@ -289,7 +311,7 @@ class PlanServer:
                 self.clients[connection] = connection.recv()
                 self.cursor[connection] = 0
             except (EOFError, ConnectionError, AuthenticationError):
-                # This rank has died, and its launcher will end the others.
+                # This rank has died before it connected. Its launcher will end the other ranks.
                 continue
 
     def serve(self) -> None:
@@ -351,11 +373,11 @@ class PlanServer:
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Generator[None]:
-    """Block stop signals in processes that are started inside this context.
+    """Block STOP_SIGNALS in processes that are started inside this context.
 
-    Slurm signals all processes of a job step, and a terminal all of a job. But ranks write a
-    checkpoint first, for which they need the planner, and end it afterwards. The signals stay
-    blocked until the new process has set handlers that ignore them.
+    Slurm and terminals send such a signal to all processes of a job. The planner process must not
+    end then: ranks still need it to write a checkpoint, and end it afterwards. It ignores the
+    signals as soon as its code runs. Until then they are blocked.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -381,9 +403,14 @@ def _main() -> None:
 
 
 def _beat_while_alive(parent: int, address: Address) -> None:
-    """Give signs of life while the parent process lives, and then end this process.
+    """Give signs of life while the parent process lives, and end this process when it has died.
 
-    Without its parent, the rank that started it, no other rank may ever connect.
+    The parent is the rank that started this process. If it has died, other ranks may never connect,
+    and this process would wait for them for ever.
+
+    Args:
+        parent: Process id of the parent.
+        address: Address of this process, with the file that it touches.
     """
     while os.getppid() == parent:
         with contextlib.suppress(OSError):

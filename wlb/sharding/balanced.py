@@ -1,9 +1,9 @@
 """Strategy `balanced`: each document is shared by only as many ranks as its work requires.
 
-This is ours; the paper does not have it. Per-document sharding cuts every document into 2 * CP
-chunks: at CP 16 a document of 8K tokens becomes 32 segments of 256 rows, on which attention kernels
-are slow. Here a document is cut into 2 * m chunks for m ranks, with the smallest m whose parts stay
-below a given share of a rank's mean work:
+This strategy is not in the paper. Per-document sharding cuts every document into 2 * CP chunks: at
+CP 16 a document of 8K tokens becomes 32 segments of 256 tokens, on which attention kernels are
+slow. Here a document is cut into 2 * m chunks for m ranks. m is the smallest number for which a
+rank's part of the document has at most a given share of the mean work of a rank:
 
     a long document on 4 ranks     |0|1|2|3|3|2|1|0|
     a shorter one on 2 ranks       |0|1|1|0|
@@ -12,9 +12,12 @@ below a given share of a rank's mean work:
 1. From long to short, each document goes to the m least loaded ranks that have room.
 2. Documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
 
-Five shares are tried. Other candidates are the plan of `hybrid`, so `balanced` is never predicted
-to be slower, and the plans of `by_need` where the exchange moves only the rows that are needed, and
-of `few_cuts` for models with linear-attention layers.
+Five shares are tried, and the plan with the best predicted time is taken. Further candidates are:
+
+- the plan of `hybrid`, so that `balanced` is never predicted to be slower than it,
+- the plans of `by_need`, if the exchange may transfer only the keys that ranks need,
+- the plans of `few_cuts`, for models with linear-attention layers.
+
 Cost: a Python loop over documents for each share.
 """
 
@@ -40,22 +43,23 @@ from wlb.spec import ExchangeChoice
 
 STRATEGY = "balanced"
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""Limits that are tried for the work of a rank's part of one document, over a rank's mean work."""
+"""Limits that are tried for the work of a rank's part of one document, as shares of the mean work
+of a rank."""
 
 _Span = tuple[int, int, int, int]
-"""(piece, start, stop, rank)"""
+"""(piece, start, stop, rank): the rank processes the tokens [start, stop) of the piece."""
 
 
 def balanced(
     lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
 ) -> ShardingPlan:
-    """Shard a micro-batch by the best of many candidates.
+    """Shard a micro-batch so that each document is on few ranks; try many plans, take the fastest.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        cost: Prices by which candidates are compared (`cheapest`).
-        exchange: How ranks get each other's keys.
+        cost: Predicts the times by which plans are compared (`cheapest`).
+        exchange: How ranks get each other's keys: "gather", "needed" or "auto".
     """
     pieces = checked_lengths(lengths, cp)
     best = hybrid(pieces, cp=cp, cost=cost, exchange=exchange)
@@ -66,8 +70,8 @@ def balanced(
             plans += few_cuts(pieces, cp=cp, cost=cost)
         if exchange != GATHER:
             plans = [*by_need(pieces, cp=cp, cost=cost), *plans]
-        # The first of equally fast plans is taken. Prefer the plan of `hybrid` with an all-gather,
-        # and the other plans, which move fewer rows, with a `needed` exchange.
+        # Of equally fast plans the first is taken. With an all-gather, prefer the plan of `hybrid`.
+        # Otherwise prefer the other plans, which transfer fewer rows.
         plans = [best, *plans] if exchange == GATHER else [*plans, best]
         best = cheapest(plans, cost, exchange=exchange)
     return replace(best, strategy=STRATEGY)
@@ -80,15 +84,15 @@ def _assigned(
 
     Args:
         pieces: Tokens of each document, shape [num_pieces].
-        order: Documents by descending length.
+        order: Indices of the documents by descending length.
         cp: Number of CP ranks.
-        cost: Prices.
-        share: Limit for the work of a part, over a rank's mean work.
+        cost: Predicts the times of attention.
+        share: Most work of a rank's part of a document, as a share of the mean work of a rank.
     """
     ordered = pieces[order]
-    # At a cell boundary of a kernel's table, a longer document may be predicted to be a percent
-    # faster than a shorter one. Raise its work to the maximum over shorter documents, because the
-    # documents that all ranks share must be the first ones in `order`.
+    # Predicted times are interpolated in a table, where a longer document may be predicted to be
+    # one percent faster than a shorter one. Raise its work to the maximum over shorter documents,
+    # so that the documents that all ranks share are the first ones in `order`.
     work = np.maximum.accumulate(_both(cost, ordered, ordered)[::-1])[::-1]
     mean = max(1.0, float(work.sum()) * share / cp)
     num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
@@ -104,7 +108,13 @@ def _assigned(
 
 
 def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
-    """Return the forward plus backward time of each segment, shape [n]."""
+    """Return the forward plus backward attention time of each segment in ns, shape [n].
+
+    Args:
+        cost: Predicts the times.
+        q: Number of queries of each segment, shape [n].
+        kv: Number of keys of each segment, shape [n].
+    """
     forward, backward = cost.segment_times_ns(q, kv)
     return forward + backward
 
@@ -112,8 +122,11 @@ def _both(cost: WorkloadModel, q: IntArray, kv: IntArray) -> IntArray:
 class _AssignedDocuments:
     """Collects the spans of documents as they are assigned to ranks.
 
-    `ordered` has the documents' tokens in descending order. Documents are named by their position
-    in it.
+    Args:
+        ordered: Tokens of each document, in descending order. The methods name documents by their
+            position in this order.
+        cp: Number of CP ranks.
+        cost: Predicts the times of attention.
     """
 
     def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
@@ -133,12 +146,13 @@ class _AssignedDocuments:
             self._add(i, start[i], stop[i], ranks.tolist())
         held = np.zeros(self.cp, np.int64)
         np.add.at(held, np.tile(ranks, num), (stop - start).ravel())
-        # Ranks that got a left-over token of these documents are to have the larger share.
+        # If the tokens cannot be divided equally, the ranks that already have a token more are to
+        # have one more in the end.
         self.room = (shares_of(int(self.ordered.sum()), held) - held).tolist()
         self.load = load.sum(0).tolist()
 
     def over_some(self, who: IntArray, num_ranks: int) -> None:
-        """Assign each of the documents to the `num_ranks` least loaded ranks that have room."""
+        """Cut each of the documents `who` among the `num_ranks` least loaded ranks with room."""
         start, stop, load = self._chunks(self.ordered[who], num_ranks)
         tokens = (stop - start)[:, :num_ranks] + (stop - start)[:, : num_ranks - 1 : -1]
         for i, document in enumerate(who.tolist()):
@@ -154,11 +168,11 @@ class _AssignedDocuments:
                 self.room[r] -= size
 
     def whole(self, who: IntArray, work: IntArray) -> None:
-        """Assign each of the documents whole to the least loaded rank that has room.
+        """Assign each of some documents whole to the least loaded rank that has room.
 
         Args:
-            who: The documents.
-            work: Work of all documents, in their order.
+            who: The documents to assign.
+            work: Predicted time of every document in ns, not only of these.
         """
         columns = (self.ordered[who].tolist(), work[who].tolist())
         at = 0
@@ -170,7 +184,13 @@ class _AssignedDocuments:
                 at += self._equal(who[first:stop].tolist(), columns[0][first], columns[1][first])
 
     def _whole(self, document: int, size: int, part: int) -> None:
-        """Assign a document of `size` tokens and `part` ns to the least loaded rank with room."""
+        """Assign a document whole to the least loaded rank with room for its tokens.
+
+        Args:
+            document: The document.
+            size: Tokens of the document.
+            part: Predicted time of the document in ns.
+        """
         with_room = [r for r in range(self.cp) if self.room[r] >= size]
         if not with_room:
             self.left.append(document)
@@ -181,7 +201,16 @@ class _AssignedDocuments:
         self.room[best] -= size
 
     def _equal(self, documents: list[int], size: int, part: int) -> int:
-        """Assign as many of these equal documents as fit, as `_whole` would, and count them."""
+        """Assign equal documents whole, as `_whole` would, until one does not fit.
+
+        Args:
+            documents: The documents.
+            size: Tokens of each document.
+            part: Predicted time of each document in ns.
+
+        Returns:
+            The number of documents that were assigned.
+        """
         if not fits_64_bits(self.load, part, len(documents)):
             return 0
         room = [tokens // size for tokens in self.room]
@@ -195,7 +224,7 @@ class _AssignedDocuments:
         return target.size
 
     def fill(self) -> None:
-        """Cut the documents that did not fit, and fill the ranks with most room first."""
+        """Cut the documents that did not fit, and give the parts to the ranks with most room."""
         for document in self.left:
             at, size = 0, int(self.ordered[document])
             while at < size:

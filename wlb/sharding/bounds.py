@@ -1,13 +1,14 @@
-"""Lower bounds for any sharding: on the rows that the busiest rank receives, and on time.
+"""Lower bounds for any sharding: on the rows that one of the ranks receives, and on the time.
 
-Both bounds look at the longest document alone. The rank with its last token reads all of its keys,
-but has at most a rank's share of the tokens, so it must receive the rest.
+A row has the key and value of one token. Both bounds look at the longest document alone. The rank
+with its last token needs the keys of all its tokens, but has at most a rank's share of the
+micro-batch's tokens. So it must receive the other rows from other ranks.
 
-A micro-batch takes at least the time of its attention, shared evenly, plus the time that a rank
-waits for its rows. Attention over a rank's local keys can hide a part of the transfer: at most the
-attention of a document that is as long as a rank's share of the tokens.
+A micro-batch takes at least the time of its attention, divided evenly over the ranks, plus the time
+that a rank waits for its rows. Attention over the keys of a rank's own tokens can hide a part of
+the transfer: at most as long as attention takes for a document of a rank's share of the tokens.
 
-The time is an estimate rather than a proven bound, because `ideal_kernels_ns` is one.
+The time is an estimate and not a proven bound, because it uses `ideal_kernels_ns`, an estimate.
 """
 
 import numpy as np
@@ -18,17 +19,19 @@ from wlb.plan import FloatArray, IntArray, IntLike, UserError
 from wlb.sharding.paper import checked_lengths
 
 TRIED_SPLITS = 256
-"""How many divisions of the longest document between two nodes are tried."""
+"""Number of divisions of the longest document between nodes that `least_time_ns` tries."""
 
 
 def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
-    """Return how many rows the busiest rank receives at least.
+    """Return a number of rows that at least one rank must receive, whatever the sharding is.
+
+    A row has the key and value of one token.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        slack: No rank may have more than 1 + slack times the mean rank's query-key pairs. This
-            gives a higher bound. None permits any work.
+        slack: Consider only shardings in which no rank has more than 1 + slack times the mean
+            number of query-key pairs. Then more rows must be received. None considers all.
     """
     pieces = checked_lengths(lengths, cp)
     if not pieces.size:
@@ -37,8 +40,9 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
     least = max(0, int(pieces.max()) - share)
     if slack is None or cp == 1:
         return least
-    # With limited work, the last tokens of a document are spread over several ranks: j ranks can
-    # process at most its last length - reach[j] tokens, so a further rank reads at least reach[j].
+    # If work is limited, one rank cannot process all of a document's last tokens. j ranks can
+    # process at most its last length - reach[j] tokens, so another rank has the token before these
+    # and needs at least reach[j] rows.
     most = (1 + slack) * float(causal_pairs(pieces, pieces).sum()) / cp
     for length in pieces[pieces > least].tolist():
         reach = np.sqrt(np.maximum(0.0, length * length - 2 * most * np.arange(cp)))
@@ -47,13 +51,13 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 
 
 def _least_rows_of(reach: FloatArray, length: int) -> int:
-    """Return the least number of rows that one of the ranks reading a document must receive.
+    """Return how many rows of a document at least one rank must receive from others.
 
-    A rank that reads `reach[j]` rows and receives R has the other reach[j] - R rows itself. The
-    ranks together cannot have more rows than the document.
+    A rank that needs `reach[j]` rows and receives R of them has the other reach[j] - R rows itself.
+    All ranks together cannot have more rows than the document.
 
     Args:
-        reach: Rows that each rank reads, in descending order, shape [cp].
+        reach: Rows of the document that each rank needs, in descending order, shape [cp].
         length: Tokens of the document.
     """
     held = np.cumsum(reach)
@@ -62,15 +66,18 @@ def _least_rows_of(reach: FloatArray, length: int) -> int:
 
 
 def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Return the least time of a micro-batch's attention and exchange, in ns.
+    """Return the least time of a micro-batch's attention and exchange of keys, in ns.
+
+    The time is for forward and backward together. Of the exchange it includes the time that ranks
+    wait for it.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        cost: Prices.
+        cost: Predicts the times of attention and of transfers.
 
     Returns:
-        The time with an all-gather, and the time with a `needed` exchange.
+        The time with an all-gather, and the time if only needed rows are transferred.
 
     Raises:
         UserError: If the workload does not implement `HiddenExchange`.
@@ -93,8 +100,9 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     if per_node == cp:
         return gather, ideal + waits.of(_received(cp, 1, max(0, longest - share)))
     # Assume that the node with the document's last token has all but `away` of its tokens. The rank
-    # with that token receives these from other nodes. The node's work is at least that of the
-    # document's first tokens, of the same number as it has. Take the best `away`.
+    # with the last token must receive `away` rows from other nodes. The node's attention takes at
+    # least as long as for a document with as many tokens as the node has of this one. Take the best
+    # value of `away`.
     away = np.unique(np.linspace(max(0, longest - per_node * share), longest - 1, TRIED_SPLITS))
     held = longest - away.astype(np.int64)
     forward, backward = cost.segment_times_ns(held, held)
@@ -106,9 +114,12 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 
 
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Return the most attention over local keys that a rank can have, in forward and backward.
+    """Return the longest time that a rank can compute attention over keys of its own tokens.
 
-    It is that of a rank that is filled with whole documents, each as long as possible.
+    A rank has most of it if it is filled with whole documents, each as long as possible.
+
+    Returns:
+        Forward time and backward time in ns.
     """
     total = int(pieces.sum())
     longest = min(int(pieces.max()), -(-total // cp))
@@ -118,19 +129,25 @@ def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float,
 
 
 class _LeastWaits:
-    """The least time that ranks wait for transfers, if computation hides as much as it can."""
+    """Predicts the least time that ranks wait for transfers, if computation hides all it can."""
 
     def __init__(self, num_tokens: int, cp: int, cost: HiddenExchange) -> None:
         self.num_tokens, self.cp, self.cost = num_tokens, cp, cost
         self.hidden = cost.products_ns(num_tokens)
-        # Most attention over local keys of a rank, in forward and backward, if that hides
-        # transfers.
+        # Forward and backward time of a rank's attention over keys of its own tokens, as far as it
+        # may hide transfers.
         self.local_attention = (0.0, 0.0)
-        # Attention of a mean rank, in forward and backward, if an exchange has several stages.
+        # Mean forward and backward time of a rank's whole attention, which may hide transfers if an
+        # exchange has several stages. None = one stage.
         self.all_attention: tuple[float, float] | None = None
 
     def of(self, moved: IntArray | None) -> float:
-        """Return the waiting time in ns for rows `moved` between ranks; None is an all-gather."""
+        """Return how long ranks wait for a transfer, forward plus backward, in ns.
+
+        Args:
+            moved: moved[i, j] is the number of rows that rank i receives from rank j, shape
+                [cp, cp]. None = an all-gather.
+        """
         keys, repeated, gradients = self.cost.transfers_ns(moved, self.num_tokens, cp=self.cp)
         if self.all_attention is not None:
             # Attention over one stage's keys hides the transfer of the next stage, so all of
@@ -148,7 +165,7 @@ class _LeastWaits:
 
 
 def _received(cp: int, sender: int, rows: int) -> IntArray:
-    """Return the rows that move between ranks if rank 0 receives `rows` from rank `sender` only."""
+    """Return the transfer, shape [cp, cp], in which only rank 0 receives `rows` from `sender`."""
     moved = np.zeros((cp, cp), np.int64)
     moved[0, sender] = rows
     return moved

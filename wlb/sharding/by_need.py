@@ -5,13 +5,13 @@ linear-attention layers need a summary of the tokens before each span that is cu
 
 - A document is cut among as few ranks as its work requires (`fill`).
 - A document is cut among nodes only if one node cannot take all of it (`nodes`). If attention hides
-  the exchange, groups of nodes are tried in the same way.
-- Prices are not additive over the parts of a document. So each candidate is made several times, and
-  each time the ranks' shares of the work are corrected by the predicted times of the last plan.
+  the exchange, groups of several nodes are tried in the same way.
+- While documents are divided, the time of a part is only estimated. So each candidate is made
+  several times: ranks that are slow in the last plan get less work in the next one.
 
 Candidates differ in how much work of a long document one rank may have (more work means less to
 send, but longer attention), and in which documents may be cut among nodes.
-Cost: a few milliseconds of Python for each.
+Cost: a few milliseconds of Python for each candidate.
 """
 
 from collections.abc import Sequence
@@ -33,36 +33,41 @@ from wlb.sharding.paper import (
 )
 
 ROUNDS = 4
-"""How often a candidate is made with corrected shares of the work."""
+"""How often a candidate is made, each time with shares of the work that are corrected by the
+predicted times of the plan before."""
 SHARES = (3 / 2, 2, 4)
-"""Values of `FillOptions.share` that are tried besides 1."""
+"""Values of `FillOptions.share` (most work of a long document on one rank) that are tried, besides
+the default of 1."""
 WHOLE = (1.0, 0.3)
-"""Values of `FillOptions.whole` that are tried."""
+"""Values of `FillOptions.whole` (work from which a document is cut among ranks) that are tried."""
 NODE_SHARES = (1, 3 / 2, 4)
-"""Limits that are tried for the work of one document in a node, over a node's mean work."""
+"""Limits that are tried for the work of one document in one node, in multiples of a node's mean
+work."""
 GROUPS = (3 / 8, 1 / 2, 3 / 4)
-"""Sizes of groups of ranks that are tried, over all ranks. Documents are cut among groups only
-where necessary. The last group has the ranks that remain."""
+"""Sizes of groups of ranks that are tried, as shares of all ranks. Documents are cut among groups
+only where necessary. The last group has the ranks that remain."""
 GROUP_ROUNDS = 3
-"""As ROUNDS, for the candidates with groups."""
+"""The same as ROUNDS, for the candidates with groups of ranks."""
 CUT_TILES = (16, 128)
-"""Values of `FillOptions.tile` that `few_cuts` tries."""
+"""Values of `FillOptions.tile` (symmetric cuts are at multiples of so many tokens) that `few_cuts`
+tries."""
 LONGEST_RUNS = (1024, 4096, 16384)
-"""Values of `FillOptions.longest_run` that `few_cuts` tries."""
+"""Values of `FillOptions.longest_run` (longest document that is cut into consecutive tokens) that
+`few_cuts` tries."""
 EXACT = 0.001
-"""Value of `FillOptions.negligible` in `few_cuts`."""
+"""Value of `FillOptions.negligible` (work that a rank may miss to avoid a cut) in `few_cuts`."""
 CUT_ROUNDS = 6
-"""As ROUNDS, for the candidates of `few_cuts`."""
+"""The same as ROUNDS, for the candidates of `few_cuts`."""
 STRATEGY = "balanced"
 
 
 def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Return candidates for a `needed` exchange.
+    """Return plans that let ranks need few keys of other ranks, for the exchange "needed".
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        cost: Prices.
+        cost: Predicts the times of attention, and says how many ranks a node has.
     """
     per_node = cost.cp_ranks_per_node if isinstance(cost, HiddenExchange) else cp
     maker = _PlanMaker(pieces, cp, cost)
@@ -88,17 +93,18 @@ def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingP
 
 
 def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Return candidates in which each rank cuts few documents, for linear-attention layers.
+    """Return plans in which each rank has few cut documents, for models with linear attention.
 
-    A rank makes about four cuts: two of a document that is cut symmetrically to get its share of
-    the work, and the others to get its number of tokens. Longer runs make fewer cuts but less equal
-    work. The price decides. For micro-batches that are nearly filled by one document,
-    `_runs_behind` gives more candidates.
+    For each rank, about four cuts are made: two in a document that is cut symmetrically, so that
+    the rank gets its share of the work, and two so that it gets its number of tokens. If longer
+    documents may be cut into consecutive tokens (`LONGEST_RUNS`), there are fewer cuts, but work is
+    less equal. Which plan is best is decided by its predicted time. For micro-batches that are
+    nearly filled by one document, `_runs_behind` gives more plans.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        cost: Prices.
+        cost: Predicts the times of attention.
     """
     maker = _PlanMaker(pieces, cp, cost)
     plans = [_runs_behind(pieces, cp, num) for num in range(min(3, pieces.size + 1))]
@@ -113,10 +119,10 @@ def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[Sharding
 
 
 def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
-    """Cut the longest documents over all ranks, and fill the ranks with runs of the others.
+    """Cut the longest documents over all ranks, and fill the ranks with the other documents.
 
-    The other documents form one sequence, of which each rank takes consecutive tokens. So each rank
-    cuts at most one of them at either end of its run.
+    The other documents form one sequence, and each rank takes consecutive tokens (a run) of it. So
+    at most two of them are cut for a rank, one at each end of its run.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
@@ -129,7 +135,8 @@ def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
     held = np.zeros(cp, np.int64)
     np.add.at(held, np.tile(ranks, num_long), (stop - start).ravel())
     rest = shares_of(int(pieces.sum()), held) - held
-    # Order short documents from long to short and back, so that runs have similar work per token.
+    # Order the other documents so that lengths first fall and then rise. So runs at both ends have
+    # long documents, and runs in the middle have short ones.
     behind = order[num_long:]
     behind = np.concatenate([behind[::2], behind[1::2][::-1]])
     runs = cut_sequence(pieces[behind], offsets_of(rest), np.arange(cp))
@@ -144,7 +151,13 @@ def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
 
 
 class _PlanMaker:
-    """Makes plans of one micro-batch, and looks up its prices only once."""
+    """Makes plans of one micro-batch, and predicts the work of its documents only once.
+
+    Args:
+        pieces: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        cost: Predicts the times of attention.
+    """
 
     def __init__(self, pieces: IntArray, cp: int, cost: WorkloadModel) -> None:
         self.pieces, self.cp, self.cost = pieces, cp, cost
@@ -162,13 +175,16 @@ class _PlanMaker:
         node_share: float = 1,
         rounds: int = ROUNDS,
     ) -> list[ShardingPlan]:
-        """Make a plan several times with corrected shares of the work, and return all plans.
+        """Make a plan several times, and return all plans.
+
+        Each time, ranks that are predicted to be slow in the last plan get a smaller share of the
+        work.
 
         Args:
             options: Where documents are cut.
-            group_size: Consecutive ranks that form a node or group, which documents leave only
-                where necessary. 0 = all ranks.
-            node_share: Limit for the work of one document in a node, over a node's mean work.
+            group_size: Number of consecutive ranks that form a node or group. Documents are cut
+                among groups only where necessary. 0 = all ranks are one group.
+            node_share: Most work of one document in a group, in multiples of a group's mean work.
             rounds: Number of plans.
         """
         scale = np.ones(self.cp)
@@ -190,7 +206,15 @@ class _PlanMaker:
     def _filled(
         self, options: FillOptions, scale: FloatArray, group_size: int, node_share: float
     ) -> list[list[FillPart]]:
-        """Return the parts of each rank, for shares of the work multiplied by `scale`, [cp]."""
+        """Divide the documents over the ranks, and return the parts that each rank gets.
+
+        Args:
+            options: Where documents are cut.
+            scale: Work that each rank is to get, in multiples of its share of the tokens, shape
+                [cp].
+            group_size: Number of consecutive ranks that form a node or group.
+            node_share: Most work of one document in a group, in multiples of a group's mean work.
+        """
         nodes = [
             slice(first, min(self.cp, first + group_size))
             for first in range(0, self.cp, group_size)
@@ -218,16 +242,18 @@ class _PlanMaker:
 def spans_of(
     pieces: IntArray, filled: Sequence[Sequence[FillPart]], group_size: int
 ) -> RankedSpans:
-    """Turn the parts of each rank into spans.
+    """Choose which tokens each rank gets, given how many it gets of each document.
 
-    1. A document that is whole, or cut in runs, keeps the positions of its runs.
-    2. A document that is cut symmetrically is cut from its two ends inwards. Ranks of a node are
-       adjacent in it, and among them those with larger parts are further outside.
+    1. If a document is whole, or cut into parts of consecutive tokens, the parts already say which
+       tokens they have.
+    2. A document that is cut symmetrically is cut from its two ends inwards, so that each rank gets
+       a part near either end. The parts of a group's ranks lie next to each other, and among these
+       the larger ones lie further outside.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
-        filled: Parts of each rank.
-        group_size: Consecutive ranks that form a node or group.
+        filled: Parts of documents that each rank gets.
+        group_size: Number of consecutive ranks that form a node or group.
     """
     parts: dict[int, list[tuple[int, FillPart]]] = {}
     for rank, rank_parts in enumerate(filled):
@@ -250,12 +276,12 @@ def spans_of(
 def _from_the_ends(
     piece: int, length: int, sizes: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int, int]]:
-    """Cut a document from its ends inwards, half of each rank's tokens from either end.
+    """Cut a document from its ends inwards; each rank gets half of its tokens from either end.
 
     Args:
-        piece: The document.
-        length: Its tokens.
-        sizes: (rank, tokens) from the outermost to the innermost.
+        piece: Index of the document.
+        length: Tokens of the document.
+        sizes: (rank, tokens that it gets), from the outermost rank to the innermost.
 
     Returns:
         Spans (piece, start, stop, rank).

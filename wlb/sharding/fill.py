@@ -1,15 +1,15 @@
-"""Fills ranks one after the other, so that each has its number of tokens and its share of the work.
+"""Fills ranks with documents one after the other, each with its share of the tokens and the work.
 
-A long document has more work per token than a short one (it is denser). A rank therefore mixes both
-kinds:
+The work per token of a document is called its density. A long document is denser than a short one.
+So each rank gets both kinds:
 
-1. Take the densest documents, until filling the rest of the rank with the lightest documents would
-   bring it exactly to its share of the work.
+1. Take the densest documents, until filling the rest of the rank with the least dense (lightest)
+   documents would bring it exactly to its share of the work.
 2. Fill the rest with the lightest documents, and cut the last one.
 
 What remains for the other ranks then has the same mean work per token as before, so the next rank
-faces the same problem. Each rank makes about two cuts, whatever the number of ranks is. A document
-that is too large for one rank is cut among as few ranks as it fills.
+can be filled in the same way. About two cuts are made for each rank, whatever the number of ranks
+is. A document that is too large for one rank is cut among as few ranks as possible.
 
 `wlb.sharding.nodes.split` does the same for nodes, but cuts only documents that no node can take.
 Cost: a Python loop over documents for each rank.
@@ -25,33 +25,36 @@ from wlb.cost import WorkloadModel
 from wlb.plan import IntArray
 
 TILE = 128
-"""Query rows of a tile. Attention kernels compute whole tiles."""
+"""Number of queries in a tile. Attention kernels compute whole tiles."""
 LONGEST_RUN = 1024
-"""Documents of at most this many tokens are cut in runs by default."""
+"""By default, documents of at most this many tokens are cut into parts of consecutive tokens."""
 LIGHTEST = 0.15
-"""This share of all tokens, those with least work per token, is expected to fill up the nodes."""
+"""When documents are divided over nodes, this share of all tokens is expected to be used to fill up
+the nodes: those in documents with the least work per token."""
 
 
 class FillCut(IntEnum):
     """How a document is cut."""
 
     WHOLE = 0
-    """Not at all."""
+    """It is not cut."""
     SYMMETRIC = 1
-    """Each part has tokens from both ends of the rest, so that parts have equal work per token."""
+    """Each part takes tokens from both ends of what is left of the document. So all parts have
+    about the same work per token."""
     RUN = 2
-    """Each part has consecutive tokens, of which later ones have more work."""
+    """Each part has consecutive tokens. A later part has more work per token, because its tokens
+    attend to more keys."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FillPart:
     """Tokens of one document that a rank or a node gets: the whole document, or a part of it."""
 
-    piece: int  # the document
-    size: int  # tokens of the part
+    piece: int  # index of the document
+    size: int  # number of tokens of the part
     density: float  # work per token in ns
     cut: FillCut = FillCut.WHOLE  # how the document is cut
-    start: int = 0  # first token of a run
+    start: int = 0  # first token of the part, if it has consecutive tokens
 
     @property
     def work(self) -> float:
@@ -66,7 +69,12 @@ class FillPart:
 
 
 class HeadWork:
-    """A table of the predicted work of a document's first n tokens, forward and backward."""
+    """A table of the predicted work of a document's first n tokens, forward and backward.
+
+    Args:
+        longest: Tokens of the longest document.
+        cost: Predicts the times of attention.
+    """
 
     def __init__(self, longest: int, cost: WorkloadModel) -> None:
         heads = np.minimum(np.arange(0, longest + TILE, TILE), longest)
@@ -74,13 +82,13 @@ class HeadWork:
         self._ns: list[float] = (forward + backward).astype(np.float64).tolist()
 
     def of(self, size: int) -> float:
-        """Return the work in ns of the first `size` tokens, rounded up to a tile."""
+        """Return the work in ns of a document's first `size` tokens, rounded up to whole tiles."""
         return self._ns[-(-size // TILE)]
 
     def take_run(self, part: FillPart, size: int) -> FillPart:
-        """Remove the first `size` tokens from `part`, and return them as a run.
+        """Remove the first `size` tokens from `part`, and return them as a part of its own.
 
-        The run is lighter than the rest, because later tokens see more keys.
+        It has less work per token than the rest, because later tokens attend to more keys.
         """
         stop = part.start + size
         run = replace(part, size=size, cut=FillCut.RUN)
@@ -92,7 +100,7 @@ class HeadWork:
 
 
 def parts_of(pieces: IntArray, work: IntArray) -> list[FillPart]:
-    """Return the documents as whole parts, the densest first.
+    """Return an uncut part for each document, sorted by descending work per token.
 
     Args:
         pieces: Tokens of each document, shape [num_pieces].
@@ -108,18 +116,21 @@ class FillOptions:
     """Where documents are cut."""
 
     share: float = 1.0
-    """Most work of a long document that one rank may have, over a rank's mean work. At least 1. A
-    larger value uses fewer ranks, so there is less to send, but attention takes longer."""
+    """Most work of one long document that a rank may have, in multiples of a rank's mean work. At
+    least 1. With a larger value the document is on fewer ranks, so there is less to send, but
+    attention takes longer."""
     whole: float = 1.0
-    """A document is cut among ranks if its work exceeds this share of a rank's work. Smaller ones
-    stay whole in step 1."""
+    """A document is cut among ranks if its work is more than this share of a rank's work. Documents
+    with less work are cut only to fill up a rank with tokens."""
     tile: int = TILE
-    """Symmetric cuts are at multiples of this many rows."""
+    """Symmetric cuts are at multiples of this many tokens."""
     longest_run: int = LONGEST_RUN
-    """In step 2, documents of at most this many tokens are cut in runs. Longer ones, whose runs
-    would differ more in work, are cut symmetrically, which makes two cuts instead of one."""
+    """When a rank is filled up, a document of at most this many tokens is cut into parts of
+    consecutive tokens. In a longer document such parts would differ more in work. It is cut
+    symmetrically, which makes two cuts instead of one."""
     negligible: float = 0.005
-    """A rank may miss this share of the work that it is to get in step 1, to avoid a cut."""
+    """A rank may lack this share of the work that dense documents should bring it, if that avoids a
+    cut."""
 
 
 def fill(
@@ -129,17 +140,17 @@ def fill(
     heads: HeadWork,
     options: FillOptions,
 ) -> list[list[FillPart]]:
-    """Fill ranks one after the other.
+    """Divide documents over ranks, filling one rank after the other.
 
     Args:
-        parts: Parts by descending density, with as many tokens as all ranks together.
-        rooms: Tokens of each rank.
-        scale: Work that each rank is to get, relative to its share of the tokens.
-        heads: Work of the first tokens of a document.
+        parts: Documents or parts of them by descending density (work per token).
+        rooms: Tokens that each rank is to get. Their sum is the number of tokens of `parts`.
+        scale: Work that each rank is to get, in multiples of its share of the tokens.
+        heads: Predicts the work of the first tokens of a document.
         options: Where documents are cut.
 
     Returns:
-        The parts of each rank.
+        The parts of documents that each rank gets.
     """
     pool = [replace(part) for part in parts]
     work = sum(part.work for part in pool)
@@ -160,19 +171,26 @@ def fill(
 def _dense(
     pool: list[FillPart], room: int, work: float, options: FillOptions, *, most: float
 ) -> list[FillPart]:
-    """Take dense documents from the pool, until filling up with light ones would give `work`.
+    """Take documents with much work per token for a rank, as many as it needs to get its work.
+
+    The rest of the rank will be filled with documents that have least work per token. Documents are
+    taken until the rank would then have its share of the work.
 
     Args:
-        pool: The remaining parts by descending density. Those that are taken are removed.
-        room: Tokens of the rank.
-        work: Work that the rank is to get.
+        pool: The remaining parts by descending work per token. Those that are taken are removed.
+        room: Tokens that the rank is to get.
+        work: Work that the rank is to get, in ns.
         options: Where documents are cut.
-        most: Most work that a rank may have of a document that needs several ranks. 0 = `work`.
+        most: Most work in ns that the rank may have of a document that needs several ranks. 0 means
+            `work`.
+
+    Returns:
+        The parts that the rank gets.
     """
     mine: list[FillPart] = []
     light = lightest(pool, room)
-    # Work that is missing if the rank is filled with light documents alone. Taking a dense document
-    # instead of light ones adds the difference of their densities for each token.
+    # Work that the rank would lack if it were filled with the lightest documents alone. A dense
+    # document instead of light ones adds, for each token, the difference of their densities.
     lacking = share = max(0.0, work - light * room)
     # If the densest document needs several ranks, divide it evenly among as few as `most` permits.
     if pool and 0 < share < pool[0].size * (pool[0].density - light) and most:
@@ -200,7 +218,18 @@ def _dense(
 
 
 def _symmetric(pool: list[FillPart], i: int, size: float, room: int, tile: int) -> list[FillPart]:
-    """Cut about `size` tokens, in whole tiles, off the pool's i-th document symmetrically."""
+    """Cut about `size` tokens off the pool's i-th document, half of them from either end.
+
+    Args:
+        pool: The remaining parts. The document is removed if nothing is left of it.
+        i: Index of the document in the pool.
+        size: Number of tokens to cut off, which is rounded to whole tiles.
+        room: Most tokens that may be cut off.
+        tile: Tokens of a tile.
+
+    Returns:
+        A list with the part that was cut off, or an empty list if it would have no token.
+    """
     part = pool[i]
     taken = min(round(min(size, room) / tile), room // tile) * tile
     if part.size - taken < tile:
@@ -214,7 +243,18 @@ def _symmetric(pool: list[FillPart], i: int, size: float, room: int, tile: int) 
 
 
 def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -> list[FillPart]:
-    """Take the lightest documents from the pool until they fill `room`, and cut the last one."""
+    """Take the documents with least work per token until they fill a rank, and cut the last one.
+
+    Args:
+        pool: The remaining parts by descending work per token. Those that are taken are removed.
+        room: Tokens that the rank can still take.
+        heads: Predicts the work of the first tokens of a document.
+        longest_run: Documents of at most this many tokens are cut into consecutive tokens, longer
+            ones symmetrically.
+
+    Returns:
+        The parts that the rank gets.
+    """
     mine: list[FillPart] = []
     while room > 0:
         part = pool[-1]
@@ -232,7 +272,7 @@ def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -
 
 
 def _insert(pool: list[FillPart], part: FillPart) -> None:
-    """Insert a part into the pool, which is sorted by descending density."""
+    """Insert a part into the pool, which stays sorted by descending work per token."""
     k = len(pool)
     while k and pool[k - 1].density < part.density:
         k -= 1
@@ -240,7 +280,12 @@ def _insert(pool: list[FillPart], part: FillPart) -> None:
 
 
 def lightest(pool: Sequence[FillPart], num_tokens: int) -> float:
-    """Return the mean work per token of the lightest `num_tokens` tokens of the pool."""
+    """Return the mean work per token, in ns, of the lightest documents of the pool.
+
+    Args:
+        pool: Parts by descending work per token.
+        num_tokens: Number of tokens over which the mean is taken, counted from the last part.
+    """
     tokens, work = 0, 0.0
     for part in reversed(pool):
         size = min(part.size, num_tokens - tokens)

@@ -1,11 +1,12 @@
 """Strategy `hybrid`: long documents are cut over all ranks, short ones are not (Section 8).
 
-Documents longer than a threshold are cut into 2 * CP chunks each, as by `per_document`. All others,
-from long to short, form one sequence that is cut into 2 * CP chunks, as by `per_sequence`. So most
-short documents stay whole on one rank, where attention kernels are more efficient.
+Documents longer than a threshold are cut into 2 * CP chunks each, as `per_document` does. All
+others, from long to short, form one sequence that is cut into 2 * CP chunks, as `per_sequence`
+does. So most short documents stay whole on one rank, where attention kernels are more efficient.
 
-Up to 16 thresholds are priced for every micro-batch. The static strategies are candidates too, so
-`hybrid` is never predicted to be slower than either.
+For every micro-batch, the times of up to 16 thresholds are predicted and the fastest one is taken.
+The plans of both static strategies are candidates too, so `hybrid` is never predicted to be slower
+than either.
 Cost: the chunks of all documents are priced once, then a few NumPy passes for each threshold.
 """
 
@@ -29,9 +30,10 @@ from wlb.spec import ExchangeChoice
 
 STRATEGY = "hybrid"
 MOST_THRESHOLDS = 16
-"""Most thresholds that are tried for a micro-batch."""
+"""At most this many thresholds are tried for a micro-batch."""
 PRICED_WITH_EXCHANGE = 4
-"""Number of thresholds, those with the fastest attention, whose exchange is priced too."""
+"""Unless the exchange is an all-gather, its time is predicted for this many thresholds: those with
+the fastest attention."""
 
 
 def hybrid(
@@ -42,8 +44,8 @@ def hybrid(
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
-        cost: Prices by which candidates are compared (`cheapest`).
-        exchange: How ranks get each other's keys.
+        cost: Predicts the times by which thresholds are compared (`cheapest`).
+        exchange: How ranks get each other's keys: "gather", "needed" or "auto".
     """
     pieces = checked_lengths(lengths, cp)
     plans = [per_sequence(pieces, cp=cp)]
@@ -57,12 +59,12 @@ def _best_thresholds(
     pieces: IntArray, cp: int, cost: WorkloadModel, num: int
 ) -> list[ShardingPlan]:
     """Return the plans of the `num` thresholds with the fastest attention, the fastest first."""
-    # 1. Sort from long to short, so that the long documents of any threshold are a prefix.
+    # 1. Sort from long to short. Then the long documents of any threshold are the first ones.
     order = np.argsort(-pieces, kind="stable")
     ordered = pieces[order]
     start, stop = document_chunks(ordered, cp)
     counts = _thresholds(ordered)
-    # 2. Price the slowest rank for the long and the short part of each threshold.
+    # 2. For each threshold, predict the time of the slowest rank.
     times, tokens = _long_parts(start, stop, cost, counts)
     shorts = [_short_part(ordered, k, held) for k, held in zip(counts, tokens, strict=True)]
     best = np.argsort(_slowest(times, shorts, cost), kind="stable")[:num]
@@ -79,13 +81,16 @@ def _best_thresholds(
 
 
 def _thresholds(ordered: IntArray) -> list[int]:
-    """Return the number of long documents for each threshold that is tried.
+    """Choose the thresholds between long and short documents that are tried.
 
-    A threshold lies between two distinct lengths. If there are too many, thresholds are taken that
-    divide the tokens evenly.
+    A threshold lies between two different lengths. If there are more than MOST_THRESHOLDS of them,
+    those are chosen that divide the tokens most evenly.
 
     Args:
-        ordered: Lengths in descending order, shape [n].
+        ordered: Tokens of each document, in descending order, shape [n].
+
+    Returns:
+        For each threshold, the number of long documents, which are the first ones.
     """
     ends = np.flatnonzero(np.append(ordered[1:] < ordered[:-1], True)) + 1
     counts = np.append(0, ends)
@@ -96,9 +101,9 @@ def _thresholds(ordered: IntArray) -> list[int]:
 
 
 def shares_of(total: int, held: IntArray) -> IntArray:
-    """Divide `total` tokens over ranks, at most one token apart.
+    """Divide the tokens of a micro-batch over ranks, so that ranks differ by at most one token.
 
-    If they do not divide evenly, the ranks that already have most tokens get one more.
+    If the division leaves a remainder, the ranks that already have most tokens get one more.
 
     Args:
         total: Tokens of the micro-batch.
@@ -113,13 +118,17 @@ def shares_of(total: int, held: IntArray) -> IntArray:
 
 
 def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans:
-    """Cut the short documents, as one sequence, into 2 * cp chunks.
+    """Cut the sequence of all short documents into 2 * cp chunks, two for each rank.
+
+    Chunks are sized so that, with the long documents, ranks differ by at most one token.
 
     Args:
-        ordered: Lengths in descending order, shape [n].
-        num_long: Number of long documents; the short ones follow them.
-        held: Tokens of long documents that each rank has, at most one apart, shape [cp]. Chunks are
-            sized so that ranks differ by at most one token in the end.
+        ordered: Tokens of each document, in descending order, shape [n].
+        num_long: Number of long documents, which are the first ones. All others are short.
+        held: Tokens of long documents that each rank has, shape [cp].
+
+    Returns:
+        The spans of the short documents. Documents are named by their position in `ordered`.
     """
     cp = held.size
     rest = shares_of(int(ordered.sum()), held) - held
@@ -134,17 +143,20 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans
 def _long_parts(
     start: IntArray, stop: IntArray, cost: WorkloadModel, counts: list[int]
 ) -> tuple[IntArray, list[IntArray]]:
-    """Price the long documents of each threshold.
+    """Predict, for each threshold, the time that each rank needs for the long documents.
+
+    Documents are sorted from long to short, so the long ones are the first ones. Each of them is
+    divided among all ranks, in two chunks for each rank.
 
     Args:
         start: First token of each chunk of each document, shape [n, 2 * cp].
         stop: End of each chunk, shape [n, 2 * cp].
-        cost: Prices.
+        cost: Predicts the times of attention.
         counts: Number of long documents for each threshold.
 
     Returns:
-        Forward and backward time of each rank, shape [2, num_counts, cp], and for each threshold
-        the tokens of each rank, shape [cp].
+        Forward and backward attention time of each rank in ns, shape [2, len(counts), cp], and for
+        each threshold the tokens of each rank, shape [cp].
     """
     cp = start.shape[1] // 2
     # The last rank's two chunks are adjacent, so they form one segment.
@@ -161,12 +173,13 @@ def _long_parts(
 
 
 def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
-    """Return the attention time of each threshold: slowest forward plus slowest backward.
+    """Return the attention time of each threshold: slowest forward plus slowest backward, in ns.
 
     Args:
-        times: Forward and backward time of each rank on the long documents, [2, num_parts, cp].
+        times: Forward and backward time of each rank for the long documents in ns, shape
+            [2, num_thresholds, cp].
         parts: Spans of the short documents, for each threshold.
-        cost: Prices.
+        cost: Predicts the times of attention.
     """
     cp = times.shape[2]
     start = np.concatenate([p.start for p in parts])

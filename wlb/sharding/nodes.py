@@ -1,13 +1,14 @@
-"""Divides documents over nodes by work before ranks are filled, and keeps them whole if possible.
+"""Divides documents over nodes by work, before each node divides them over its ranks.
 
-Rows that move between nodes are many times as expensive as rows that move inside a node.
+Keys of tokens on another node take many times as long to transfer as keys of tokens on the same
+node. So documents stay whole on one node if possible.
 
-1. From the densest document (most work per token) to the lightest, each goes to the node that lacks
-   most of its share of the work.
-2. A document with more than `share` of a node's work, or with more tokens than a node has, is cut
-   among nodes. All others stay whole.
-3. Swaps of short documents make the numbers of tokens nearly equal. For the few tokens that remain,
-   the beginning of one document moves.
+1. Documents are taken by descending density (work per token). Each goes to the node that lacks most
+   of its share of the work.
+2. A document with more work than `share` times the work of a node, or with more tokens than a node
+   may have, is cut among nodes. All others stay whole.
+3. Swaps of short documents make the numbers of tokens of nodes nearly equal. To make them equal,
+   the first tokens of one document move.
 
 Cost: a Python loop over documents, and over pairs of short ones.
 """
@@ -18,7 +19,7 @@ from dataclasses import replace
 from wlb.sharding.fill import LIGHTEST, LONGEST_RUN, TILE, FillCut, FillPart, HeadWork, lightest
 
 SWAPPED = 24
-"""Number of documents of a node, the shortest ones, with which swaps are tried."""
+"""Swaps are tried with this many documents of a node: the shortest ones."""
 
 
 def split(
@@ -29,17 +30,18 @@ def split(
     *,
     share: float,
 ) -> list[list[FillPart]]:
-    """Divide parts over nodes.
+    """Divide documents over nodes by work, and cut as few of them as possible.
 
     Args:
-        parts: Whole documents by descending density, with as many tokens as all nodes together.
-        rooms: Tokens of each node.
-        scale: Work that each node is to get, relative to its share of the tokens.
-        heads: Work of the first tokens of a document.
-        share: Most work of one document that a node may have, over a node's work. At least 1.
+        parts: Whole documents by descending density (work per token).
+        rooms: Tokens that each node is to get. Their sum is the number of tokens of `parts`.
+        scale: Work that each node is to get, in multiples of its share of the tokens.
+        heads: Predicts the work of the first tokens of a document.
+        share: Most work of one document that a node may have, in multiples of a node's work. At
+            least 1.
 
     Returns:
-        The parts of each node, by descending density.
+        The documents of each node and parts of them, by descending density.
     """
     nodes = _Nodes(parts, rooms, scale, share)
     for part in parts:
@@ -49,7 +51,7 @@ def split(
 
 
 class _Nodes:
-    """The nodes and the parts that were assigned to them so far."""
+    """The nodes, and the documents and parts of documents assigned to them so far."""
 
     def __init__(
         self, parts: Sequence[FillPart], rooms: Sequence[int], scale: Sequence[float], share: float
@@ -60,10 +62,11 @@ class _Nodes:
         # Tokens of each node, and tokens that it can still take (below 0 if it has too many).
         self.rooms, self.room = list(rooms), list(rooms)
         shares = [work * room / tokens * s for room, s in zip(rooms, scale, strict=True)]
-        # Most work of one document in a node, and by how much it exceeds the node's share.
+        # The most work of one document that a node may have, and by how much this is more than the
+        # work that the node is to get.
         self.most = share * max(shares)
         self.over = self.most - self.most / share
-        # Work that each node lacks if light documents filled the rest of it.
+        # Work that each node would still lack if light documents filled the rest of it.
         self.lacks = [w - self.light * room for w, room in zip(shares, rooms, strict=True)]
         self.parts: list[list[FillPart]] = [[] for _ in rooms]
 
@@ -77,7 +80,8 @@ class _Nodes:
         if with_room:
             self._give(max(with_room, key=lambda n: self.lacks[n]), part)
         else:
-            # No node has room: exceed the room of one, which `level` makes up for.
+            # No node has room for the document. Put it where most room is; `level` later moves the
+            # surplus tokens to other nodes.
             self._give(max(nodes, key=lambda n: self.room[n]), part)
 
     def _give(self, node: int, part: FillPart) -> None:
@@ -112,15 +116,16 @@ class _Nodes:
                 self._move(giver, taker, wanted, heads)
 
     def _swap(self, giver: int, taker: int, wanted: int) -> bool:
-        """Swap two documents, or move one, if that at least halves the surplus of `giver`.
+        """Swap two short documents, or move one, if about the wanted number of tokens moves.
 
         Args:
             giver: The node with too many tokens.
-            taker: The node with too few.
-            wanted: Tokens that should move.
+            taker: The node with too few tokens.
+            wanted: Number of tokens that should move from `giver` to `taker`. At most half of them
+                may then be missing or too many.
 
         Returns:
-            Whether a swap was made.
+            Whether documents were moved.
         """
         givers, takers = (self._short(node) for node in (giver, taker))
         pairs = [(abs(a.size - wanted), i, -1) for i, a in enumerate(givers)]
@@ -149,7 +154,15 @@ class _Nodes:
         self._give(taker, part)
 
     def _move(self, giver: int, taker: int, size: int, heads: HeadWork) -> None:
-        """Move `size` tokens of one document, preferably the first ones of a short document."""
+        """Move `size` tokens of one document to another node, preferably of a short document.
+
+        Args:
+            giver: The node with too many tokens.
+            taker: The node with too few tokens.
+            size: Number of tokens to move. If no document of `giver` has more, its longest document
+                moves whole.
+            heads: Predicts the work of the first tokens of a document.
+        """
         longer = sorted((p for p in self.parts[giver] if p.size > size), key=lambda p: p.size)
         if not longer:
             self._hand(giver, taker, max(self.parts[giver], key=lambda p: p.size))

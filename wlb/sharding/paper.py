@@ -239,8 +239,8 @@ def cheapest(
       other ranks.
 
     It excludes linear layers and all-gathers, because they take the same time on all ranks and in
-    all plans. Of equally fast plans, the first is taken, or, with an exchange of "needed", the one
-    that transfers fewest rows.
+    all plans. Of equally fast plans, the first is taken, or, unless the exchange is "gather", the
+    one that transfers fewest rows.
 
     Args:
         plans: Candidates, all for the same number of ranks.
