@@ -1,8 +1,9 @@
-"""The memory of a device that plans may use: all of it except what tensors cannot use.
+"""The memory of a device that plans may use, which is what remains for tensors.
 
-On a GPU the exceptions are the CUDA context, NCCL's buffers and the gaps that torch's caching
-allocator leaves between tensors. Each has a constant below. The values come from NCCL's sources,
-from a replay of the allocator's rules and from reports by others; wlb has not measured them.
+On a GPU some memory is lost to the CUDA context, to NCCL's buffers and to the gaps that torch's
+caching allocator leaves between tensors. Each of them has a constant below. The values come from
+NCCL's sources, from a simulation of the allocator's rules and from reports by others; wlb has not
+measured them.
 """
 
 import math
@@ -13,14 +14,14 @@ from wlb.spec import RunSpec
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
-"""Memory of a GPU if cluster.memory_gib is not set: an H100's."""
+"""Assumed memory of a GPU if cluster.memory_gib is not set; an H100 has this much."""
 CHECKPOINT_BYTES = 12
 """Bytes of one parameter in a checkpoint: float32 master weight and two AdamW moments."""
 CONTEXT_GIB = 1.0
 """Memory of the CUDA context, loaded kernels and cuBLAS workspaces.
 
-This is a guess. If it is too large, plans are smaller than they could be; if it is too small, a run
-may go out of memory.
+This is a guess, not a measurement. If it is too large, plans are smaller than they could be; if it
+is too small, a run may go out of memory.
 """
 COMMUNICATOR_GIB = 0.5625
 """Memory of one NCCL communicator on a rank.
@@ -29,36 +30,40 @@ A communicator has two connections (a ring, and a tree or NVLink SHARP) with 24 
 each (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB; NCCL's src/init.cc).
 """
 ALLOCATOR_GAPS = 0.06
-"""Fraction of the memory for tensors that torch's caching allocator cannot fill.
+"""Fraction of the memory left for tensors that torch's caching allocator loses to gaps.
 
-It assumes expandable segments. A smaller value allows larger plans whose allocations may fail.
+It assumes expandable segments. With a smaller value plans may be larger, but their allocations may
+fail.
 """
 ROUNDING = 1.001
-"""Factor by which an estimate may exceed the budget, because estimates round rows up."""
+"""An estimate fits if it is at most this factor times the budget.
+
+Estimates round numbers of rows up, and S_max is computed from them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The memory of a rank's device, and the parts of it that plans may not use."""
+    """The memory of a rank's device, and the parts of it that tensors cannot use."""
 
     gib: float  # memory of the device in GiB
     source: str  # configuration key or device that `gib` comes from
     context_bytes: int = 0  # memory of the CUDA context
     nccl_bytes: int = 0  # memory of NCCL's buffers
-    gaps: float = 0.0  # fraction of the rest that the allocator cannot fill
+    gaps: float = 0.0  # fraction of the remaining memory that the allocator loses to gaps
 
     def __str__(self) -> str:
         return f"{size_text(int(self.gib * GIB))} ({self.source})"
 
     @property
     def gaps_bytes(self) -> int:
-        """Memory that the allocator leaves in gaps."""
+        """Memory that the allocator loses to gaps between tensors."""
         left = int(self.gib * GIB) - self.context_bytes - self.nccl_bytes
         return math.ceil(max(0, left) * self.gaps)
 
     @property
     def terms(self) -> dict[str, int]:
-        """Memory that plans may not use, in bytes, by name."""
+        """Parts of the memory that plans may not use, in bytes by name."""
         return {
             "CUDA context": self.context_bytes,
             "NCCL buffers": self.nccl_bytes,
@@ -67,30 +72,30 @@ class Budget:
 
     @property
     def planned_bytes(self) -> int:
-        """Upper limit of a rank's memory estimate; 0 if nothing remains."""
+        """Memory that plans may use: the upper limit of a rank's memory estimate."""
         return max(0, int(self.gib * GIB) - sum(self.terms.values()))
 
     @property
     def reservable_bytes(self) -> int:
-        """Memory that the caching allocator may reserve: tensors and the gaps between them."""
+        """Memory that the caching allocator may reserve, for tensors and the gaps between them."""
         return self.planned_bytes + self.gaps_bytes
 
     @property
     def planned_gib(self) -> float:
-        """`planned_bytes` in GiB, rounded down to 3 decimals from 1 GiB on, for use in TOML."""
+        """`planned_bytes` in GiB; values of at least 1 are rounded down to 3 decimals."""
         gib = self.planned_bytes / GIB
         return math.floor(gib * 1000) / 1000 if gib >= 1 else gib
 
     @property
     def explanation(self) -> str:
-        """The budget as a text: "71.6 GiB that plans may use of 80 GiB (assumed; ...)"."""
+        """The budget as part of a sentence: "71.6 GiB that plans may use of 80 GiB (...)"."""
         aside = ", ".join(f"{name} {size_text(size)}" for name, size in self.terms.items() if size)
         of = f"{size_text(int(self.gib * GIB))} ({self.source}{'; ' if aside else ''}{aside})"
         return f"{size_text(self.planned_bytes)} that plans may use of {of}"
 
 
 def cluster_gib(spec: RunSpec) -> float:
-    """Return the GiB of a GPU that estimates assume: cluster.memory_gib, or `ASSUMED_GIB`."""
+    """Return the memory of a GPU in GiB: cluster.memory_gib, or `ASSUMED_GIB` if it is not set."""
     return spec.cluster.memory_gib or ASSUMED_GIB
 
 
@@ -99,8 +104,8 @@ def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> 
 
     Args:
         spec: The run, which decides how many communicators a rank has.
-        gib: Memory of the GPU; None: that of the cluster's GPUs.
-        source: Where `gib` comes from, for messages.
+        gib: Memory of the GPU in GiB; None: `cluster_gib`.
+        source: Where `gib` comes from, for messages; "" names cluster.memory_gib.
     """
     key = "cluster.memory_gib"
     default = key if spec.cluster.memory_gib else f"assumed; {key} sets it"
@@ -114,24 +119,31 @@ def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> 
 
 
 def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
-    """Return the budget of a CPU rank, which has neither a CUDA context nor NCCL."""
+    """Return the budget of a CPU rank, which has neither a CUDA context nor NCCL.
+
+    Args:
+        spec: The run.
+        gib: Memory of the rank in GiB.
+        source: Where `gib` comes from, for messages.
+    """
     return Budget(gib=gib, source=source, gaps=ALLOCATOR_GAPS)
 
 
 def planned_gib(spec: RunSpec) -> float:
-    """Return the GiB that plans may use of a GPU of the cluster."""
+    """Return how much memory of one of the cluster's GPUs plans may use, in GiB."""
     return gpu_budget(spec).planned_gib
 
 
 def num_communicators(spec: RunSpec) -> int:
     """Count the NCCL communicators of a rank.
 
-    There is one for the world, for each axis, for dp and cp together, for the groups of HSDP, for
-    experts, and for copies of KV heads; groups of one rank have none.
+    There is one for the world, one for each axis (tp, cp, pp, dp), one for dp and cp together, and
+    further ones with HSDP, with experts and with copied KV heads. Groups of one rank have none.
 
-    A pipeline rank's two links (to its neighbours) count as one communicator: a link has one
-    connection for each channel, and `COMMUNICATOR_GIB` has two (ring and tree). The group of the
-    axis pp carries nothing, so NCCL never connects it.
+    The axis pp counts as one communicator, although a pipeline rank has two, one for each of its
+    neighbours. Such a communicator has one connection for each channel, and `COMMUNICATOR_GIB` has
+    two (ring and tree). The group of all pipeline ranks transfers nothing, so NCCL allocates
+    nothing for it.
     """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
@@ -141,12 +153,12 @@ def num_communicators(spec: RunSpec) -> int:
         sizes += [p.ep, sharing_ranks(spec)]
         sizes += [p.fsdp_size // spec.shard_size] if spec.shard_size < p.fsdp_size else []
     if (copies := spec.model.kv_copies(p.tp)) > 1:
-        # One group has the ranks with copies of one KV head, the other has ranks with different
-        # heads.
+        # One group consists of the ranks with copies of the same KV head, the other of ranks with
+        # different KV heads.
         sizes += [copies, p.tp // copies]
     return sum(size > 1 for size in sizes)
 
 
 def size_text(size_bytes: int) -> str:
-    """Return a size with three digits, such as "79.2 GiB" or "3.5 MiB"."""
+    """Return a number of bytes as text with three digits, such as "79.2 GiB" or "3.5 MiB"."""
     return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.3g} MiB"

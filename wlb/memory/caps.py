@@ -1,7 +1,7 @@
-"""Caps of packing, in tokens, that keep every rank within a device's memory.
+"""The most tokens of a micro-batch (S_max) and of a step (T) that fit into a device's memory.
 
-The memory estimate grows linearly with tokens, so it is solved for the longest micro-batch (S_max)
-and the longest step (T).
+The memory estimate grows linearly with tokens. So it can be solved for the numbers of tokens at
+which it equals the memory that plans may use.
 """
 
 from dataclasses import dataclass
@@ -25,25 +25,30 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCaps:
-    """Tokens that fit into a GPU's memory."""
+    """Upper limits of packing that keep a run within a GPU's memory."""
 
     s_max: int  # most tokens of a micro-batch
     step_tokens: int | None  # most tokens of a step over all pipelines; None: no limit
 
 
 def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
-    """Return the caps of packing with which `memory_estimate` stays within `memory_bytes`.
+    """Return S_max and T with which the memory estimate stays within `memory_bytes`.
 
-    S_max fits with one longest micro-batch in flight. T is the tokens of a step that fit beside it,
-    times dp. At dp > 1 T is multiplied by UNEVEN_TOKENS, because pipelines get equal work rather
-    than equal tokens; up to 12% more tokens on one pipeline were measured.
+    S_max is the longest micro-batch that fits if all others are short. T limits the tokens of all
+    micro-batches of a step, so that their activations fit beside the workspace of the longest. With
+    several pipelines T is multiplied by UNEVEN_TOKENS, because one of them may get more tokens than
+    its share.
 
-    With many micro-batches only `in_flight` of them are stored at the same time (1F1B). If T would
-    then be too small for a global batch, S_max is chosen so that so many longest micro-batches fit,
-    and there is no T.
+    If a step has many micro-batches, a pipeline stores only `in_flight` of them at the same time,
+    but T counts all. If T would be smaller than a global batch, S_max is lowered instead, until
+    `in_flight` micro-batches of that length fit, and there is no T.
+
+    Args:
+        spec: The run.
+        memory_bytes: Memory that plans may use on each rank.
 
     Raises:
-        UserError: The weights alone do not fit.
+        UserError: Weights, gradients and optimiser alone do not fit.
     """
     caps = [_caps_of_rank(spec, pp_rank, memory_bytes) for pp_rank in range(spec.parallel.pp)]
     step_tokens = min((tokens for _, tokens in caps if tokens is not None), default=None)
@@ -53,20 +58,24 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
 
 
 def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
-    """Return one pipeline rank's longest micro-batch, and its pipeline's longest step or None."""
+    """Return the most tokens of a micro-batch and of a step that fit on one pipeline rank.
+
+    The tokens of a step are those of one pipeline, and None if the step needs no limit.
+    """
 
     def estimate(tokens: int) -> MemoryEstimate:
         return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
 
     window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
-    # All gradients are counted together with all activations in flight, which is a little too much.
+    # All gradients are counted together with all activations in flight. This is a little more than
+    # exists at the same time.
     gradients = sum(stage_gradient_bytes(spec, stage=s) for s in spec.stages_of(pp_rank))
     flowing = most_activation_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=window)
     one = estimate(window)
     fixed = one.parameters_bytes + one.optimizer_bytes + one.inputs_bytes
     fixed += gradients + one.fresh_gradients_bytes
     longest_one = estimate(spec.s_max)
-    # Tensors of the loss grow with the micro-batch, so the longest one counts.
+    # Tensors of the loss grow with the micro-batch, so the longest micro-batch counts.
     logits = loss_bytes(spec, pp_rank, spec.s_max)
     available = memory_bytes - fixed
     if available <= logits:
@@ -75,10 +84,10 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
             f"gradients, optimiser and logits, more than the {memory_bytes / GIB:.1f} GiB of "
             f"packing.memory_gib; use more ranks (parallel.tp, pp, dp)"
         )
-    # Bytes per token, rounded up:
-    # - longest: a micro-batch in as many stages as can be in flight
-    # - whole: a micro-batch in all stages of the rank
-    # - under_way: all passes in flight
+    # Bytes for each token of a micro-batch, rounded up:
+    # - longest: what one micro-batch stores if as many stages as can be in flight hold it
+    # - whole: what one micro-batch stores in all stages of the rank
+    # - under_way: what all passes in flight store, if all micro-batches are equal
     # - at_work: workspace of the running layer
     in_layers = sums_by_stage(spec, lambda kind: most_in_layer(kind, window))
     in_stage = sorted((in_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
@@ -89,12 +98,12 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         for stages in (resident, len(in_stage))
     )
     under_way = (flowing + passes) / window
-    # Kernels pad each segment, so bytes per token vary a little. The longest micro-batch is used;
-    # the difference is within the tolerance of comparisons with the budget.
+    # Kernels pad each segment, so the workspace per token depends a little on the length. It is
+    # taken from the longest micro-batch; the error is smaller than `budget.ROUNDING` allows.
     at_work = (longest_one.workspace_bytes + longest_one.kernel_bytes) / spec.s_max + 1
 
     def most_tokens(per_token: float) -> int:
-        """Return the longest micro-batch that fits if it stores so many bytes per token."""
+        """Return the longest micro-batch that fits if each of its tokens stores this many bytes."""
         return int(min(available / (per_token + at_work), (available - logits) / per_token))
 
     s_max = min(spec.s_max, most_tokens(longest))
@@ -104,7 +113,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     step_tokens = int(rest / whole)
     all_under_way = most_tokens(under_way)
     tokens_per_pipeline = spec.tokens_per_step // max(1, spec.parallel.dp)
-    # `token_caps` applies the same margin.
+    # `token_caps` multiplies T by the same margin.
     margin = 1.0 if spec.parallel.dp <= 1 else UNEVEN_TOKENS
     if step_tokens * margin <= tokens_per_pipeline and all_under_way >= window:
         # Only `passes` micro-batches are in flight at once, so the step needs no cap.

@@ -1,9 +1,9 @@
-"""Estimate the bytes that must be resident on one rank, with the longest micro-batch of a packing.
+"""Estimate the peak memory of one rank in bytes, from a run's configuration.
 
-The estimate is an upper bound on tensors and on the memory that attention kernels allocate. The
-allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.memory.budget`). Activations
-follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; this room's README has the
-formulas.
+The estimate is an upper bound on tensors and on the memory that attention kernels allocate, for the
+longest micro-batch that packing may make. It does not include the allocator's gaps, NCCL's buffers
+and the CUDA context (`wlb.memory.budget`). Activations follow Korthikanti et al. (2022), Eq. 4,
+with flash attention and SwiGLU; wlb/memory/README.md has the formulas.
 """
 
 import math
@@ -32,59 +32,62 @@ from wlb.spec.machine import LAYERS_AHEAD
 
 FLOAT32_BYTES = 4
 UNEVEN_TOKENS = 0.88
-"""Fraction of T that plans use if pipelines get unequal numbers of tokens.
+"""Factor by which T is lowered if a step is divided over several pipelines.
 
-The planner balances work, not tokens, so one pipeline may get more tokens than its share.
+The planner gives pipelines equal work rather than equal tokens, so one pipeline may get more tokens
+than its share; up to 12% more were measured.
 """
 ROWS_OF_SEGMENT = 128
-"""Smallest mean number of rows of a segment in an attention call of a rank.
+"""Assumed mean number of query rows of a segment in an attention call.
 
-Kernels pad each segment by up to 128 rows, so more segments need more memory. In steps of Table 1's
-lengths the mean was at least 106 rows (system `paper`) to 400 rows (system `wlb`).
+It sets the number of segments of a call. Kernels pad each segment by up to 128 rows, so more
+segments need more memory. In steps of documents with the lengths of the paper's Table 1 the mean
+was at least 106 rows (system `paper`) or 400 rows (system `wlb`).
 """
 
 INPUT_BYTES = 80
-"""Bytes of one row of a micro-batch besides RoPE's tables: ids, labels, positions, row indices."""
+"""Bytes of a token's inputs without RoPE's tables: ids, labels, positions and row indices."""
 INDEX_BYTES = 8
 """Bytes of one row index (int64)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one pipeline rank. Every `*_bytes` field is a term of `total_bytes`.
+    """Peak memory of one rank in bytes, as terms: `total_bytes` is the sum of the `*_bytes` fields.
 
-    Some terms only count what exceeds another term, because their tensors never exist at the same
-    time. Without FSDP (one rank, float32) the parameters are the master weights, and gradients are
-    not copied.
+    Tensors of two terms that never exist at the same time are not counted twice: one of the terms
+    then only has the bytes by which it exceeds the other. Without FSDP (one rank, float32) the
+    parameters are the master weights, and gradients are not copied.
     """
 
     pp_rank: int  # the pipeline rank
     num_in_flight: int  # passes whose activations are stored at the same time
     micro_batch_tokens: int  # tokens of the longest micro-batch
-    # Gathered parameters in compute dtype. With `fsdp.reshard_after_forward` only the running
-    # layer, the prefetched ones, embedding and head.
+    # Gathered parameters in compute dtype. With `fsdp.reshard_after_forward` these are only the
+    # running layer, the prefetched layers, the embedding and the head.
     parameters_bytes: int
     optimizer_bytes: int  # sharded float32 master weights and two AdamW moments
-    # float32 gradients, unsharded until the last micro-batch, and their reduced shard; of the
-    # stages whose first backward has run when memory peaks.
+    # Unsharded float32 gradients and the shard to which they are reduced. Only stages count that
+    # have run their first backward pass when memory peaks, because it allocates the gradients.
     gradients_bytes: int
-    # gradients of the running layer in compute dtype, before FSDP adds them up
+    # Gradients of the running layer in compute dtype, before they are added to the float32 ones.
     fresh_gradients_bytes: int
     # Activations of all micro-batches in flight, and tensors that wait for the weight-gradient
     # pass.
     activations_bytes: int
-    boundaries_bytes: int  # stage outputs stored for backward
+    boundaries_bytes: int  # outputs of stages that are stored for backward
     workspace_bytes: int  # other tensors of the running layer, including recomputed activations
-    # memory that attention's backward kernel allocates, beyond the largest other workspace
+    # By how much attention's backward, with the memory that its kernel allocates, exceeds
+    # `workspace_bytes`.
     kernel_bytes: int
-    # Tensors of the loss beyond workspace and kernel, because no layer runs during the loss; only
-    # on the last pipeline rank.
+    # By how much the tensors of the loss exceed `workspace_bytes` and `kernel_bytes`. No layer runs
+    # during the loss, so only the excess counts. 0 except on the last pipeline rank.
     logits_bytes: int
     inputs_bytes: int  # token ids, labels, positions and RoPE's tables of this step and the next
 
     @property
     def terms(self) -> dict[str, int]:
-        """Bytes by name of the field."""
+        """The terms in bytes, by name of the field."""
         return {name: v for name, v in asdict(self).items() if name.endswith("_bytes")}
 
     @property
@@ -94,14 +97,18 @@ class MemoryEstimate:
 
 
 def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Return the most stage passes whose activations a rank stores at the same time.
+    """Return the most forward passes whose activations a rank stores at the same time.
 
-    1F1B: pp - pp_rank. Interleaved: (v - 1) * round + 2 * (pp - 1 - pp_rank) passes of the warm-up,
-    plus the running one. Zero-bubble: half as many of the second kind, and activations stay for
-    another pp_rank * weight_delay passes. In a short step it is at most n * v.
+    A rank has n micro-batches and v virtual stages, and interleaved schedules run micro-batches in
+    rounds of m (`wlb.simulate.order`). The number is at most n * v, and depends on the schedule:
+
+    - 1F1B: pp - pp_rank.
+    - Interleaved 1F1B: (v - 1) * m + 2 * (pp - 1 - pp_rank) passes of the warm-up, and one more.
+    - Zero-bubble: (v - 1) * m + pp - 1 - pp_rank passes of the warm-up, and one more, and
+      pp_rank * weight_delay passes that wait for their weight gradients.
 
     Args:
-        spec: The run; n is its micro-batches per pipeline and v its virtual stages.
+        spec: The run.
         pp_rank: The pipeline rank.
     """
     pp = spec.parallel.pp
@@ -113,11 +120,11 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
 
 def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
-    """Return a rank's warm-up and its delay of weight gradients, in passes.
+    """Return a rank's warm-up and the delay of its weight gradients, as numbers of passes.
 
     Returns:
-        The forward passes before the first pair of a forward and a backward, and the input-gradient
-        passes before the first weight-gradient pass.
+        The number of forward passes before forward and backward passes alternate, and the number of
+        input-gradient passes before the first weight-gradient pass.
     """
     pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.micro_batches_per_pipeline
     after = pp - 1 - pp_rank
@@ -137,22 +144,24 @@ class HeldBytes(NamedTuple):
     """Bytes that a rank stores between passes."""
 
     activations: int  # activations of layers, and tensors that wait for the weight-gradient pass
-    outputs: int  # stage outputs
-    gradients: int  # gradients of the stages that already have some
+    outputs: int  # outputs of stages
+    gradients: int  # gradients of the stages that have already run a backward pass
 
 
 def _held_at_once(
     spec: RunSpec, pp_rank: int, kept_bytes: list[int], waiting_bytes: list[int]
 ) -> set[tuple[int, int, int]]:
-    """Return what a rank stores around each of its backward passes.
+    """Return how much a rank stores before and after each of its backward passes.
 
-    The result equals the simulator's count.
+    Memory peaks at one of these moments. Counting them takes closed formulas; the simulator counts
+    the same from its list of passes (`wlb.simulate.peak_memory`).
 
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
-        kept_bytes: Activations of one micro-batch that forward stores, by stage.
-        waiting_bytes: Tensors of one micro-batch that wait for the weight-gradient pass, by stage.
+        kept_bytes: Bytes of the activations of one micro-batch that forward stores, by stage.
+        waiting_bytes: Bytes of the tensors of one micro-batch that wait for the weight-gradient
+            pass, by stage.
 
     Returns:
         Tuples (bytes of activations and waiting tensors, number of stored stage outputs, bytes of
@@ -164,8 +173,8 @@ def _held_at_once(
     group = n // max(1, n // spec.parallel.pp)
     warmup, delay = _warmup(spec, pp_rank)
     chunks = [k // group % v for k in range(n * v)]
-    # Running sums over passes: begun[k] is stored by the first k forward passes, done[k] is freed
-    # by the first k backward passes, and waiting[k] is what those leave for weight gradients.
+    # Running sums in bytes: the first k forward passes store begun[k], the first k backward passes
+    # free done[k], and they leave waiting[k] for the weight-gradient passes.
     begun = [0, *accumulate(kept[c] for c in chunks)]
     done, waiting = ([0, *accumulate(of[v - 1 - c] for c in chunks)] for of in (kept, waits))
     # The first backward pass of a stage allocates its gradients.
@@ -190,13 +199,14 @@ def _held_at_once(
 def held_bytes(
     spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int, most: tuple[int, int] | None = None
 ) -> HeldBytes:
-    """Return what a rank's passes store at the peak, with micro-batches of one length.
+    """Return what a rank stores between passes when memory peaks, if all micro-batches are equal.
 
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
         micro_batch_tokens: Tokens of each micro-batch.
-        most: Upper bounds of activations and of outputs in bytes; None: no bounds.
+        most: Upper bounds in bytes of what activations and stage outputs can take in a step, for
+            example because its tokens are limited; None: no bounds.
     """
     limits = most or (math.inf, math.inf)
     states = (
@@ -207,12 +217,18 @@ def held_bytes(
 
 
 def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> int:
-    """Return the most bytes of activations and stage outputs on a rank, without gradients."""
+    """Return the peak bytes of activations and stage outputs on a rank, without gradients.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        micro_batch_tokens: Tokens of each micro-batch.
+    """
     return max(s.activations + s.outputs for s in _states(spec, pp_rank, micro_batch_tokens))
 
 
 def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
-    """Yield what a rank stores around each backward pass, with micro-batches of `tokens`."""
+    """Yield what a rank stores around each backward pass if micro-batches have `tokens` tokens."""
     kept, waiting = (
         expert_sizes.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
         for bytes_of in (layer_activation_bytes, layer_waiting_bytes)
@@ -223,9 +239,9 @@ def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
 
 
 def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
-    """Return the bytes of a stage's gradients on one TP rank.
+    """Return the bytes of a stage's float32 gradients on one TP rank.
 
-    They are float32; with FSDP their reduced shard is added.
+    With FSDP they include the shard to which the gradients are reduced.
     """
     count = stage_parameters(spec, stage=stage)
     with_experts = spec.stage_expert_layers[stage]
@@ -234,9 +250,14 @@ def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Return the saved activations of one layer and micro-batch on one rank, in bytes.
+    """Return the bytes of activations that one layer saves for one micro-batch on one rank.
 
-    The README has the formulas.
+    wlb/memory/README.md has the formulas.
+
+    Args:
+        spec: The run. If its layers differ, one with experts is counted if there is one; callers
+            pass a run whose layers are all equal (`expert_sizes.layer_kinds`).
+        micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
     """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     size = _compute_bytes(spec)
@@ -255,9 +276,10 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     else:
         values += 2 * model.q_dim + 2 * model.kv_dim + 2 * model.q_dim * model.attention_gate
         if model.norms_keys:
-            # The norms save Q and K before them; attention saves Q and K after them.
+            # The QK norm saves its inputs, and attention saves the normalised Q and K.
             values += model.q_dim + model.kv_dim
-        # One log-sum-exp for each head, and with norms of heads one root mean square for each.
+        # Attention saves one log-sum-exp for each head, and a QK norm saves one root mean square
+        # for each head.
         float32_values = model.num_heads
         float32_values += model.norms_keys * (model.num_heads + model.num_kv_heads)
     if spec.training.recompute == Recompute.NONE:
@@ -269,16 +291,18 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 
 
 def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
-    """Count the values of one token that autograd saves in a gated delta net.
+    """Count the values of one token that autograd saves in a gated delta net (linear attention).
 
-    Compute dtype: the projections, their convolution before and after SiLU, and the gated output.
-    Float32: queries, keys and values, the latter two a second time in their chunks; what chunks
-    solve and read (`wlb.model.delta_rule.Chunks`); three matrices of a chunk's tokens; outputs and
-    their norm; the state at the start of each chunk, and what changes it.
+    - In compute dtype: the projections, their convolution before and after SiLU, and the gated
+      output.
+    - In float32: queries, keys and values, and keys and values once more in chunks; the tensors of
+      `wlb.model.delta_rule.Chunks`; three matrices over pairs of a chunk's tokens; the outputs and
+      their norm; the state at the start of each chunk and the tensors that update it.
 
     Args:
         model: The model.
-        is_cut: Whether ranks make summaries of their spans. All spans are then counted.
+        is_cut: Whether CP ranks make summaries of their spans, which needs further tensors. They
+            are then counted for all tokens.
 
     Returns:
         Values in compute dtype, and values in float32.
@@ -290,34 +314,45 @@ def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
     compute = 3 * mixed + 3 * linear.value_dim
     exact = mixed + 11 * keys + 11 * linear.value_dim + 4 * heads * chunk + 4 * state
     if is_cut:
-        # Copies of what changes a state, the changes, and both parts of the summary before each
-        # chunk.
+        # Summaries need copies of the tensors that update a state, the updates, and both parts of
+        # the summary of all tokens before each chunk.
         exact += 3 * keys + 2 * linear.value_dim + state + keys * linear.key_head_dim // chunk
     return compute, exact
 
 
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Return what a layer's input-gradient pass stores for its weight-gradient pass, in bytes.
+    """Return the bytes that a layer's input-gradient pass stores for its weight-gradient pass.
 
-    These are inputs and output gradients of linear layers. They are counted as what forward stores
-    without recompute.
+    They are the inputs of linear layers and the gradients of their outputs. The estimate is the
+    bytes of the activations that forward would save without recompute.
+
+    Args:
+        spec: The run.
+        micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
     """
     plain = _with_recompute(spec, Recompute.NONE)
     return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
 
 
 def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Return the bytes of a stage's output of one micro-batch on one rank, sequence-sharded."""
+    """Return the bytes of a stage's output for one micro-batch on one rank.
+
+    The output is sharded over TP ranks along the sequence.
+    """
     values = _local(spec, micro_batch_tokens) * spec.model.hidden_size
     return values * _compute_bytes(spec) // spec.parallel.tp
 
 
 def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, int]:
-    """Return what one layer needs in backward besides its activations, in bytes.
+    """Return the bytes that one layer needs in backward besides its saved activations.
+
+    Args:
+        spec: The run.
+        micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
 
     Returns:
-        Bytes of tensors (formulas: README.md), and by how many bytes attention's kernel exceeds
-        them.
+        The most bytes of tensors (wlb/memory/README.md has the formulas), and by how many bytes
+        attention's backward exceeds them with the memory that its kernel allocates.
     """
     mlp, attention, summing, recomputed = _workspaces(spec, micro_batch_tokens)
     tensors = max(mlp, max(attention, summing) + recomputed)
@@ -326,12 +361,12 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
 
 
 def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
-    """Return the workspaces of one layer's backward in bytes.
+    """Return the bytes of tensors that exist at several moments of one layer's backward.
 
     Returns:
-        The MLP's backward; attention's backward while its kernel runs; attention's backward while
-        gradients of K and V are added up; and activations that are recomputed for attention's
-        backward.
+        In this order: during the MLP's backward; during attention's backward while its kernel runs;
+        during attention's backward while gradients of K and V are added up; and the activations
+        that are recomputed for attention's backward, which exist at both of those moments.
     """
     local = _local(spec, tokens)
     load = spec.cost.expert_load
@@ -344,8 +379,8 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         for recompute in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
     if spec.parallel.cp > 1 and not spec.model.is_all_linear:
-        # Gathered keys and values exist during the MLP's backward: either they were kept, or the
-        # second forward pass of a fully recomputed layer has gathered them.
+        # Keys and values of all ranks exist during the MLP's backward. Either they travel at this
+        # time to be ready for attention's backward, or full recompute has gathered them.
         kv_bytes = 2 * _model_of_ranks(spec).kv_dim * _compute_bytes(spec) // spec.parallel.tp
         mlp += (spec.parallel.cp * local + _sent_rows(spec, local)) * kv_bytes
     # The MLP's backward runs first and frees its workspace before attention's begins.
@@ -353,10 +388,19 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
 
 
 def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
-    """Return attention's tensors in backward: (while its kernel runs, while gradients add up)."""
+    """Return the bytes of attention's tensors in backward besides its saved activations.
+
+    Args:
+        spec: The run.
+        local: Tokens of the micro-batch on one CP rank.
+
+    Returns:
+        The bytes while attention's kernel runs, and those while gradients of K and V are added up.
+    """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     if model.is_all_linear:
-        # Measured: gradients of the outputs, of their inputs, and of a chunk's pairs of tokens.
+        # These gradients were found by measurement: those of the outputs and of their inputs, and
+        # those of the matrices over pairs of a chunk's tokens.
         values = 3 * model.linear.value_dim + model.linear.num_value_heads * CHUNK
         return local * FLOAT32_BYTES * values // tp, 0
     size = _compute_bytes(spec)
@@ -368,7 +412,7 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     rows, copied = spec.parallel.cp * local, _copied_keys(spec, local)
     in_kernel = (rows + 2 * copied) * kv_bytes
     if spec.cp.overlap:
-        # The call over other ranks' keys copies its queries, their outputs and gradients.
+        # The attention call over other ranks' keys copies its queries, outputs and their gradients.
         in_kernel += 3 * local * q_bytes
     if spec.cp.stages > 1:
         # Q's gradients from several stages are added up in float32.
@@ -382,7 +426,15 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
 
 
 def _sent_rows(spec: RunSpec, local: int) -> int:
-    """Return the rows in the send buffer of the exchange "needed", at most all ranks' rows."""
+    """Return the most rows in the send buffer of the exchange "needed" on one CP rank.
+
+    It is the number of rows of all ranks, because each rank may need all rows of this one. The
+    exchange "gather" has no send buffer.
+
+    Args:
+        spec: The run.
+        local: Tokens of the micro-batch on one CP rank.
+    """
     cp, exchange = spec.parallel.cp, spec.sharding.exchange
     if cp == 1 or exchange == ExchangeChoice.GATHER:
         return 0
@@ -390,11 +442,16 @@ def _sent_rows(spec: RunSpec, local: int) -> int:
 
 
 def _copied_keys(spec: RunSpec, local: int) -> int:
-    """Return the rows of keys that the segments of a rank read, each with its prefix.
+    """Return the most keys that all segments of one CP rank read together.
 
-    The two chunks of a document on a rank (head and tail) read at most 1 + 1 / (2 cp) documents. If
-    left over tokens are distributed one by one, each is a segment with its whole prefix: at most
-    two per rank.
+    A segment reads all keys of its document up to its own end. With per-document sharding a rank
+    has an early and a late chunk of each document; together they read at most 1 + 1 / (2 cp) times
+    the document. If tokens that are left over after dividing a document are distributed one by one,
+    each of them is a segment too, at most two on a rank.
+
+    Args:
+        spec: The run.
+        local: Tokens of the micro-batch on one CP rank.
     """
     cp, sharding = spec.parallel.cp, spec.sharding
     if cp == 1:
@@ -406,9 +463,9 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 
 
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
-    """Return the bytes that a rank's longest attention call allocates in backward.
+    """Return the bytes that the kernel of a rank's longest attention call allocates in backward.
 
-    It is 0 in float32 (sdpa) and in layers without attention.
+    It is 0 in float32, where the kernel is sdpa, and in layers without attention.
     """
     if spec.training.dtype == Dtype.FLOAT32 or spec.model.is_all_linear:
         return 0
@@ -447,8 +504,8 @@ def memory_of_rank(
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
-        micro_batch_tokens: Tokens of the longest micro-batch; None: what packing may make.
-        step_tokens: Tokens of a step over all pipelines (T); None: unbounded.
+        micro_batch_tokens: Tokens of the longest micro-batch; None: the most that packing allows.
+        step_tokens: Most tokens of a step over all pipelines (T); None: no limit.
     """
     size = _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
@@ -459,7 +516,7 @@ def memory_of_rank(
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
-    # The kind of layer that needs most counts.
+    # Layers of different kinds run one after the other, so the kind that needs most memory counts.
     workspace, kernel = max(
         (workspaces_bytes(k, micro_batch_tokens=tokens) for k in kinds), key=sum
     )
@@ -484,7 +541,7 @@ def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
     limit = step_tokens or spec.packing.step_tokens_of(spec.tokens_per_step)
     tokens = limit or spec.num_micro_batches * longest_micro_batch(spec)
     rows = -(-tokens // (max(1, spec.parallel.dp) * spec.parallel.cp))
-    # The exchange "needed" has indices of the rows to send and of the gradients that return.
+    # The exchange "needed" has the indices of the rows to send and of the gradients that return.
     indices = 2 * INDEX_BYTES * _sent_rows(spec, rows)
     return 2 * (rows * (FLOAT32_BYTES * spec.model.head_size + INPUT_BYTES) + indices)
 
@@ -495,10 +552,16 @@ def _has_fsdp(spec: RunSpec) -> bool:
 
 
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
-    """Return the bytes of the loss on the last pipeline rank; 0 on others.
+    """Return the bytes of the head's and the loss's tensors; 0 except on the last pipeline rank.
 
-    The terms are a chunk of logits in float32 (two with a soft cap) and their gradient in compute
-    dtype, the rows of all TP ranks and their gradient, and the head's gradient twice.
+    They are a chunk of logits in float32 (two copies with a soft cap) and their gradient in compute
+    dtype, the hidden vectors gathered over TP ranks and their gradient, and the gradient of the
+    head's weight in compute dtype and in float32.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        tokens: Tokens of the micro-batch on all CP ranks.
     """
     if pp_rank < spec.parallel.pp - 1:
         return 0
@@ -515,21 +578,32 @@ def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
 
 
 def _gathered(spec: RunSpec, pp_rank: int) -> int:
-    """Return how many parameters of a pipeline rank FSDP keeps gathered at the same time."""
+    """Return the most parameters of a pipeline rank that FSDP keeps gathered at the same time."""
     count = _parameters(spec, pp_rank=pp_rank)
     if not spec.fsdp.reshard_after_forward:
         return count
     stages = spec.stages_of(pp_rank)
     most = max(spec.stage_layers[stage] for stage in stages)
     at_once = min(most, 1 + LAYERS_AHEAD)
-    # Layers of the largest kind are assumed to follow each other.
+    # The gathered layers are assumed to be all of the largest kind.
     of_layers = expert_sizes.sum_over(spec, stages, layer_parameters)
     largest = max(map(layer_parameters, expert_sizes.kinds_of(spec, stages)))
     return count - of_layers + min(of_layers, at_once * largest)
 
 
 def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[int, int]:
-    """Return what a pipeline's whole step stores on one rank: (activations, stage outputs)."""
+    """Return the bytes that all micro-batches of a pipeline's step store together on one rank.
+
+    They bound what passes in flight can store, however long single micro-batches are.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        step_tokens: Most tokens of a step over all pipelines.
+
+    Returns:
+        Bytes of activations, and bytes of stage outputs.
+    """
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
     of_pipeline = step_tokens if dp == 1 else step_tokens / dp / UNEVEN_TOKENS
     stages = spec.stages_of(pp_rank)
@@ -540,7 +614,12 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
 
 
 def most_in_layer(spec: RunSpec, tokens: int) -> int:
-    """Return the most bytes that a layer stores for a micro-batch between its passes."""
+    """Return the most bytes that a layer stores for one micro-batch between its passes.
+
+    Args:
+        spec: The run.
+        tokens: Tokens of the micro-batch on all CP ranks.
+    """
     kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
     if not spec.splits_backward:
         return kept
@@ -552,8 +631,12 @@ def memory_estimate(
 ) -> MemoryEstimate:
     """Estimate the memory of the pipeline rank that needs most.
 
-    This is mostly rank 0, which has most passes in flight. The arguments are those of
-    `memory_of_rank`.
+    It is mostly rank 0, which has the most passes in flight.
+
+    Args:
+        spec: The run.
+        micro_batch_tokens: Tokens of the longest micro-batch; None: the most that packing allows.
+        step_tokens: Most tokens of a step over all pipelines (T); None: no limit.
     """
     tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
     ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
@@ -561,7 +644,7 @@ def memory_estimate(
 
 
 def longest_micro_batch(spec: RunSpec) -> int:
-    """Return the tokens of the longest micro-batch that packing may make."""
+    """Return the most tokens that a micro-batch may have with the run's packing policy."""
     window, packing = spec.data.context_window, spec.packing
     if packing.varies_lengths:
         return spec.s_max
@@ -570,14 +653,14 @@ def longest_micro_batch(spec: RunSpec) -> int:
 
 
 def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
-    """Return the tokens of a micro-batch on one CP rank."""
+    """Return the tokens of a micro-batch on one CP rank, rounded up."""
     return -(-micro_batch_tokens // spec.parallel.cp)
 
 
 def _model_of_ranks(spec: RunSpec) -> ModelSpec:
-    """Return the model that TP ranks compute together, with copied KV heads.
+    """Return the model whose sizes divided by tp are the sizes on one TP rank.
 
-    A rank's sizes are 1 / tp of it.
+    Where there are fewer KV heads than TP ranks, it has copies of KV heads.
     """
     return spec.model.with_kv_copies(spec.parallel.tp)
 
@@ -587,10 +670,10 @@ def _compute_bytes(spec: RunSpec) -> int:
 
 
 def layer_parameters(spec: RunSpec) -> int:
-    """Count the gathered parameters of a decoder layer on one TP rank, with one EP rank's experts.
+    """Count the unsharded parameters of a decoder layer on one TP rank, with one EP rank's experts.
 
-    If the model has experts, a layer with experts is counted, as for all sizes of one layer in this
-    file; `expert_sizes.sums_by_stage` sums over the different kinds of layers.
+    If only some layers of the model have experts, a layer with experts is counted. All functions of
+    one layer in this file do so; `expert_sizes.sums_by_stage` calls them for each kind of layer.
     """
     model, held = _model_of_ranks(spec), expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
@@ -599,11 +682,11 @@ def layer_parameters(spec: RunSpec) -> int:
 
 
 def stage_parameters(spec: RunSpec, *, stage: int) -> int:
-    """Count the parameters of a stage on one TP rank.
+    """Count the unsharded parameters of a stage on one TP rank.
 
     Matrices of layers are divided by tp, norms are not. The first stage has the embedding, and the
-    last has the head and the last norm. A tied head is a copy of the embedding, unless one stage
-    has both.
+    last stage has the head and the final norm. If head and embedding are tied, the last stage has a
+    copy of the embedding, unless it is also the first.
     """
     model, tp = spec.model, spec.parallel.tp
     count = expert_sizes.sum_over(spec, [stage], layer_parameters)

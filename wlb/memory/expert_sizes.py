@@ -1,7 +1,8 @@
 """Sizes of mixture-of-experts layers on a rank, and sums over the layers of a stage.
 
-A stage may have layers with experts and layers without. The parameter `load` is the number of rows
-on the rank over the mean EP rank's (`cost.expert_load`); telemetry reports it.
+A stage may have layers with experts and layers without. Several functions have a parameter `load`:
+the number of rows that the rank's experts compute over the mean of all EP ranks
+(`cost.expert_load`). Telemetry reports it.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from wlb.spec import ModelSpec, RunSpec
 
 
 def experts_of_layer(spec: RunSpec) -> int:
-    """Count the parameters of a layer's experts on one EP rank.
+    """Count the parameters of a layer's routed experts on one EP rank.
 
     The router and shared experts are not included.
     """
@@ -20,21 +21,22 @@ def experts_of_layer(spec: RunSpec) -> int:
 
 
 def layer_kinds(spec: RunSpec) -> list[tuple[RunSpec, tuple[int, ...]]]:
-    """Return each kind of layer (`ModelSpec.layer_kinds`) and how many of it each stage has.
+    """Return each kind of layer of the model, and how many layers of this kind each stage has.
 
-    A kind is given as `spec` with a model that has only such layers, so that functions of one layer
-    can take it.
+    A kind (`ModelSpec.layer_kinds`) is represented by a copy of `spec` whose model has only layers
+    of this kind. Functions that return the size of one layer take such a run.
     """
     kinds = [replace(spec, model=kind.model) for kind in spec.model.layer_kinds]
     return list(zip(kinds, spec.stage_kind_layers, strict=True))
 
 
 def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
-    """Return for each stage the sum over its layers of `of_layer`.
+    """Return for each stage the sum of a size over its layers.
 
     Args:
         spec: The run.
-        of_layer: Size of one layer; its argument is a run with one kind of layer (`layer_kinds`).
+        of_layer: Returns the size of one layer. Its argument is a run whose model has only layers
+            of one kind (`layer_kinds`).
     """
     sums = [0] * spec.num_stages
     for kind, counts in layer_kinds(spec):
@@ -44,33 +46,39 @@ def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int
 
 
 def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec], int]) -> int:
-    """Return the sum of `of_layer` over the layers of some stages; see `sums_by_stage`."""
+    """Return the sum of a size over the layers of some stages.
+
+    Args:
+        spec: The run.
+        stages: Indices of the stages.
+        of_layer: Returns the size of one layer; see `sums_by_stage`.
+    """
     sums = sums_by_stage(spec, of_layer)
     return sum(sums[stage] for stage in stages)
 
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
-    """Return the `layer_kinds` that some stages have.
+    """Return the kinds of layers that some stages have, as `layer_kinds` represents them.
 
-    Stages without layers get the kind of the model's last layer.
+    If these stages have no layers, it is the kind of the model's last layer.
     """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
-    # Layers with experts come first.
+    # The first of `kinds` has experts if any has.
     last = kinds[0] if spec.model.has_experts(spec.model.num_layers - 1) else kinds[-1]
     return found or (last[0],)
 
 
 def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
-    """Count the parameters that a rank stores under FSDP.
+    """Count the parameters in a rank's FSDP shard.
 
-    Experts are sharded over the ranks that have the same experts, other parameters over all ranks
-    of a copy.
+    Routed experts are sharded over the ranks that have the same experts, other parameters over all
+    ranks of one copy of the model.
 
     Args:
         spec: The run.
-        count: Parameters on a TP rank.
-        layers: Layers with experts among them.
+        count: Unsharded parameters on the rank.
+        layers: Number of layers with experts that `count` includes.
     """
     experts = layers * experts_of_layer(spec)
     equal = sharing_ranks(spec)
@@ -78,20 +86,24 @@ def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
 
 
 def sharing_ranks(spec: RunSpec) -> int:
-    """Count the ranks in one copy of the parameters that have the same experts and shard them."""
+    """Count the ranks that have the same experts and shard them, within one copy of the model."""
     return spec.shard_size * spec.parallel.tp // spec.parallel.ep
 
 
 def divides_experts(spec: RunSpec) -> bool:
-    """Return whether several ranks have the same experts, which FSDP then shards or sums."""
+    """Return whether several ranks have the same experts, so that FSDP shards or reduces them."""
     return bool(spec.model.experts.num) and spec.parallel.expert_ranks > spec.parallel.ep
 
 
 def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the values of one token that the MLP saves for backward.
+    """Count the values of one token that the MLP, or the experts, save for backward.
 
-    These are gate, up and their product. Experts save the token's rows instead of the product,
-    which they recompute.
+    An MLP saves the outputs of gate and up and their product. Experts recompute the product, and
+    save the token's rows instead.
+
+    Args:
+        model: The model.
+        load: Rows on the rank over the mean EP rank's.
     """
     experts = model.experts
     if not experts.num:
@@ -103,24 +115,35 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 def z_loss_values(model: ModelSpec) -> int:
     """Count the float32 values of one token that the router's z-loss saves.
 
-    These are its logits and their logsumexp.
+    They are the router's logits and their log-sum-exp.
     """
     has_loss = model.experts.num > 0 and model.experts.z_loss > 0
     return has_loss * (model.experts.num + 1)
 
 
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
-    """Return the bytes per token of the indices that reorder rows before and behind an exchange.
+    """Return the bytes per token of the indices that sort rows by expert, and back.
 
-    Autograd functions save them under any recompute. A recomputed layer also saves the chosen
-    experts in 16 bits. The indices on the experts' side, one for each direction, grow with `load`.
+    They are saved with any kind of recompute.
+
+    Args:
+        model: The model.
+        is_recomputed: Whether layers are recomputed. They then also save the chosen experts, in 16
+            bits each.
+        load: Rows on the rank over the mean EP rank's. The indices of received rows are
+            proportional to it.
     """
     copies = bool(model.experts.num) * model.experts.per_token
     return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
 
 
 def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the hidden values of one token in an MLP, or in the experts that compute it."""
+    """Count the hidden values of one token in an MLP, or in all experts that compute the token.
+
+    Args:
+        model: The model.
+        load: Rows on the rank over the mean EP rank's; shared experts do not depend on it.
+    """
     if not model.experts.num:
         return model.ffn_hidden_size
     shared = model.experts.shared_hidden_size
@@ -128,10 +151,13 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the values of one token's rows in the backward of an exchange.
+    """Count the values of the tensors that carry one token's rows to and from experts in backward.
 
-    These are rows and gradients before and after the exchange, in two orders. All of them are
-    assumed to be on the most loaded rank.
+    They are rows and their gradients, each before and after the all-to-all.
+
+    Args:
+        model: The model.
+        load: Rows on the rank over the mean EP rank's. All values are assumed to grow with it.
     """
     values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
     return round(load * values)

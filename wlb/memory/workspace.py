@@ -1,9 +1,10 @@
-"""Bytes that attention kernels allocate in backward, besides the gradients that they return.
+"""Memory that attention kernels allocate in backward, besides the gradients that they return.
 
-Shapes were read in the sources: flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp, mha_varlen_bwd;
-torch has the same lines), FlashAttention-3 (hopper/flash_api.cpp, mha_bwd, August 2026) and
-FlashAttention-4 (flash_attn/cute/interface.py, _flash_attn_bwd, 4.0.0b36). They were not measured
-on a GPU. Forward needs no workspace, because wlb never uses split-KV.
+The shapes of the allocated tensors are taken from the kernels' sources: flash-attn 2.8.3
+(csrc/flash_attn/flash_api.cpp, mha_varlen_bwd; torch has the same lines), FlashAttention-3
+(hopper/flash_api.cpp, mha_bwd, August 2026) and FlashAttention-4 (flash_attn/cute/interface.py,
+_flash_attn_bwd, 4.0.0b36). They were not measured on a GPU. Forward allocates nothing, because wlb
+never uses split-KV.
 """
 
 from collections.abc import Iterator
@@ -21,18 +22,19 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Size of one variable-length attention call on a rank."""
+    """Sizes of one variable-length attention call on a rank."""
 
-    num_segments: int  # segments of the call
-    num_queries: int  # query rows of all segments
-    num_keys: int  # keys of all segments
+    num_segments: int  # number of segments
+    num_queries: int  # query rows of all segments together
+    num_keys: int  # keys of all segments together
     max_q: int  # query rows of the longest segment
     max_k: int  # keys of the longest segment
     num_heads: int  # query heads on the TP rank
     num_kv_heads: int  # KV heads on the TP rank
     head_size: int  # size of a head
     value_bytes: int = 2  # bytes of one value of Q, K and V
-    # False for calls over other ranks' keys (`cp.overlap_stages`), which have no mask
+    # Whether the call has a causal mask. Calls over other ranks' keys have none
+    # (`cp.overlap_stages`).
     is_causal: bool = True
 
     def __post_init__(self) -> None:
@@ -50,18 +52,18 @@ def attention_workspace_bytes(
     num_sms: int = HOPPER_SMS,
     compute_major: int = 9,
 ) -> int:
-    """Return the workspace of one backward call in bytes.
+    """Return the bytes that a kernel allocates in the backward of one attention call.
 
-    sdpa counts nothing: it is used on CPU, in float32 and for heads above `MOST_HEAD_SIZE`, which
-    the other kernels refuse. `auto` counts the largest of the others, because plans are also made
-    on machines without a GPU, where the choice is not known.
+    For sdpa the result is 0. It is used on CPU, in float32, and for heads above `MOST_HEAD_SIZE`,
+    which the other kernels refuse. For `auto` the result is the largest of all kernels, because
+    plans are also made on machines without a GPU, where the kernel is not known yet.
 
     Args:
         backend: The attention kernel.
-        call: Size of the call.
+        call: Sizes of the call.
         deterministic: Whether the kernel must be deterministic.
         num_sms: Streaming multiprocessors of the GPU.
-        compute_major: Compute capability of the GPU; 9 is Hopper, 10 a B200.
+        compute_major: Major compute capability of the GPU: 9 for Hopper, 10 for a B200.
     """
     if call.head_size > MOST_HEAD_SIZE:
         return 0
@@ -82,15 +84,16 @@ def attention_workspace_bytes(
 def most_attention_workspace_bytes(
     backend: AttentionBackend, call: AttentionCall, *, deterministic: bool
 ) -> int:
-    """Return the largest workspace of any call that is at most as large as `call`.
+    """Return the most bytes that a kernel allocates in backward for calls of at most these sizes.
 
-    All numbers of segments from 1 to `call.num_segments` are considered: more segments need more
-    padding rows, but FlashAttention-2 needs fewer deterministic copies. If `call` has no mask,
-    causal calls are considered too, because a rank that makes such calls makes both.
+    The largest call need not be the worst. With more segments a kernel needs more padding rows, but
+    FlashAttention-2 needs fewer copies of dQ in deterministic mode. So all numbers of segments up
+    to `call.num_segments` are considered. If `call` has no causal mask, calls with one are
+    considered too, because a rank that makes the former also makes the latter.
 
     Args:
         backend: The attention kernel.
-        call: The largest call.
+        call: The largest sizes of a call.
         deterministic: Whether the kernel must be deterministic.
     """
     masks = {True, call.is_causal}
@@ -100,29 +103,42 @@ def most_attention_workspace_bytes(
 
 
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
-    """Yield, for each possible number of deterministic copies, the most segments that need it."""
+    """Yield for each number of copies of dQ the most segments for which it is used.
+
+    Only these numbers of segments matter, because with equal copies more segments need more memory.
+    """
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):
-        # This solves `deterministic_copies` for the number of segments.
+        # Solve the formula of `deterministic_copies` for the number of segments.
         most = (-(-HOPPER_SMS // (copies - 1)) - 1) // call.num_heads
         if 1 <= most < call.num_segments:
             yield most
 
 
 def deterministic_copies(num_segments: int, num_heads: int, *, num_sms: int = HOPPER_SMS) -> int:
-    """Return how many float32 copies of dQ FlashAttention-2 adds up in deterministic backward."""
+    """Return how many float32 copies of dQ FlashAttention-2 adds up in a deterministic backward.
+
+    Args:
+        num_segments: Segments of the call.
+        num_heads: Query heads on the rank.
+        num_sms: Streaming multiprocessors of the GPU.
+    """
     return -(-num_sms // (num_segments * num_heads))
 
 
 def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
-    """FlashAttention-2: softmax_d, dq_accum; with grouped heads dK and dV of every query head."""
+    """Return the bytes of FlashAttention-2's tensors softmax_d and dq_accum.
+
+    With grouped-query attention they also include dK and dV of every query head.
+    """
     copies = 1
     if deterministic:
         copies = deterministic_copies(call.num_segments, call.num_heads, num_sms=num_sms)
     # Kernels pad each segment by up to 128 rows.
     rows = call.num_heads * (call.num_queries + 128 * call.num_segments)
     head_size = _up(call.head_size, 32 if call.head_size <= 128 else 64)
-    # dK and dV are computed for every query head, and then summed over each group of heads.
+    # dK and dV are computed for every query head. Then they are added up over the query heads that
+    # share a KV head.
     expanded = 0
     if call.num_heads != call.num_kv_heads:
         expanded = 2 * call.num_keys * call.num_heads * call.head_size * call.value_bytes
@@ -130,7 +146,10 @@ def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
 
 
 def _flash3(call: AttentionCall, deterministic: bool) -> int:
-    """FlashAttention-3: softmax_d, softmax_lse_log2, dq_accum, dk_accum, dv_accum, semaphores."""
+    """Return the bytes of FlashAttention-3's tensors softmax_d, softmax_lse_log2 and accumulators.
+
+    The accumulators are those of dQ, dK and dV, with semaphores.
+    """
     head_size = next(size for size in (64, 96, 128, 192, 256) if call.head_size <= size)
     block_q = 128 if head_size == 64 else _hopper_rows(head_size, call.is_causal)
     block_k = {192: 96, 256: 80}.get(head_size, 128)
@@ -145,14 +164,18 @@ def _flash3(call: AttentionCall, deterministic: bool) -> int:
 
 
 def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int:
-    """FlashAttention-4: dpsum, lse_log2, dq_accum, dk_accum, dv_accum, semaphores."""
+    """Return the bytes of FlashAttention-4's tensors dpsum, lse_log2 and accumulators.
+
+    The accumulators are those of dQ, dK and dV, with semaphores.
+    """
     is_hopper = compute_major == 9
     if call.head_size == 256 and not is_hopper:
-        # This head size has its own kernel, which uses no accumulators.
+        # On other GPUs than Hopper this head size has a kernel without accumulators.
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
     block_q, block_k, cluster, step = _flash4_blocks(call, is_hopper)
-    # The source computes (rows + (segments + 1) * block - 1) // block * block, which is equal.
+    # The source rounds with (rows + (segments + 1) * block - 1) // block * block, which gives the
+    # same numbers.
     return _accumulators(
         call,
         rows_q=_up(call.num_queries + call.num_segments * block_q, block_q),
@@ -164,7 +187,7 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
 
 
 def _hopper_rows(head_size: int, is_causal: bool) -> int:
-    """Return the query rows of a tile in FlashAttention-3 and -4, for heads above 64."""
+    """Return the query rows of a tile in FlashAttention-3 and -4 on Hopper, for heads above 64."""
     return 80 if 96 < head_size <= 128 and not is_causal else 64
 
 
@@ -172,7 +195,8 @@ def _flash4_blocks(call: AttentionCall, is_hopper: bool) -> tuple[int, int, int,
     """Return the tile shape of FlashAttention-4.
 
     Returns:
-        Query rows, key rows, thread blocks of a cluster, and the multiple of head sizes.
+        Query rows of a tile, key rows of a tile, thread blocks of a cluster, and the number to
+        whose multiple the head size is rounded up.
     """
     head_size = call.head_size
     if not is_hopper:
@@ -193,10 +217,18 @@ def _accumulators(
     semaphores_q: int,
     semaphores_k: int,
 ) -> int:
-    """Return the bytes of accumulators in padded rows and of semaphores.
+    """Return the bytes of a kernel's float32 accumulators and of its semaphores.
 
-    Each query row of a head has two float32 numbers and dQ. With grouped heads, keys have dK and
-    dV. Semaphores are 32-bit integers for each head and segment.
+    Each query row of a head has two softmax statistics and a row of dQ. If several query heads
+    share a KV head, each key of a KV head has rows of dK and dV. Semaphores are 32-bit integers.
+
+    Args:
+        call: Sizes of the call.
+        rows_q: Query rows of all segments, with padding.
+        rows_k: Keys of all segments, with padding.
+        head_size: Size of a head, with padding.
+        semaphores_q: Semaphores of dQ for each query head and segment.
+        semaphores_k: Semaphores of dK and dV for each KV head and segment.
     """
     numbers = call.num_heads * (rows_q * (2 + head_size) + call.num_segments * semaphores_q)
     if call.num_heads != call.num_kv_heads:
