@@ -27,15 +27,18 @@ class StepBalance:
     # blocks[k][rank, m] is the block that a rank trains as its m-th micro-batch of mini-batch k.
     # Each array has shape [num_ranks, num_micro_batches[k]].
     blocks: tuple[IntArray, ...]
-    # Predicted time of each block, on each rank that trains it, shape [num_blocks]. The unit is
-    # that of `cost`: ns for a workload model.
+    # Time that each rank of a block is predicted to need for it, shape [num_blocks]. The unit is
+    # that of the argument `cost` of `balance_step`: ns for a workload model.
     times: FloatArray
-    # Lower bound on the time of each mini-batch: no assignment is faster, shape [num_mini_batches].
+    # Lower bound on the time of each mini-batch, whatever the assignment is, shape
+    # [num_mini_batches].
     bounds: FloatArray
     max_tokens: int  # most tokens of a micro-batch
     cp: int = 1  # ranks of a context-parallel group
     wait: str = "micro_batch"  # when ranks wait for each other: "micro_batch" or "step"
-    model: WorkloadModel | None = None  # prices for `shard`; None if only samples have costs
+    # Predicts the work of parts of samples, for `shard`. None if the caller gave only a cost for
+    # each whole sample.
+    model: WorkloadModel | None = None
 
     def __post_init__(self) -> None:
         if not np.array_equal(np.sort(self.order), np.arange(self.lengths.size)):
@@ -67,35 +70,42 @@ class StepBalance:
         return [self.samples(mini_batch, rank, m) for m in range(num)]
 
     def cp_degree(self, mini_batch: int, rank: int, micro_batch: int) -> int:
-        """Return the context-parallel degree of a rank's micro-batch."""
+        """Return how many ranks train a rank's micro-batch together by context parallelism."""
         column = self.blocks[mini_batch][:, micro_batch]
         return int((column == column[rank]).sum()) * self.cp
 
     def time(self, mini_batch: int) -> FloatArray:
-        """Return the predicted time of each micro-batch, shape [num_ranks, num_micro_batches]."""
+        """Return the predicted times of a mini-batch, shape [num_ranks, num_micro_batches].
+
+        The unit is that of the argument `cost` of `balance_step`: ns for a workload model.
+        """
         return self.times[self.blocks[mini_batch]]
 
     def tokens(self, mini_batch: int) -> IntArray:
         """Return the tokens of each micro-batch, shape [num_ranks, num_micro_batches].
 
-        They count all ranks of a CP group together.
+        If several ranks train a micro-batch together, each has the tokens of the whole micro-batch
+        here.
         """
         each = np.add.reduceat(self.lengths[self.order], self.offsets[:-1])
         return each[self.blocks[mini_batch]]
 
     @property
     def step_time(self) -> float:
-        """Predicted time of all mini-batches, including the time that ranks wait."""
+        """Predicted time of the step, including the time that ranks wait for slower ones.
+
+        The unit is that of the argument `cost` of `balance_step`: ns for a workload model.
+        """
         return sum(slowest_time(self.time(k), self.wait) for k in range(self.num_mini_batches))
 
     @property
     def imbalance(self) -> float:
-        """`step_time` over the mean time that a rank computes; 1.0 is perfect."""
+        """`step_time` over the mean time that ranks compute, without waiting. 1.0 is perfect."""
         return self.step_time / self._mean if self.step_time else 1.0
 
     @property
     def lower_bound(self) -> float:
-        """Lower bound on the imbalance of any assignment of these mini-batches; at least 1.0."""
+        """Least `imbalance` that any assignment of these mini-batches can have; at least 1.0."""
         return float(self.bounds.sum()) / self._mean if self.step_time else 1.0
 
     @property
@@ -112,10 +122,11 @@ class StepBalance:
             mini_batch: Index of the mini-batch.
             rank: A data-parallel rank of the group.
             micro_batch: Index of the micro-batch.
-            strategy: A strategy of `wlb.shard`.
+            strategy: Sharding strategy (`wlb.sharding.NAMES`).
 
         Raises:
-            UserError: If `cost` was not a workload model, since strategies need prices of segments.
+            UserError: If only costs of whole samples were given to `balance_step`. Strategies need
+                predicted times of parts of samples.
         """
         if self.model is None:
             raise UserError("sharding prices segments: give balance_step a workload model as cost")
@@ -147,23 +158,24 @@ class StepBalance:
         return "\n".join([*lines, f"imbalance {self.imbalance:.4f}, bound {self.lower_bound:.4f}"])
 
     def _blocks(self, mini_batch: int) -> list[IntArray]:
-        """Return the samples of each block of a mini-batch."""
+        """Return the indices of the samples of each block of a mini-batch."""
         used = np.unique(self.blocks[mini_batch]).tolist()
         return [self.order[self.offsets[b] : self.offsets[b + 1]] for b in used]
 
     @property
     def _mean(self) -> float:
-        """Mean time that a rank computes, over all mini-batches."""
+        """Predicted time that a rank computes in this step, the mean over ranks."""
         times = (float(self.time(k).sum()) for k in range(self.num_mini_batches))
         return sum(times) / self.num_ranks
 
 
 def slowest_time(time: FloatArray, wait: str) -> float:
-    """Return the time of a mini-batch, including the time that ranks wait.
+    """Return the time of a mini-batch, including the time that ranks wait for slower ones.
 
     Args:
         time: Time of each micro-batch, shape [num_ranks, num_micro_batches].
-        wait: "micro_batch" if ranks wait for each other after every micro-batch, so the slowest
-            rank of each counts; "step" if they wait once, so the slowest total counts.
+        wait: "micro_batch" if ranks wait for each other after every micro-batch. The result is then
+            the sum of the slowest rank's time in each. "step" if they wait once; it is then the
+            time of the slowest rank for all micro-batches.
     """
     return float(time.max(0).sum() if wait == "micro_batch" else time.sum(1).max())

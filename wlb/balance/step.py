@@ -1,10 +1,10 @@
 """`balance_step`, the function with which trainers balance a step.
 
-1. `_divide`: choose the mini-batch of each sample.
-2. `_units`: join the samples of an atom, which must share a micro-batch, into one unit.
-3. `_part`: assign the units of each mini-batch to ranks and micro-batches (`solve`, or
-   `solve_dynamic` with `dynamic_cp`).
-4. `_assignment`: collect the mini-batches in a `StepBalance`.
+1. `_divide` chooses the mini-batch of each sample.
+2. `_units` joins samples that must share a micro-batch (an atom) into one unit.
+3. `_part` assigns the units of each mini-batch to ranks and micro-batches, by `solve`, or by
+   `solve_dynamic` if `dynamic_cp` is given.
+4. `_assignment` collects the mini-batches in a `StepBalance`.
 """
 
 from dataclasses import dataclass
@@ -49,30 +49,34 @@ def balance_step(
 
     No sample is delayed, dropped or repeated. All ranks get the same number of micro-batches, as
     few as `max_tokens` permits. Equal arguments give the same assignment on every host. Arguments
-    that are sequences have one entry for each sample.
+    that are sequences have one entry for each sample. A label is an integer; samples with equal
+    labels belong together.
 
     Args:
         lengths: Tokens of each sample.
         num_ranks: Number of data-parallel ranks (of CP groups, if `cp` is set).
         max_tokens: Most tokens of a micro-batch, over all ranks of its CP group.
         cost: How to predict work. One of: a `WorkloadModel`; a `KernelProfile` (for a 7B model);
-            "llama2_7b", "verl" or "slime" for these formulas; the path of a Hugging Face
-            config.json; the length in tokens at which attention costs as much as linear layers; the
-            cost of each sample; or a function that returns them for given lengths.
-        passes: "train", or "forward" to balance the computation of log-probabilities. Only some
-            costs distinguish them.
-        mini_batches: Number of mini-batches (optimiser steps), which are chosen to have equal work
-            and similar lengths. Or a label for each sample; mini-batches then come in ascending
-            order of labels.
+            "llama2_7b", "verl" or "slime" for the formula that goes by this name; the path of a
+            Hugging Face config.json; the length in tokens at which attention costs as much as
+            linear layers; the cost of each sample; or a function that returns the costs of samples
+            for an array of their lengths.
+        passes: "train" balances forward and backward, "forward" only forward passes, such as the
+            computation of log-probabilities. Only workload models distinguish them.
+        mini_batches: Number of mini-batches (optimiser steps). The mini-batch of each sample is
+            then chosen such that all have equal work and similar lengths. Or a label for each
+            sample, the index of its mini-batch.
         equal_counts: Whether all ranks get equally many samples of a mini-batch.
         count_slack: With `equal_counts`, a rank may have this many samples more or less.
-        groups: A label for each sample. The samples of a group stay in one mini-batch.
+        groups: A label for each sample. Samples with equal labels form a group, and stay in one
+            mini-batch.
         groups_on: "rank" also keeps the samples of a group on one rank; "mini_batch" does not.
-        atoms: A label for each sample. The samples of an atom share a micro-batch.
-        ranks: The rank of each sample, if samples must stay on their ranks.
+        atoms: A label for each sample. Samples with equal labels form an atom, and share a
+            micro-batch.
+        ranks: The rank of each sample, if samples must stay on their ranks. None = any rank.
         num_micro_batches: Number of micro-batches of every rank. None = as few as fit.
         at_least: Least number of micro-batches of every rank.
-        multiple: The number of micro-batches of every rank is a multiple of this.
+        multiple: The number of micro-batches of every rank is to be a multiple of this.
         too_long: What to do with samples above `max_tokens`: "refuse" them, or let them be "alone"
             in a micro-batch.
         wait: When ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines) or
@@ -114,15 +118,25 @@ def _balanced(
 class _Part:
     """The assignment of one mini-batch. A block is the set of samples of one micro-batch."""
 
-    samples: IntArray  # the samples of the mini-batch, ascending
+    samples: IntArray  # indices of the mini-batch's samples, ascending
     block_of: IntArray  # block of each of these samples
-    grid: IntArray  # block of each rank and micro-batch, shape [num_ranks, num_micro_batches]
-    degree: FloatArray  # number of ranks that share each block
-    bound: float  # lower bound on the time, in the unit of work
+    # grid[r, m] is the block that rank r trains as its m-th micro-batch. Shape [num_ranks,
+    # num_micro_batches].
+    grid: IntArray
+    degree: FloatArray  # number of ranks that train each block together, shape [num_blocks]
+    bound: float  # lower bound on the time of any assignment, in the unit of work
 
 
 def _divide(request: StepRequest, work: FloatArray) -> list[IntArray]:
-    """Return the samples of each mini-batch, in ascending order."""
+    """Choose the mini-batch of each sample, unless the caller did.
+
+    Args:
+        request: The arguments of `balance_step`.
+        work: Work of each sample, shape [num_samples].
+
+    Returns:
+        The indices of each mini-batch's samples, ascending.
+    """
     given = request.labels
     if isinstance(given.mini_batches, int):
         num = given.mini_batches
@@ -148,8 +162,15 @@ def _units(
 ) -> tuple[Units, IntArray]:
     """Join the samples of each atom into a unit, and sort units by descending work.
 
-    A unit above the token cap counts as if it filled the cap exactly, since both are alone in a
-    micro-batch.
+    A unit with more tokens than `max_tokens` is alone in its micro-batch. So is a unit of exactly
+    `max_tokens` tokens, and so it is given this number of tokens.
+
+    Args:
+        request: The arguments of `balance_step`.
+        work: Work of each sample of the step.
+        samples: Indices of the samples of one mini-batch.
+        is_dynamic: Whether several ranks may share a micro-batch (`dynamic_cp`). Tokens are not
+            capped then.
 
     Returns:
         The units, and the unit of each sample.
@@ -202,7 +223,15 @@ def _rules(request: StepRequest, k: int, num_samples: int) -> Rules:
 def _part(
     request: StepRequest, work: FloatArray, k: int, samples: IntArray, dynamic_cp: int
 ) -> _Part:
-    """Assign the samples of mini-batch k."""
+    """Assign the samples of mini-batch k to ranks and micro-batches.
+
+    Args:
+        request: The arguments of `balance_step`.
+        work: Work of each sample of the step.
+        k: Index of the mini-batch, for error messages.
+        samples: Indices of its samples.
+        dynamic_cp: Most ranks that may share a micro-batch.
+    """
     units, unit_of = _units(request, work, samples, is_dynamic=dynamic_cp > 1)
     rules = _rules(request, k, samples.size)
     if dynamic_cp > 1:
@@ -221,7 +250,16 @@ def _assignment(
     cp: int,
     model: WorkloadModel | None,
 ) -> StepBalance:
-    """Join the mini-batches, whose blocks are numbered consecutively."""
+    """Collect the assignments of all mini-batches in one record, and number blocks consecutively.
+
+    Args:
+        parts: The assignment of each mini-batch.
+        request: The arguments of `balance_step`.
+        costs: Predicted cost of each sample, in the unit of the argument `cost`.
+        work: The same, rounded to integers in another unit.
+        cp: Number of ranks of a CP group.
+        model: Predicts the work of parts of samples. None if `cost` is no workload model.
+    """
     starts = np.cumsum([0, *(part.degree.size for part in parts)])
     samples = np.concatenate([part.samples for part in parts])
     block = np.concatenate([p.block_of + s for p, s in zip(parts, starts[:-1], strict=True)])
@@ -229,7 +267,7 @@ def _assignment(
     counts = np.bincount(block, minlength=int(starts[-1]))
     degree = np.concatenate([part.degree for part in parts])
     times = np.bincount(block, costs[samples], int(starts[-1])) / degree
-    # Convert bounds from integer work back to the unit of costs.
+    # Lower bounds are in the unit of integer work; convert them to the unit of costs.
     worth = float(costs.sum()) / float(work.sum())
     return StepBalance(
         lengths=request.lengths,

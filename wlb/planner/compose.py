@@ -48,7 +48,7 @@ WORK_FOR_TOKENS = 1.001
 """Exchanges that make the pipelines' numbers of tokens more equal may increase the work of the
 slowest pipeline by this factor."""
 WORK_FOR_UNEVEN_TOKENS = 1.005
-"""The factor that replaces WORK_FOR_TOKENS while a pipeline has more than EVEN_TOKENS times the mean
+"""This factor replaces WORK_FOR_TOKENS while a pipeline has more than EVEN_TOKENS times the mean
 number of tokens."""
 EVEN_TOKENS = 1.05
 """Above this multiple of the mean number of tokens, a pipeline's tokens are uneven enough to accept

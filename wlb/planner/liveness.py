@@ -1,4 +1,4 @@
-"""The address of a planner process, and how its clients notice that it has died or hangs."""
+"""The address of a planner process, and how its clients notice that it was stopped or hangs."""
 
 import contextlib
 import secrets
@@ -13,11 +13,11 @@ from wlb.plan import RunError, UserError
 from wlb.plan.processes import process_status
 
 SILENCE_S = 60.0
-"""A planner process that gives no sign of life for this many seconds is considered stopped."""
+"""If a planner process gives no sign of life for this many seconds, clients raise PlannerLost."""
 _LONGEST = 100
-"""Most characters of a socket's path. Linux permits 107 bytes."""
+"""Most characters of a socket's path, a little less than the 107 bytes that Linux permits."""
 _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
-"""How the last line of a UserError's traceback begins."""
+"""The last line of a traceback begins with this if the error is a UserError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class Address:
 
     @property
     def folder(self) -> Path:
-        """Folder of the socket, which other users cannot read."""
+        """Folder of the socket. Other users cannot read it."""
         return Path(self.path).parent
 
     @property
     def alive(self) -> Path:
-        """A file with the id of the process, which the process touches as long as it runs."""
+        """A file that contains the process id and that the process touches as long as it runs."""
         return self.folder / "alive"
 
     @classmethod
@@ -42,10 +42,12 @@ class Address:
         """Make the address of a node's planner process.
 
         Args:
-            token: A random token that all nodes of the run share. Empty draws one here.
+            token: A random secret that all nodes of the run share. If it is empty, a new one is
+                drawn.
             node: Index of the node.
-            folder: Where to put the socket: a folder that its owner removes when the run is over,
-                however it ends. If it is empty, or its path too long, a temporary folder is used.
+            folder: Folder in which a folder for the socket is made. The caller removes it when the
+                run is over. If the argument is empty, or the path too long for a socket, a
+                temporary folder is used.
         """
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
@@ -59,10 +61,10 @@ class PlanningError(RuntimeError):
 
     @classmethod
     def of(cls, trace: str) -> "PlanningError":
-        """Make the error of a traceback from the planner process.
+        """Make a PlanningError from the traceback that the planner process has sent.
 
-        For a UserError its message is one line, with the traceback as a note. For any other error
-        it is the traceback.
+        If the traceback ends in a UserError, the message of the PlanningError is the message of
+        that error, and the traceback is added as a note. Otherwise the message is the traceback.
         """
         last = trace.rstrip().rpartition("\n")[2]
         if not last.startswith(_BAD_INPUT):
@@ -80,13 +82,13 @@ class SignsOfLife:
     """Distinguishes a planner process that computes for a long time from one that is stopped.
 
     There are two signs of life: a thread of the process touches a file, and the process uses
-    processor time. Native code may block the thread, but then it uses processor time.
+    processor time. If native code keeps the thread from running, this code uses processor time.
 
     Args:
         address: Address of the process.
-        silence_s: Seconds without a sign after which the process is considered stopped.
-        pid: Id of the process, for its parent, which watches before the file exists. 0 reads it
-            from the file.
+        silence_s: Seconds without a sign of life after which the process is considered stopped.
+        pid: Id of the process. 0 reads it from the file that the process touches. The parent
+            process gives it, because this file does not exist at first.
     """
 
     def __init__(self, address: Address, silence_s: float = SILENCE_S, *, pid: int = 0) -> None:
@@ -96,18 +98,19 @@ class SignsOfLife:
 
     @property
     def look_s(self) -> float:
-        """Seconds between two calls of `look`."""
+        """Seconds that a caller should let pass between two calls of `look`."""
         return min(1.0, self.silence_s / 10)
 
     def begin(self) -> None:
-        """Start to wait for an answer."""
+        """Start to wait for an answer: the time without a sign of life counts from now."""
         self._sign_s = self._looked_s = time.monotonic()
         self._last = None
 
     def look(self) -> None:
         """Raise PlannerLost if there was no sign of life for `silence_s` seconds."""
         now_s, sign = time.monotonic(), self._sign()
-        # If this call comes late, this process was suspended too, so start waiting from now.
+        # If this call comes much later than the last one, this process was suspended itself. Then
+        # count the time without a sign of life from now.
         if sign != self._last or now_s - self._looked_s > self.silence_s / 2:
             self._sign_s, self._last = now_s, sign
         self._looked_s = now_s
@@ -119,7 +122,7 @@ class SignsOfLife:
 
         Args:
             descriptor: File descriptor of the pipe.
-            event: select.POLLIN or select.POLLOUT.
+            event: select.POLLIN to wait until it can be read, select.POLLOUT until written.
 
         Raises:
             PlannerLost: If there was no sign of life for `silence_s` seconds.
@@ -130,7 +133,7 @@ class SignsOfLife:
             self.look()
 
     def lost(self) -> PlannerLost:
-        """Return the error that says that the planner process is stopped."""
+        """Return the error to raise if the planner process is considered stopped."""
         pid, state = self._pid(), ""
         with contextlib.suppress(OSError, IndexError):
             state = f", state {process_status(pid)[0]}"
@@ -141,7 +144,10 @@ class SignsOfLife:
         )
 
     def _sign(self) -> tuple[int, int]:
-        """Return when the file was touched, and the processor time so far; 0 if unknown."""
+        """Return both signs of life: when the file was touched last, and the processor time used.
+
+        The first is in ns and the second in clock ticks. Either is 0 if it cannot be read.
+        """
         touched_ns = ticks = 0
         with contextlib.suppress(OSError):
             touched_ns = self._file.stat().st_mtime_ns

@@ -1,7 +1,7 @@
 """Checks a planner state that was loaded from a checkpoint.
 
-A checkpoint may have been damaged, edited or mixed with another one, and its state may still be
-valid JSON of the right shape. A planner that resumed from it would train tokens twice or never.
+A checkpoint may have been damaged, edited or mixed with another one, although its state is valid
+JSON with the right fields. A planner that resumed from it would train tokens twice or never.
 """
 
 import math
@@ -16,7 +16,8 @@ from wlb.plan import Carry, PackingPlan, Pieces, PlannerState, StepMetrics, User
 from wlb.plan.arrays import first_true
 
 _MOST_SLOTS = 1024
-"""Policies from outside of wlb may use this many slots more than one per waiting piece or batch."""
+"""Packing policies that are not part of wlb do not declare which slots of the carry they use. For
+them, slot numbers may exceed the number of waiting pieces (or of batches, if larger) by this."""
 
 
 def check_planner_state(
@@ -31,13 +32,13 @@ def check_planner_state(
     - steps have consecutive numbers,
     - all numbers are finite.
 
-    Cost: 30 ns for each document of the epoch that was read, so 3 s for a hundred million.
+    Cost: 30 ns for each document that was read of the current epoch, so 3 s for a hundred million.
 
     Args:
         state: The loaded state.
-        source: The planner's source of global batches. What was read is only checked if it is an
-            `AccountedStream`.
-        packers: Packers of the planner, whose policies are accepted besides those of wlb.
+        source: The planner's source of global batches. If it is no `AccountedStream`, it is not
+            checked which documents were read.
+        packers: Packers of the planner. Their policies are accepted besides the policies of wlb.
     """
     try:
         _check_counts(state)
@@ -107,7 +108,7 @@ def _check_plan(plan: PackingPlan) -> None:
 
 
 def _check_steps(state: PlannerState) -> None:
-    """Check that planned steps have consecutive numbers, and that the carries continue them."""
+    """Check that the planned steps have consecutive numbers, and that carries begin after them."""
     planned = [plan.step for plan in state.ready]
     after = state.carry.next_step
     if planned != list(range(after - len(planned), after)):
@@ -122,7 +123,7 @@ def _check_steps(state: PlannerState) -> None:
 
 
 def _check_policies(state: PlannerState, known: Collection[str]) -> None:
-    """Check that planned and waiting pieces belong to the same, known policy."""
+    """Check that planned steps and waiting pieces belong to the same policy, and that it is known."""
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(
@@ -138,11 +139,11 @@ def _check_policies(state: PlannerState, known: Collection[str]) -> None:
 
 
 def _check_carry(state: PlannerState, carry: Carry, packer: object) -> None:
-    """Check that pieces wait in slots that the policy uses.
+    """Check that pieces wait in slots of the carry that their policy uses.
 
     Args:
         state: The state.
-        carry: One of its two carries.
+        carry: One of the two carries of the state: the packer's, or the baseline's.
         packer: The packer of the carry's policy, or its class. Packers from outside of wlb need not
             declare their slots.
     """

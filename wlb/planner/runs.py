@@ -18,7 +18,7 @@ _PLAIN_PACKING: dict[str, Any] = {
     "bin_windows": 1,
     "window_batches": 1,
 }
-"""Settings of [packing] with which the held-out documents of evaluations are packed in every run."""
+"""Settings of [packing] with which every run packs the held-out documents of evaluations."""
 
 
 def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:

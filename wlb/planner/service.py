@@ -48,7 +48,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that stop a run. The planner process ignores them, because ranks still need plans until
 they have written a checkpoint. They end the process afterwards."""
 _BEAT_S = 0.25
-"""A planner process touches its file after every so many seconds, to show that it is alive."""
+"""Seconds after which a planner process touches its file again, to show that it is alive."""
 _DIED = "the planner process of this node has died"
 
 

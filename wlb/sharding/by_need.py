@@ -49,7 +49,7 @@ only where necessary. The last group has the ranks that remain."""
 GROUP_ROUNDS = 3
 """The same as ROUNDS, for the candidates with groups of ranks."""
 CUT_TILES = (16, 128)
-"""Values of `FillOptions.tile` (symmetric cuts are at multiples of so many tokens) that `few_cuts`
+"""Values of `FillOptions.tile` (symmetric cuts are at multiples of it, in tokens) that `few_cuts`
 tries."""
 LONGEST_RUNS = (1024, 4096, 16384)
 """Values of `FillOptions.longest_run` (longest document that is cut into consecutive tokens) that
