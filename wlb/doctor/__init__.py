@@ -1,4 +1,4 @@
-"""Examines the machines of a run, in two minutes before a long job."""
+"""Examines the machines of a run before a long job, in about two minutes."""
 
 from wlb.doctor.finding import UNFIT as UNFIT
 from wlb.doctor.finding import Finding as Finding

@@ -1,11 +1,13 @@
-"""Compares every attention kernel that can compute here with the definition in float64.
+"""Compares every attention kernel that can compute here with attention's definition in float64.
 
-The cases: several documents, CP-like tails with fewer queries than keys, the run's heads, grouped
-heads, and sliding windows and caps if the kernel supports them. Output and gradients are compared.
+The test cases have several documents, segments with fewer queries than keys (as on CP ranks), the
+run's heads, grouped heads, and sliding windows and softcaps if the kernel supports them. Output and
+gradients are compared.
 
-A kernel passes if its root mean square error is at most twice, and its largest error at most three
-times, the error of the definition computed in the kernel's dtype. wlb's own tests use the same
-tolerance. **No kernel was examined on a GPU yet.**
+The allowed error is relative to the error of the definition when it is computed in the kernel's
+dtype: a kernel passes if its root mean square error is at most twice, and its largest error at most
+three times, that error. wlb's tests use the same tolerance. **No kernel was examined on a GPU
+yet.**
 """
 
 from collections.abc import Sequence
@@ -26,25 +28,30 @@ from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
 MOST_HEADS = 4  # most query heads that are tested
-# How many times the definition's error in the same dtype a kernel's error may be: root mean square
-# error, and largest error.
+# The allowed root mean square error (MEAN_TIMES) and the allowed largest error (MAX_TIMES) of a
+# kernel, as multiples of the error that the definition of attention has in the same dtype.
 MEAN_TIMES, MAX_TIMES = 2.0, 3.0
-FLOOR_EPS = 16  # error that is always allowed, as a multiple of eps (at most float32's)
-# Numbers of queries and keys of each document. The LONG ones are left out if quick.
+# An error of this many eps is always allowed, because the definition may happen to be exact. It is
+# the eps of the dtype, or of float32 if that is smaller.
+FLOOR_EPS = 16
+# Numbers of queries and keys of each tested document. A quick examination leaves out LONG.
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
 LONG = [(600, 600), (257, 900)]
 WINDOW, CAP = Scores(sliding=40), Scores(softcap=2.0)
-"""A window that ends within documents, and a cap in the range of these scores."""
-# What a user can do about a wrong kernel.
+"""The tested sliding window and softcap.
+
+The window of 40 tokens is shorter than half of the tested documents, and the cap of 2.0 is in the
+range of their scores, so that both change the result."""
+# Remedy for a wrong kernel: what the user can do.
 REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
 
 
 class Heads(NamedTuple):
     """Numbers and size of attention heads."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+    num_heads: int  # query heads
+    num_kv_heads: int  # heads of keys and values
+    head_size: int  # elements of a head
 
     @property
     def text(self) -> str:
@@ -53,17 +60,18 @@ class Heads(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """Error of one tensor of a kernel's result."""
+    """Error of one tensor that a kernel computed: the output or a gradient."""
 
-    what: str  # the tensor and the case
-    times: float  # its error over the allowed error; right if at most 1
-    eps: float  # its error over the tensor's root mean square, in multiples of the dtype's eps
+    what: str  # names the tensor and the test case, for messages
+    times: float  # the error over the allowed error; the tensor is right if this is at most 1
+    # Root mean square error over the tensor's root mean square, in multiples of the dtype's eps.
+    eps: float
 
 
 def kernels(patient: Patient) -> list[Finding]:
-    """Check the kernel that the run would use.
+    """Check the attention kernel that the run would use, and return one finding per kernel.
 
-    Unless quick, every other kernel that can compute here is checked too.
+    A full examination also checks every other attention kernel that can compute the run here.
     """
     spec, device = patient.spec, patient.device
     try:
@@ -101,7 +109,8 @@ def examine_kernel(
         name: The kernel.
         patient: Inputs of the check.
         dtype: Dtype of the run.
-        is_chosen: Whether the run uses this kernel. Its error is then a fail, else a warning.
+        is_chosen: Whether the run would use this kernel. If so, a wrong result is a fail, else a
+            warning.
     """
     check = f"attention {name}"
     sdpa = AttentionBackend.SDPA
@@ -135,9 +144,9 @@ def examine_kernel(
 
 
 def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) -> list[Scores]:
-    """Return the sliding window and the cap to test, if the kernel supports them.
+    """Return the sliding window and the softcap to test, if the kernel supports them.
 
-    If quick, only what the run's layers use is tested.
+    A quick examination only tests what the run's layers use.
     """
     model = patient.spec.model
     is_used_by_layers = {WINDOW: model.num_sliding_layers > 0, CAP: model.attention_softcap > 0}
@@ -161,7 +170,10 @@ def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) 
 
 
 def _heads_of(patient: Patient) -> list[Heads]:
-    """Return the heads to test: a few of the run's heads of a TP rank, and grouped heads."""
+    """Return two settings of heads to test: a few heads of the run, and grouped-query heads.
+
+    The former are at most as many as a TP rank has, with the run's head size and group size.
+    """
     model, tp = patient.spec.model, patient.spec.parallel.tp
     num_kv = model.with_kv_copies(tp).num_kv_heads
     group = max(1, model.num_heads // num_kv)
@@ -184,10 +196,10 @@ def deviations(
     Args:
         name: The kernel.
         heads: Numbers and size of heads.
-        lengths: Queries and keys of each document.
+        lengths: Numbers of queries and keys of each document.
         dtype: Dtype of the tensors.
         device: This rank's device.
-        scores: Sliding window and cap.
+        scores: Sliding window and softcap of the scores.
     """
     queries, keys = zip(*lengths, strict=True)
     segments = Segments.from_offsets(
@@ -195,8 +207,8 @@ def deviations(
     )
     given = ", ".join(text for text in (heads.text, str(scores)) if text)
     tensors = _inputs(heads, sum(queries), sum(keys), dtype, device)
-    # The same case three times: in float64, by the definition in the kernel's dtype, and by the
-    # kernel.
+    # Compute the same case three times: by the definition in float64 (`exact`), by the definition
+    # in the kernel's dtype (`same`), and by the kernel (`got`).
     exact = _results([x.double() for x in tensors], segments, "reference")
     same = _results(tensors, segments, "reference")
     got = _results(tensors, segments, name)
@@ -224,7 +236,10 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
 def _inputs(
     heads: Heads, queries: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output, the same on every rank."""
+    """Draw q, k, v and the gradient of the output at random, the same on every rank.
+
+    `queries` and `keys` are the numbers of queries and keys of all documents together.
+    """
     random = torch.Generator().manual_seed(0)
     q, kv = (queries, heads.num_heads), (keys, heads.num_kv_heads)
     return [
@@ -234,7 +249,10 @@ def _inputs(
 
 
 def _results(tensors: list[Tensor], segments: Segments, backend: str) -> list[Tensor]:
-    """Return output, dq, dk and dv of a kernel, in float64."""
+    """Return the output of a kernel and its gradients dq, dk and dv, converted to float64.
+
+    `tensors` are q, k, v and the gradient of the output.
+    """
     *qkv, grad = tensors
     q, k, v = (x.detach().clone().requires_grad_() for x in qkv)
     out = attend(q, k, v, segments, backend=backend)

@@ -1,6 +1,6 @@
-"""`Facts` describe a rank's machine, to compare ranks. `Patient` has what a check needs.
+"""`Facts`, which describe a rank's machine, and `Patient`, which has the inputs of a check.
 
-What reads the GPU has not run on a GPU.
+Checks compare the facts of all ranks. The functions that read a GPU have not run on one.
 """
 
 import os
@@ -23,8 +23,8 @@ from wlb.spec import RunSpec
 class GpuFacts:
     """Facts about a rank's GPU."""
 
-    name: str
-    memory_bytes: int
+    name: str  # name of the model, as torch reports it
+    memory_bytes: int  # total memory
     capability: tuple[int, int]  # compute capability, such as (9, 0)
     uuid: str
     num_visible: int  # GPUs that this rank can see
@@ -37,33 +37,35 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """A rank's place, software and GPU."""
+    """A rank's place among the ranks, its software and its GPU."""
 
-    rank: int
-    local_rank: int
-    local_world_size: int
+    rank: int  # number of the rank
+    local_rank: int  # number of the rank on its node
+    local_world_size: int  # number of ranks on its node
     node: int  # number of the node
     host: str  # name of the node
-    python: str
-    torch: str
-    wlb: str
+    python: str  # version of Python
+    torch: str  # version of torch
+    wlb: str  # version of wlb
     cuda: str  # CUDA version of torch's build; "" without CUDA
     nccl: str  # NCCL version of torch's build; "" without NCCL
     one_gpu_each: bool = False  # whether the launcher gives each rank a single visible GPU
     problem: str = ""  # why the rank cannot have the device that the run asks for; "" if it can
-    kernels: str = ""  # kernels that would compute the run, or why none can
-    gpu: GpuFacts | None = None  # facts about its GPU; None on the CPU
+    kernels: str = ""  # names of the kernels that would compute the run, or why none can
+    gpu: GpuFacts | None = None  # facts about the rank's GPU; None on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
-    """What a check on one rank gets."""
+    """The inputs of a check on one rank: the run, the rank's device, and the facts of all ranks."""
 
     spec: RunSpec  # the run, with the data-parallel size and vocabulary size filled in
     world: World  # this rank's place among the processes of the launcher
-    device: torch.device
+    device: torch.device  # this rank's device
     is_quick: bool  # whether to make fewer and smaller measurements
-    mesh: Mesh | None = None  # None if this process is alone, even if it stands for a larger layout
+    # This rank's place in the layout. None if there is only this process, or if ranks have
+    # different devices.
+    mesh: Mesh | None = None
     everyone: tuple[Facts, ...] = ()  # facts of all ranks, by rank
 
     @property
@@ -82,8 +84,8 @@ def facts_of(world: World, device: torch.device, problem: str = "") -> Facts:
 
     Args:
         world: This rank's place among the processes of the launcher.
-        device: The device that it would compute on.
-        problem: Why that is not the device that the run asks for; "" if it is.
+        device: The device on which this rank would compute.
+        problem: Why it is not the device that the run asks for; "" if it is.
     """
     return Facts(
         rank=world.rank,
@@ -103,14 +105,17 @@ def facts_of(world: World, device: torch.device, problem: str = "") -> Facts:
 
 
 def _nccl() -> str:
-    """Return the version of NCCL, as "2.27.5"; "" without it."""
+    """Return the version of torch's NCCL, such as "2.27.5"; "" if there is none."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(map(str, nccl.version()))  # pyright: ignore[reportArgumentType]
 
 
 def gpu_facts(device: torch.device) -> GpuFacts:
-    """Describe a GPU. Tested with stand-ins for torch.cuda and NVML, but not on a GPU."""
+    """Collect the facts about a GPU from torch and, if it is installed, from NVML.
+
+    This was tested with stand-ins for torch.cuda and NVML, but not on a GPU.
+    """
     properties: Any = torch.cuda.get_device_properties(device)
     found: dict[str, Any] = {}
     nvml, found["no_nvml"] = start_nvml()
@@ -143,7 +148,7 @@ def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """Convert NVML's answer to str, because older releases of nvidia-ml-py return bytes."""
+    """Convert a text that NVML returns to str; older releases of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

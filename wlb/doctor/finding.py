@@ -1,8 +1,8 @@
-"""`Finding`: the result of one check, with the remedy. `merged` joins the findings of all ranks.
+"""`Finding`, the result of one check with its remedy, and `merged`, which joins ranks' findings.
 
-The verdicts are:
+A finding has one of these verdicts:
 
-    skip  The check was not requested, or cannot be made from here.
+    skip  The check was not requested, or cannot be made on this machine.
     pass  Nothing is wrong.
     warn  The run would work, but slower than it should, or close to a limit.
     fail  The run would not start, would hang, or would compute wrong numbers.
@@ -15,25 +15,25 @@ from itertools import pairwise
 from typing import Any
 
 UNFIT = 3
-"""Exit status of an examination with a failed check.
+"""Exit status of `wlb doctor` if a check failed.
 
-It is not 1, because a Python or an srun that cannot start also exits with 1, which says nothing
-about the nodes."""
+It differs from 1, which is also the status of a Python or srun that could not start, and then says
+nothing about the nodes."""
 _MOST_SHOWN = 3
-"""Most texts that a row shows if ranks found different things."""
+"""If ranks found different things, a row of the table shows at most this many of their texts."""
 
 
 class Verdict(StrEnum):
-    """Verdict of a check, in order of gravity. A row of several ranks has the gravest of theirs."""
+    """Verdict of a check. The order is from the most harmless to the gravest."""
 
-    SKIP = "skip"
-    PASS = "pass"
-    WARN = "warn"
-    FAIL = "fail"
+    SKIP = "skip"  # the check was not made
+    PASS = "pass"  # nothing is wrong
+    WARN = "warn"  # the run would work, but slowly, or close to a limit
+    FAIL = "fail"  # the run would not start, would hang, or would compute wrong numbers
 
     @property
     def gravity(self) -> int:
-        """Position in the order of gravity; 0 is the most harmless."""
+        """How grave the verdict is: 0 for SKIP, which is the most harmless, to 3 for FAIL."""
         return list(Verdict).index(self)
 
 
@@ -43,15 +43,15 @@ class Finding:
 
     check: str  # name of the check
     verdict: Verdict
-    found: str  # what was found, as text
-    remedy: str = ""  # what to do; never empty for warn and fail
-    ranks: tuple[int, ...] = ()  # ranks that found it; () if all did
+    found: str  # what was found, as text for the user
+    remedy: str = ""  # what the user can do; never empty for warn and fail
+    ranks: tuple[int, ...] = ()  # ranks with this finding; () if all ranks have it
 
     def __post_init__(self) -> None:
         assert self.remedy or self.verdict in (Verdict.PASS, Verdict.SKIP), self
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the finding as a dictionary that can be written as JSON."""
         return {**asdict(self), "verdict": str(self.verdict), "ranks": list(self.ranks)}
 
 
@@ -83,7 +83,8 @@ def is_failed(findings: Sequence[Finding]) -> bool:
 def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Join the findings of all ranks to one finding per check.
 
-    Each has the gravest verdict of its ranks, and names the ranks and hosts with that verdict.
+    The joined finding has the gravest verdict that a rank has for the check, and names the ranks
+    and hosts with that verdict.
 
     Args:
         by_rank: Findings of each rank.
@@ -97,7 +98,7 @@ def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[F
 
 
 def _merged(by_rank: dict[int, Finding], hosts: Sequence[str]) -> Finding:
-    """Join the findings of one check."""
+    """Join the findings of one check, given by rank. `hosts` has the host of each rank."""
     worst = max((finding.verdict for finding in by_rank.values()), key=lambda v: v.gravity)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, finding in by_rank.items():

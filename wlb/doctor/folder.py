@@ -12,14 +12,15 @@ from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint.folder import SEEN_WITHIN_S
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 
-QUICK_WITHIN_S = 15.0  # seconds to wait for files of another node, if quick
-_TRIED_BYTES = 1 << 12  # written once, to find out whether the folder can be written
+# Seconds that a quick examination waits until a file of rank 0 appears on the other nodes.
+QUICK_WITHIN_S = 15.0
+_TRIED_BYTES = 1 << 12  # bytes written once, to find out whether files can be written to a folder
 
 
 def shared_folder(patient: Patient) -> Finding:
     """Check that run.output_dir can be written and that all ranks see what rank 0 writes there.
 
-    It makes the folder. A collective call.
+    The folder is created if it does not exist. A collective call.
     """
     check, folder = "shared folder", Path(patient.spec.run.output_dir)
     try:
@@ -58,7 +59,7 @@ def vocabulary_of(store: str, otherwise: int) -> int:
 
     Args:
         store: Prefix of the store; "" for none.
-        otherwise: The answer if there is no such store or it does not know.
+        otherwise: The size to return if there is no such store, or if the store does not say it.
     """
     try:
         return open_store(store).vocab_size or otherwise if store else otherwise

@@ -1,6 +1,7 @@
-"""Checks of a rank's GPU by NVML: driver, NVLink between TP ranks, clocks and throttling, ECC.
+"""Checks a rank's GPU with NVML: driver, NVLink between TP ranks, clocks, throttling, ECC errors.
 
-**These checks have not run on a GPU.** They are tested with a stand-in for NVML.
+NVML is NVIDIA's library that nvidia-smi uses. **These checks have not run on a GPU.** They are
+tested with a stand-in for NVML.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +15,24 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.profile.device import THROTTLE_REASONS, handle_of
 
-# Texts that several checks use.
+# What several checks found, and a remedy that several checks name.
 NO_GPU = "ranks are on the CPU"
 INSTALL_NVML = "pip install nvidia-ml-py"
-# Reasons of throttling: a defect, or heat.
+# NVML's reasons for lower clocks that mean a defect (BROKEN), or a GPU that is too hot (HOT).
 BROKEN = frozenset({"hardware_slowdown", "hardware_thermal", "power_brake"})
 HOT = frozenset({"software_thermal"})
 
 
 class NoNvml(Exception):
-    """NVML is missing or does not know a GPU. The message says why."""
+    """NVML is not installed, or refuses a query. The message says why."""
 
 
 @contextmanager
 def opened_nvml() -> Iterator[Any]:
-    """Start NVML for the block.
+    """Start NVML, yield its Python module, and shut it down after the block.
 
     Raises:
-        NoNvml: If it does not start, or refuses a query in the block.
+        NoNvml: If NVML does not start, or refuses a query in the block.
     """
     nvml, why = start_nvml()
     if nvml is None:
@@ -66,7 +67,10 @@ def driver(patient: Patient) -> Finding:
 
 
 def nvlink(patient: Patient) -> Finding:
-    """Check NVLink between this GPU and its TP ranks' GPUs on the node. Has not run on a GPU."""
+    """Check that NVLink connects this GPU with the GPUs of its TP group on the same node.
+
+    This has not run on a GPU.
+    """
     name, gpu = "NVLink", patient.facts.gpu
     if gpu is None:
         return skipped(name, NO_GPU)
@@ -93,12 +97,13 @@ def nvlink(patient: Patient) -> Finding:
 
 
 def tp_peers(patient: Patient) -> list[tuple[str, str]]:
-    """Return the GPUs of this node with which this rank does tensor parallelism.
+    """Return the other GPUs of this node that are in this rank's TP group.
 
-    Without a mesh, all visible GPUs count, if the layout has TP.
+    If there is no mesh, because this process is alone, all other visible GPUs are returned. Without
+    tensor parallelism, the list is empty.
 
     Returns:
-        Name and UUID of each GPU.
+        For each GPU, a name for messages and its UUID.
     """
     gpu, mesh = patient.facts.gpu, patient.mesh
     if gpu is None or patient.spec.parallel.tp == 1:
@@ -144,7 +149,8 @@ def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -
 
     Args:
         patient: Inputs of the check.
-        under_load: Keeps the GPU busy, and calls its argument meanwhile.
+        under_load: A function that keeps the GPU busy. It repeatedly calls the function that it is
+            given, which reads the clocks.
     """
     name, gpu = "clocks", patient.facts.gpu
     if gpu is None:
@@ -168,7 +174,10 @@ def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -
 
 
 def _application_clock(nvml: Any, handle: Any) -> tuple[int, int] | None:
-    """Return the configured and default SM clock in MHz; None if newer GPUs have none."""
+    """Return the application clock of the SMs as configured and its default, in MHz.
+
+    Newer GPUs have no application clock; the result is then None.
+    """
     try:
         return (
             nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM),
@@ -185,9 +194,10 @@ def _judge_clocks(
 
     Args:
         name: Name of the check.
-        seen: Reasons of throttling.
+        seen: NVML's reasons for lower clocks, from all readings.
         rates: Clock of the SMs at each reading, in MHz.
-        application: Configured and default clock of the SMs; None if neither can be set.
+        application: Configured and default application clock of the SMs in MHz; None if the GPU has
+            none.
     """
     found = f"SM clock {min(rates)} to {max(rates)} MHz under load"
     reasons = sorted(seen - {"idle"})
@@ -205,9 +215,10 @@ def _judge_clocks(
 
 
 def memory_errors(patient: Patient) -> Finding:
-    """Check for ECC errors since the driver was loaded, and for memory rows to be remapped.
+    """Check for ECC errors since the driver was loaded, and for memory rows that need remapping.
 
-    This has not run on a GPU.
+    A GPU replaces a defective memory row by a spare one; this is called remapping. This check has
+    not run on a GPU.
     """
     name, gpu = "ECC", patient.facts.gpu
     if gpu is None:
@@ -234,9 +245,11 @@ def memory_errors(patient: Patient) -> Finding:
 
 
 def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
-    """Return NVML's counts of remapped memory rows: correctable, uncorrectable, pending, failed.
+    """Return what NVML says about remapped memory rows of the GPU `handle`.
 
-    GPUs that cannot remap rows have zeros.
+    Returns:
+        Number of rows remapped after correctable errors and after uncorrectable errors, whether a
+            remapping is pending, and whether one has failed. All 0 for GPUs that cannot remap rows.
     """
     try:
         return tuple(nvml.nvmlDeviceGetRemappedRows(handle))
@@ -245,10 +258,9 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
-    """Compare the devices of all ranks.
+    """Check that all ranks have the same kind of device, and the device that the run asks for.
 
-    All ranks must have the device that the run asks for, and GPUs of one kind. A node should not
-    have more GPUs than ranks. This has not run on a GPU.
+    A warning is returned if a node has more GPUs than ranks. This has not run on a GPU.
 
     Args:
         everyone: Facts of all ranks.
@@ -295,7 +307,7 @@ def _hosts(ranks: Sequence[Facts]) -> str:
 
 
 def equal_software(everyone: Sequence[Facts]) -> Finding:
-    """Compare the versions of software and the kernels on all ranks.
+    """Check that all ranks have the same versions of software and use the same kernels.
 
     Args:
         everyone: Facts of all ranks.
@@ -320,7 +332,10 @@ def equal_software(everyone: Sequence[Facts]) -> Finding:
 
 
 def _by_host(what: str, values: Sequence[str], everyone: Sequence[Facts]) -> str:
-    """Describe which hosts have which version of a software."""
+    """Describe which hosts have which version of a software.
+
+    `what` is its name, and `values` has its version on each rank.
+    """
     hosts: dict[str, list[Facts]] = {}
     for value, facts in zip(values, everyone, strict=True):
         hosts.setdefault(value or "none", []).append(facts)

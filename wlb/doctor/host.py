@@ -23,15 +23,16 @@ PCI, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")
 
 SHM_A_RANK_BYTES = 64 << 20
-"""Shared memory that NCCL may need per rank.
+"""Bytes of shared memory that NCCL may need per rank.
 
-Its buffers between GPUs of a node without peer access take tens of MB."""
+Between GPUs of a node that cannot access each other's memory, NCCL transfers data through buffers
+in shared memory, which take tens of MB."""
 
 
 def descriptors(patient: Patient) -> Finding:
-    """Check that the hard limit on open files is high enough for rank 0, which opens the most.
+    """Check that the limit on open files is high enough for rank 0, which opens the most files.
 
-    `wlb.parallel.world.init` raises the soft limit as far as the hard limit allows.
+    Only the hard limit matters, because `wlb.parallel.world.init` raises the soft limit to it.
     """
     name, world = "file descriptors", patient.spec.parallel.world_size
     need = open_files_needed(0, world, patient.device.type)
@@ -49,9 +50,9 @@ def _limit(value: int) -> str:
 
 
 def numa(patient: Patient) -> Finding:
-    """Check that this process runs only on cores of its GPU's NUMA node.
+    """Check that this process may only run on CPU cores of its GPU's NUMA node.
 
-    Tested with folders that look like sysfs, but not on a GPU.
+    The check was tested with folders that imitate sysfs, but not on a GPU.
     """
     name, gpu = "NUMA binding", patient.facts.gpu
     if gpu is None:
@@ -74,7 +75,7 @@ def numa(patient: Patient) -> Finding:
 
 
 def cores_of(text: str) -> frozenset[int]:
-    """Parse a list of cores such as "0-3,8"."""
+    """Return the core numbers in a list such as "0-3,8", as sysfs writes it."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -84,7 +85,10 @@ def cores_of(text: str) -> frozenset[int]:
 
 
 def shared_memory(patient: Patient) -> Finding:
-    """Check the free space in /dev/shm. Whether it suffices for NCCL was not tried on a GPU."""
+    """Check that /dev/shm has enough free space for NCCL's buffers.
+
+    The need is an estimate, which was not tried on a GPU.
+    """
     name = "shared memory"
     try:
         usage = shutil.disk_usage(SHM)
@@ -101,7 +105,7 @@ def shared_memory(patient: Patient) -> Finding:
 
 
 def disk(patient: Patient) -> Finding:
-    """Check the disk space for checkpoints, in run.output_dir or the closest folder above it."""
+    """Check that the disk of run.output_dir has enough free space for the run's checkpoints."""
     name, spec = "disk for checkpoints", patient.spec
     folder = Path(spec.run.output_dir).absolute()
     while not folder.exists():
@@ -121,9 +125,10 @@ def disk(patient: Patient) -> Finding:
 
 
 def memory(patient: Patient) -> Finding:
-    """Compare the free memory of this rank's device with the run's estimate.
+    """Compare the free memory of this rank's device with the memory that the fullest rank needs.
 
-    On the CPU a rank has its share of the system's available memory. This has not run on a GPU.
+    On a CPU, the available memory of the machine is divided equally among its ranks. This has not
+    run on a GPU.
     """
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)
@@ -157,7 +162,7 @@ def memory(patient: Patient) -> Finding:
 
 
 def _free_bytes(patient: Patient) -> tuple[int | None, str]:
-    """Return a rank's free memory (None if not known), and its total memory as text."""
+    """Return the free bytes of a rank's device (None if not known), and its total size as text."""
     if patient.is_cuda:
         free, total = torch.cuda.mem_get_info(patient.device)
         return free, _size(total)

@@ -1,8 +1,8 @@
-"""A time limit on each stage of an examination, so that a rank that hangs is named.
+"""Limits the time of each stage of an examination, and names the ranks that hang.
 
 A rank may hang in a driver, in NCCL's bootstrap or in a file system, where no Python exception can
-reach it. Each rank notes in torch's store which stages it has ended. A timer on rank 0 reads these
-notes.
+interrupt it. Each rank writes to the key-value store of torch.distributed which stages it has
+ended. If a stage takes too long, a timer on rank 0 reads from the store which ranks are late.
 """
 
 import os
@@ -17,7 +17,9 @@ from torch.distributed import distributed_c10d
 from wlb.doctor.finding import UNFIT
 
 GRACE_S = 20.0
-"""Seconds that other ranks wait longer than rank 0, so that it can report before they end."""
+"""Seconds by which the time limit of other ranks is longer than rank 0's.
+
+So rank 0 can report the late ranks before the other ranks end."""
 
 
 class StageLimit:
@@ -26,9 +28,9 @@ class StageLimit:
     Args:
         rank: This rank's number.
         limit_s: Seconds that a stage may take.
-        on_late: Called on rank 0, from another thread, with the stage and the ranks that have not
-            ended it.
-        end: Ends the process with an exit status.
+        on_late: Called on rank 0 when a stage takes too long, with the name of the stage and the
+            ranks that have not ended it. The timer's thread calls it.
+        end: Function that ends the process with the exit status that it is given.
     """
 
     def __init__(
@@ -47,15 +49,19 @@ class StageLimit:
         self._entered: list[str] = []
 
     def join(self) -> None:
-        """From now on note stages in the store of torch.distributed, which has started."""
-        # Clone the store: a rank that waits inside it would block the timer's requests.
+        """From now on write ended stages to the store of the process group, which now exists."""
+        # Use a clone, which has its own connection. With the same connection, the timer could not
+        # read the store while the main thread waits in it.
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()
         self._world_size = dist.get_world_size()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Limit the time of the block. All ranks enter the same stages in the same order."""
+        """Limit the time of the block, which is the stage `name`.
+
+        All ranks enter the same stages in the same order.
+        """
         self._entered.append(name)
         timer = threading.Timer(self.limit_s, self._expired)
         timer.daemon = True
@@ -68,8 +74,9 @@ class StageLimit:
             self._store.set(_key(name, self.rank), b"1")
 
     def _expired(self) -> None:
-        """Report the late ranks and end the process. Called by the timer."""
-        # The lock is never released, so that no second stage can expire during the report.
+        """Report the late ranks and end the process. The timer calls it when time is up."""
+        # The lock is never released. So if the timer of another stage expires during the report, it
+        # does not report too.
         if self._is_over.acquire(blocking=False):
             try:
                 if self.rank == 0:
@@ -78,7 +85,7 @@ class StageLimit:
                 self.end(UNFIT)
 
     def missing(self) -> tuple[str, list[int]]:
-        """Return the first stage that not all ranks have ended, and these ranks."""
+        """Return the first stage that some ranks have not ended, and the numbers of these ranks."""
         if self._store is None:
             return self._entered[-1], [0]
         stage, late = "", []

@@ -11,22 +11,23 @@ from wlb.doctor.facts import Facts
 from wlb.doctor.finding import Finding, passed, skipped, warned
 from wlb.doctor.network import synchronize
 
-SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of the matrices
+SIZE = {"cpu": 512, "cuda": 8192}  # number of rows and of columns of the multiplied matrices
 SECONDS = {"cpu": (0.1, 0.5), "cuda": (0.5, 4.0)}
-"""Seconds of the measurement in a quick and in a full examination."""
-AT_ONCE = 10  # products between two readings of the clocks
-LEAST_OF_MEDIAN = 0.9  # a GPU below this share of the median speed is slow
+"""Seconds that the measurement takes, in a quick and in a full examination."""
+AT_ONCE = 10  # number of matrix products between two readings of the GPU's clocks
+LEAST_OF_MEDIAN = 0.9  # a GPU is slow if its speed is below this share of the median GPU's
 
 
 def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[], None]) -> float:
-    """Measure the TFLOP/s of square products, bfloat16 on CUDA and float32 on the CPU.
+    """Measure the TFLOP/s of products of square matrices.
 
-    This has not run on a GPU.
+    The matrices are in bfloat16 on CUDA and in float32 on a CPU. This has not run on a GPU.
 
     Args:
         device: This rank's device.
         is_quick: Whether to measure for a shorter time.
-        meanwhile: Called repeatedly while the device computes.
+        meanwhile: A function that is called repeatedly while the device computes, for example to
+            read the GPU's clocks.
     """
     size, seconds = SIZE[device.type], SECONDS[device.type][not is_quick]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -44,12 +45,12 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
-    """Find GPUs that are slower than the others.
+    """Return a finding that names GPUs which are slower than the others.
 
-    Speeds of a CPU are shown and not judged, because its ranks share caches and memory.
+    Speeds of ranks on CPUs are shown but not judged, because they share caches and memory.
 
     Args:
-        tflops: Speed of each rank; 0 if not measured.
+        tflops: TFLOP/s of each rank; 0 if not measured.
         everyone: Facts of all ranks.
     """
     check = "matrix products"

@@ -1,10 +1,11 @@
 """Uses every communicator of a layout, checks its results, and measures its bandwidth.
 
-Bandwidth is defined as in nccl-tests: bytes that a rank puts on the wire, over time. All groups of
-an axis run at once, as in training.
+Bandwidth is the bus bandwidth of nccl-tests: the bytes that a rank must send, over the time of the
+call. All groups of an axis of the mesh, for example all TP groups, are measured at the same time,
+because they also communicate at the same time in training.
 
-**This has not run with NCCL.** With Gloo, bandwidth is shown and not judged, because it depends on
-other work of the cores.
+**This has not run with NCCL.** With Gloo, bandwidth is shown but not judged, because it depends on
+other work of the CPU cores.
 """
 
 import time
@@ -25,15 +26,19 @@ from wlb.parallel.mesh import used_groups
 from wlb.spec import ExchangeChoice
 
 WORLD = "world"
-# Collective that is measured on an axis. Axes that are not named here mainly use the all-gather.
+# The collective that is measured on an axis of the mesh: the one that the axis uses most. On axes
+# that are not named here it is the all-gather.
 OPS = {WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
 OPS |= dict.fromkeys(LINKS, Collective.P2P)
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
-"""Size of the buffer in bytes, in a quick and in a full examination."""
-REPEATS = (5, 20)  # measured calls in a quick and in a full examination
+"""Size in bytes of the buffer that is sent, in a quick and in a full examination."""
+REPEATS = (5, 20)  # number of measured calls in a quick and in a full examination
 ROWS = " rows"
-"""Suffix of an axis' name for the all-to-all of key rows over that axis."""
-LEAST_OF_PROFILE = 0.5  # a link below this share of the profile's bandwidth is slow
+"""Suffix of an axis' name for the measurement of its all-to-all.
+
+Over the axis "cp", the all-to-all exchanges only the keys that ranks need."""
+# A GPU's communicator is slow if its bandwidth is below this share of the profile's.
+LEAST_OF_PROFILE = 0.5
 REMEDY = (
     "NCCL_DEBUG=INFO shows the transport; compare with nccl-tests, see NCCL_SOCKET_IFNAME and "
     "NCCL_IB_HCA, and leave out nodes that stay slow"
@@ -42,27 +47,32 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTiming:
-    """One communicator, as one rank measured it."""
+    """Measurements of one communicator on one rank."""
 
-    axis: str  # name of the axis, with the suffix `ROWS` for an all-to-all of equal parts
-    ranks: tuple[int, ...]  # ranks of the group
-    # Collective that puts as many bytes on the wire; the all-gather for an all-to-all of equal
-    # parts.
+    # Name of the axis of the mesh, with the suffix `ROWS` if an all-to-all was measured.
+    axis: str
+    ranks: tuple[int, ...]  # ranks of the communicator
+    # The measured collective. For an all-to-all of equal parts it is the all-gather, in which a
+    # rank must send as many bytes.
     op: Collective
     size_bytes: int  # size of the buffer
-    first_s: float  # seconds of all first calls together, which connect the ranks
-    latency_s: float  # seconds of a call with 8 bytes
-    seconds: float  # seconds of a call with size_bytes
-    is_right: bool  # whether all results were right
+    # Seconds of the first call of each collective, summed. The first calls connect the ranks.
+    first_s: float
+    latency_s: float  # seconds of a call with a buffer of 8 bytes
+    seconds: float  # seconds of a call with a buffer of size_bytes
+    is_right: bool  # whether the results of all calls were right
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that a rank puts on the wire per second."""
+        """Bytes that a rank must send per second of the call (the bus bandwidth of nccl-tests)."""
         return self.size_bytes * self.op.wire_share(len(self.ranks)) / self.seconds
 
 
 def measure_groups(patient: Patient) -> list[GroupTiming]:
-    """Measure this rank's communicators one after the other. A collective call."""
+    """Measure each of this rank's communicators in turn. A collective call.
+
+    The list is empty without a mesh.
+    """
     if patient.mesh is None:
         return []
     used = used_groups(patient.mesh)
@@ -74,11 +84,13 @@ def measure_groups(patient: Patient) -> list[GroupTiming]:
 
 
 def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
-    """Measure the all-to-all with which CP ranks exchange the rows that they read.
+    """Measure the all-to-all of a communicator with parts of equal size, and check its result.
+
+    CP ranks use it to exchange only the keys and values that they need.
 
     Args:
-        axis: Name of the axis.
-        group: Its communicator.
+        axis: Name of the axis of the mesh.
+        group: The communicator.
         patient: Inputs of the check.
     """
     device, count, is_full = patient.device, group.size(), not patient.is_quick
@@ -107,11 +119,11 @@ def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> Group
 
 
 def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
-    """Measure the main collective of a communicator, and check its result.
+    """Measure the collective that a communicator uses most, and check its result.
 
     Args:
-        axis: Name of the axis.
-        group: Its communicator.
+        axis: Name of the axis of the mesh.
+        group: The communicator.
         patient: Inputs of the check.
     """
     device, count = patient.device, group.size()
@@ -142,7 +154,10 @@ def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> Grou
 def _call(
     op: Collective, group: dist.ProcessGroup, size: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], bool]]:
-    """Return a function that runs the collective, and one that checks its last result."""
+    """Return a function that calls the collective once, and a function that checks its result.
+
+    `size` is the size of the buffer in bytes.
+    """
     rank, count = dist.get_rank(group), group.size()
     if op == Collective.ALL_REDUCE:
         # Zeros, because the buffer is reduced in place many times and other sums would overflow.
@@ -164,7 +179,10 @@ def _call(
 def _shift(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Return a function that sends around the group: to the next rank, from the one before."""
+    """Return a function that sends `sent` to the next rank and receives from the previous one.
+
+    The ranks of the group form a ring. What is received is written to `received`.
+    """
     rank, count = dist.get_rank(group), group.size()
     following, before = (dist.get_global_rank(group, (rank + i) % count) for i in (1, -1))
 
@@ -178,7 +196,7 @@ def _shift(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the mean time of a call, after a first call that is not counted."""
+    """Return the mean seconds of `repeats` calls, after a first call that is not timed."""
     call()
     synchronize(device)
     began = time.perf_counter()
@@ -197,12 +215,12 @@ def synchronize(device: torch.device) -> None:
 def link_findings(
     timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> list[Finding]:
-    """Return one finding per axis. For rank 0.
+    """Return one finding per axis of the mesh. Only rank 0 calls it.
 
     Args:
         timings: Measurements of all ranks.
         everyone: Facts of all ranks.
-        profile: Profile whose bandwidths are compared; None compares none.
+        profile: Profile with whose bandwidths the measured ones are compared; None compares none.
     """
     by_axis: dict[str, list[GroupTiming]] = {}
     for timing in timings:
@@ -215,7 +233,10 @@ def link_findings(
 def _axis_finding(
     axis: str, found: list[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> Finding:
-    """Judge the communicators of one axis: wrong results fail, slow links are a warning."""
+    """Judge the communicators of one axis of the mesh.
+
+    Wrong results are a fail. On GPUs, a bandwidth far below the profile's is a warning.
+    """
     check, groups = f"communicator {axis}", {timing.ranks for timing in found}
     wrong = {timing.ranks for timing in found if not timing.is_right}
     if wrong:
@@ -241,7 +262,10 @@ def _axis_finding(
 
 
 def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
-    """Return the bandwidth on the wire that the profile predicts, latency included."""
+    """Return the bandwidth (bytes/s) that the profile predicts for the call, latency included.
+
+    It is defined like `GroupTiming.bytes_per_s`, so that the two can be compared.
+    """
     count, span = len(timing.ranks), max(timing.ranks) - min(timing.ranks) + 1
     if timing.axis.endswith(ROWS) and span > profile.ranks_per_node:
         return link_bandwidths(profile).between

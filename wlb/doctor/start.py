@@ -1,7 +1,8 @@
-"""Examines the ranks of a launcher, local ranks, or this process alone, and shows one table.
+"""Examines the machines of a run with many checks, and shows the findings in one table.
 
-Each check is a small function that returns a `Finding`. First each rank examines its node. Then all
-ranks examine the connections between them. Rank 0 gathers and shows all findings.
+The checks run on the ranks that torchrun or Slurm started, on local ranks, or in this process
+alone. Each check is a small function that returns a `Finding`. First each rank examines its node.
+Then all ranks examine the connections between them. Rank 0 gathers and shows all findings.
 """
 
 import socket
@@ -29,17 +30,21 @@ from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train.refuse import with_backend
 
 MOST_LOCAL_RANKS = 16
-"""Most local ranks on the CPU. A node that only submits jobs can bear that many."""
-# What a user can do about ranks that do not answer.
+"""Most local ranks that are started on a CPU.
+
+If the layout has more ranks, this process examines the machine alone. The value is chosen so that
+a login node, which is not meant for computing, can bear so many processes."""
+# Remedy for ranks that do not answer: what the user can do.
 LOOK = "see the logs of these ranks' nodes (srun's output, dmesg), or leave the nodes out"
+# Names of two stages of an examination.
 START = "start"
 FIRST_COLLECTIVE = "first collective"
 HOST = socket.gethostname()
-# What a user can do about a check that raised an error.
+# Remedy for a check that raised an error: what the user can do.
 CRASHED = "a check itself raised an error: report it with this line"
 Show = Callable[[Sequence[Finding]], None]
 
-# Checks that each rank makes of its own node, in the order of the table.
+# Checks that each rank makes on its node without other ranks, in the order of the table.
 NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
     gpu.driver,
     gpu.nvlink,
@@ -57,37 +62,41 @@ class Options(NamedTuple):
     """What an examination measures, and how it shows its findings."""
 
     is_quick: bool  # make fewer and smaller measurements, in about ten seconds
-    limit_s: float  # seconds that a stage may take
-    show: Show  # shows findings; rank 0 calls it, so for local ranks it must be picklable
+    # Seconds that a stage of the examination, such as making communicators, may take.
+    limit_s: float
+    # Prints findings. Rank 0 calls it. If local ranks are started, it is sent to them and must be
+    # picklable.
+    show: Show
 
 
 @dataclass(slots=True, kw_only=True)
 class RankReport:
     """Findings and measurements of one rank."""
 
-    findings: list[Finding] = field(default_factory=list[Finding])
+    findings: list[Finding] = field(default_factory=list[Finding])  # results of its checks
     # Measurements of the rank's communicators.
     timings: list[network.GroupTiming] = field(default_factory=list[network.GroupTiming])
     tflops: float = 0.0  # speed of matrix products; 0 if not measured
-    wait_s: float = 0.0  # seconds that the rank waited for others at the first collective
+    # Seconds from the rank's start until the last rank came to the first collective.
+    wait_s: float = 0.0
 
 
 def examine(spec: RunSpec, options: Options) -> bool:
-    """Examine the machines for a run.
+    """Examine the machines for a run, and show the findings.
 
-    Under a launcher, its ranks are examined. Otherwise local ranks are started if the layout fits
-    on this machine. If it does not, this process alone examines the machine and skips the checks
-    between ranks.
+    Under torchrun or Slurm, the ranks that they started are examined. Otherwise local ranks are
+    started if this machine has enough devices for the layout. If it has not, this process alone
+    examines the machine and skips the checks between ranks.
 
     Args:
         spec: The run.
-        options: How to examine.
+        options: What to measure, and how to show the findings.
 
     Returns:
-        Whether nothing failed, the same on all ranks.
+        Whether no check failed, the same on all ranks.
 
     Raises:
-        UserError: If the layout does not fit the launcher's ranks.
+        UserError: If the layout does not fit the number of ranks that were started.
     """
     world = worlds.discover()
     if world is not None:
@@ -102,9 +111,9 @@ def examine(spec: RunSpec, options: Options) -> bool:
 
 
 def _filled(spec: RunSpec, world_size: int) -> RunSpec:
-    """Fill in the data-parallel size, and a vocabulary size for estimates.
+    """Fill in the data-parallel size, and a vocabulary size for estimates of memory.
 
-    The vocabulary size comes from the run's token store if there is one.
+    The vocabulary size is read from the run's token store if there is one.
     """
     spec = resolve_dp(spec, world_size)
     size = spec.model.vocab_size
@@ -131,11 +140,11 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
 
     Args:
         world: This rank's place among the processes of the launcher.
-        spec: The run, with derived values filled in.
-        options: How to examine.
+        spec: The run, with the data-parallel size and vocabulary size filled in.
+        options: What to measure, and how to show the findings.
 
     Returns:
-        Whether nothing failed on any rank.
+        Whether no check failed on any rank.
     """
     kind, problem = _device_kind(spec, world)
     device = worlds.rank_device(world, kind)
@@ -163,20 +172,20 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
             if world.rank == 0:
                 options.show([_failed_rendezvous(error, world)])
             return False
-        # Collectives time out later than stages do. The limit of a stage names the late ranks, and
-        # the error of a collective does not.
+        # Let collectives time out later than stages. When a stage takes too long, the late ranks
+        # are named; the error of a collective does not name them.
         limit_collectives(options.limit_s + 2 * GRACE_S)
         limit.join()
-        # A rank that is missing from this empty stage has never started.
+        # This stage is empty. A rank that does not end it has not joined the process group.
         with limit.stage(START):
             pass
     try:
         if world.world_size > 1:
-            # Gloo connects ranks only at their first message.
+            # Gloo connects two ranks only when they first communicate, so this may take long.
             with limit.stage(FIRST_COLLECTIVE):
                 report.wait_s = times.wait_for_all(arrived)
         return _examined(world, spec, device, problem, options, limit, report)
-    # torch raises RuntimeError in a collective if another rank is gone.
+    # torch raises RuntimeError in a collective if the process of another rank has ended.
     except RuntimeError as error:
         if world.rank:
             raise
@@ -218,8 +227,20 @@ def _examined(
 ) -> bool:
     """Make all checks in stages, and let rank 0 show the findings.
 
-    The stages: gather facts of all ranks; build the mesh; check each node; check connections;
-    measure kernels; gather the reports. Whether nothing failed is returned on all ranks.
+    The stages gather facts of all ranks, build the mesh, check each node, check connections, check
+    kernels, and gather the reports.
+
+    Args:
+        world: This rank's place among the processes of the launcher.
+        spec: The run.
+        device: This rank's device.
+        problem: Why it is not the device that the run asks for; "" if it is.
+        options: What to measure, and how to show the findings.
+        limit: Limits the time of each stage.
+        report: Gets this rank's findings and measurements.
+
+    Returns:
+        Whether no check failed on any rank, the same on all ranks.
     """
     with limit.stage("facts of all ranks"):
         mine = replace(_tried_facts(world, device, problem), kernels=_kernels_of(spec, device))
@@ -230,7 +251,8 @@ def _examined(
     patient = Patient(
         spec=spec, world=world, device=device, is_quick=options.is_quick, everyone=tuple(everyone)
     )
-    # Every rank compares the same facts, so all of them decide alike whether to build a mesh.
+    # Every rank compares the facts of all ranks, so all ranks decide the same about building a
+    # mesh.
     unequal = [gpu.equal_software(everyone), gpu.equal_gpus(everyone)]
     if world.world_size > 1 and not is_failed(unequal[1:]):
         with limit.stage("making the communicators"):
@@ -267,7 +289,11 @@ def _examined(
 
 
 def _kernels_of(spec: RunSpec, device: torch.device) -> str:
-    """Return the names of the kernels that would compute the run on this rank, to compare ranks."""
+    """Return the names of the kernels that would compute the run on this rank.
+
+    Ranks compare them, because all should use the same. If no kernel can compute the run, the
+    reason is returned.
+    """
     try:
         fused = ", fused" if fused_of(spec, device).fused else ""
         return f"{kernel_of(spec, device).kernel}{fused}"
@@ -276,7 +302,10 @@ def _kernels_of(spec: RunSpec, device: torch.device) -> str:
 
 
 def _tried_facts(world: World, device: torch.device, problem: str) -> Facts:
-    """Collect this rank's facts; if its GPU cannot be opened, facts that say so."""
+    """Collect the facts of this rank. If its GPU cannot be opened, `Facts.problem` says so.
+
+    `problem` says why `device` is not the device that the run asks for; "" if it is.
+    """
     try:
         return facts_of(world, device, problem)
     # torch raises RuntimeError if it cannot open the GPU.
@@ -285,7 +314,10 @@ def _tried_facts(world: World, device: torch.device, problem: str) -> Facts:
 
 
 def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> None:
-    """Make the checks between ranks. All ranks must make each of them, or the others would hang."""
+    """Make the checks in which ranks communicate, and add their results to `report`.
+
+    All ranks must make all of these checks, because ranks would wait forever for one that does not.
+    """
     with limit.stage("clock skew"):
         report.findings += times.clock_skew(patient)
     with limit.stage("shared folder"):
@@ -295,7 +327,10 @@ def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> N
 
 
 def _not_started(spec: RunSpec) -> list[Finding]:
-    """Return a finding if this process alone stands for a layout of several ranks."""
+    """Return a finding that nothing between ranks was checked, if the layout has several ranks.
+
+    It is called if this process examines the machine alone.
+    """
     num_ranks = spec.parallel.world_size
     if num_ranks == 1:
         return []
@@ -304,7 +339,10 @@ def _not_started(spec: RunSpec) -> list[Finding]:
 
 
 def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
-    """Check the GPU's clocks while it multiplies matrices, and report their speed."""
+    """Check the GPU's clocks while it multiplies matrices, and measure the matrix products' speed.
+
+    The speed is stored in `report`.
+    """
 
     def under_load(meanwhile: Callable[[], None]) -> None:
         report.tflops = load.matrix_tflops(
@@ -321,9 +359,10 @@ def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
 def _tried(
     one: Callable[[Patient], Finding | list[Finding]], patient: Patient, name: str = ""
 ) -> list[Finding]:
-    """Return the findings of a check; if it raises an error, a finding that says so.
+    """Make the check `one` and return its findings, or a finding that it raised an error.
 
-    Other checks, and other ranks, continue in any case.
+    So an error in one check does not prevent the other checks. `name` is the name of the check in
+    that finding; "" takes the function's name.
     """
     try:
         found = one(patient)
@@ -344,7 +383,13 @@ def _gathered(report: RankReport, world: World) -> list[RankReport]:
 def _joined(
     reports: Sequence[RankReport], patient: Patient, compared: Sequence[Finding]
 ) -> list[Finding]:
-    """Make the table: findings of all ranks joined, and findings that compare ranks."""
+    """Return the rows of the table: the findings of all ranks, and findings that compare ranks.
+
+    Args:
+        reports: Reports of all ranks.
+        patient: Inputs of the checks.
+        compared: Findings of checks that have compared ranks already.
+    """
     everyone = patient.everyone
     hosts = [facts.host for facts in everyone]
     found = [*compared, *merged([report.findings for report in reports], hosts)]
@@ -360,7 +405,7 @@ def _joined(
 
 
 def _profile(patient: Patient) -> tuple[KernelProfile | None, list[Finding]]:
-    """Return the run's kernel profile; if there is none, None and a finding."""
+    """Return the run's kernel profile and no finding, or None and a finding that says why."""
     kind = patient.device.type
     try:
         return workload_for(with_backend(patient.spec, kind), kind).profile, []

@@ -1,4 +1,4 @@
-"""Compares the clocks of nodes with rank 0's, and finds ranks that start late."""
+"""Compares the clocks of nodes with the clock of rank 0, and finds ranks that start late."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,16 +12,18 @@ from wlb.doctor.facts import Patient
 from wlb.doctor.finding import Finding, failed, passed, warned
 from wlb.parallel.host import all_reduce_hosts, host_group
 
-# With a difference of 0.1 s, logs and traces of ranks cannot be compared. With a minute, file
-# servers and certificates fail.
+# Differences between clocks, in seconds, that are a warning or a fail. If clocks differ by 0.1 s,
+# logs and traces of ranks cannot be compared. If they differ by a minute, file servers and
+# certificates no longer work.
 SKEW_WARN_S, SKEW_FAIL_S = 0.1, 60.0
-LATE_S = 10.0  # a rank is late if it starts this much later than the median rank
-ROUNDS = 8  # times that each node's clock is read; the fastest reading counts
+LATE_S = 10.0  # a rank is late if it starts more than this many seconds after the median rank
+# How often each node's clock is read. The reading with the shortest round trip counts.
+ROUNDS = 8
 NTP = "start chronyd or ntpd on the nodes"
 
 
 class Exchange(NamedTuple):
-    """One question to another clock and its answer, in Unix seconds."""
+    """One reading of another node's clock over the network. Times are in Unix seconds."""
 
     sent: float  # rank 0's clock when it asked
     theirs: float  # the other clock's answer
@@ -29,22 +31,23 @@ class Exchange(NamedTuple):
 
 
 def clock_offset(exchanges: Sequence[Exchange]) -> tuple[float, float]:
-    """Estimate how far the other clock is ahead, from the exchange with the shortest round trip.
+    """Estimate how many seconds another clock is ahead of this one, from several readings.
 
-    The answer is assumed to be given in the middle of the round trip.
+    Only the reading with the shortest round trip counts. The other clock is assumed to be read in
+    the middle of the round trip.
 
     Returns:
-        Seconds that the other clock is ahead, and the largest error of that: half of the round
-            trip.
+        Seconds that the other clock is ahead, and the largest error of this estimate, which is half
+            of the round trip.
     """
     best = min(exchanges, key=lambda e: e.received - e.sent)
     return best.theirs - (best.sent + best.received) / 2, (best.received - best.sent) / 2
 
 
 def clock_skew(patient: Patient, now: Callable[[], float] = time.time) -> list[Finding]:
-    """Compare the clocks of nodes: rank 0 asks one rank of each other node. A collective call.
+    """Compare the clock of each node with the clock of rank 0. A collective call.
 
-    It has not run between two nodes.
+    Rank 0 asks the first rank of each other node for its time. This has not run between two nodes.
 
     Args:
         patient: Inputs of the check.
@@ -79,7 +82,8 @@ def skew_finding(found: dict[str, tuple[float, float]]) -> Finding:
     """Return the finding about the clock that differs most from rank 0's.
 
     Args:
-        found: Seconds that a clock is ahead and the uncertainty, by rank and host.
+        found: By rank and host: the seconds that its clock is ahead of rank 0's, and the largest
+            error of this estimate. Empty if there is only one node.
     """
     check = "clock skew"
     if not found:
@@ -94,27 +98,28 @@ def skew_finding(found: dict[str, tuple[float, float]]) -> Finding:
 
 
 def wait_for_all(arrived: float) -> float:
-    """Wait for all ranks. A collective call.
+    """Wait for all ranks, and return how long this rank has waited. A collective call.
 
     Args:
-        arrived: time.perf_counter when this rank started.
+        arrived: When this rank started, by time.perf_counter.
 
     Returns:
-        Seconds from then until the last rank came.
+        Seconds from this rank's start until the last rank came.
     """
     all_reduce_hosts(torch.zeros(1))
     return time.perf_counter() - arrived
 
 
 def late_finding(waits_s: Sequence[float], hosts: Sequence[str]) -> Finding:
-    """Warn of ranks that came more than `LATE_S` after the median rank.
+    """Return a warning that names the ranks that started more than `LATE_S` after the median rank.
 
     Args:
         waits_s: Seconds that each rank waited for the last one.
         hosts: Host of each rank.
     """
     check = "late ranks"
-    # A rank that waited less than the median rank came later than it.
+    # All ranks waited for the same last rank. So a rank that waited one second less than the median
+    # rank started one second later.
     late_s = [median(waits_s) - wait for wait in waits_s]
     late = [rank for rank, behind in enumerate(late_s) if behind > LATE_S]
     if late:

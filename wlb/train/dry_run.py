@@ -287,7 +287,7 @@ def _large(count: int) -> str:
 
 
 def _duration(days: float) -> str:
-    """Return a time as text in days; if it is less than a day, also in hours, minutes or seconds."""
+    """Return a time as text in days; below one day, also in hours, minutes or seconds."""
     return _spelled(days) if days >= 1 else f"{days:.2g} days ({_spelled(days)})"
 
 

@@ -415,7 +415,7 @@ def _resumed(spec: RunSpec, request: _Request) -> checkpoint.ToResume:
 
 
 def _rate_change(spec: RunSpec, saved_in: Path) -> str:
-    """Return a warning if the learning rate jumps where the run resumes from `saved_in`, else ""."""
+    """Return a warning if the learning rate jumps when the run resumes from `saved_in`, or ""."""
     run = checkpoint.read_run(saved_in)
     saved = {"training": run["spec"]["training"]}
     before = apply(RunSpec(), saved, source=str(saved_in), is_stored=True)

@@ -83,7 +83,7 @@ def _compiled_calls(
     heads, kv_heads = _heads(spec)
     slides = {model.slides(layer) for layer in range(model.num_layers)}
     # With cp.overlap_stages, layers without a window call attention separately for the keys of
-    # other CP ranks. That call has no causal mask. Layers with a window make one call over all keys.
+    # other CP ranks, without a causal mask. Layers with a window make one call over all keys.
     no_mask = [(False, False)] if spec.cp.overlap and cp > 1 and False in slides else []
     for is_sliding, is_causal in [*product(sorted(slides), [True]), *no_mask]:
         for lengths in backend.compiled_calls(heads // kv_heads, is_causal=is_causal):

@@ -163,7 +163,7 @@ class TensorFiles(hf_storage.HuggingFaceStorageReader):
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Return torch's metadata of all tensors: names, shapes, and where they are in the files."""
+        """Return torch's metadata of all tensors: names, shapes, and places in the files."""
         if self._known is None:
             self._known = super().read_metadata()
         return self._known

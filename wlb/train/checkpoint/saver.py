@@ -206,7 +206,7 @@ class CheckpointSaver:
         self._held.close()
 
     def _write(self, task: _Task) -> Saved:
-        """Write a checkpoint in the thread, and return the result, which also describes a failure."""
+        """Write a checkpoint in the thread. A failure is not raised but described in the result."""
         num_bytes, error, dropped = 0, "", list[str]()
         try:
             if task.copied is not None:

@@ -1,1 +1,1 @@
-"""What interrupts training: signals, locks, non-finite losses, full disks, failing ranks."""
+"""Handles what interrupts training: signals, locked folders, full disks and failing ranks."""

@@ -1,10 +1,10 @@
-"""Turns errors of a full disk into one line: which file could not be written, and what to do."""
+"""Turns errors of a full disk into a message of one line, which says what to do."""
 
 import errno
 
 from wlb.plan import RunError
 
-# No space, quota exceeded, file too large.
+# Error numbers of a full disk: no space is left, a quota is exceeded, or a file is too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -22,7 +22,7 @@ def lack_of_room(error: BaseException | None) -> OSError | None:
 
 
 def full_disk(error: BaseException) -> FullDisk | None:
-    """Return a FullDisk that explains the error, or None if its cause is not a full disk."""
+    """Return a FullDisk error that explains `error`; None if its cause is not a full disk."""
     cause = lack_of_room(error)
     if cause is None:
         return None

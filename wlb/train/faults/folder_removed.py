@@ -10,7 +10,7 @@ from pathlib import Path
 from wlb.plan import RunError
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
-# Errors that mean that a path leads to no folder any more.
+# Error numbers which say that a path does not lead to a folder.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -19,9 +19,10 @@ class FolderLost(RunError):
 
 
 class KeepFolder(Hook):
-    """Checks after each step that `directory` is still the folder in which the run began.
+    """Checks after each step that the path `directory` still leads to the run's folder.
 
-    It runs on rank 0, without communication, and raises FolderLost before anything is saved.
+    If it does not, FolderLost is raised, before a checkpoint is saved. Only rank 0 has this hook,
+    which does not communicate.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -29,7 +30,7 @@ class KeepFolder(Hook):
         self._began_as: tuple[int, int] | None = None
 
     def begin(self, run: RunContext) -> None:
-        """Note the folder's device and inode."""
+        """Remember the folder's device and inode numbers, by which it is recognised later."""
         self._began_as = _identity(self.directory)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
@@ -55,7 +56,7 @@ class KeepFolder(Hook):
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a folder; None if there is no such folder."""
+    """Return the device and inode numbers of a folder; None if the folder does not exist."""
     try:
         status = os.stat(directory)
     except OSError as error:

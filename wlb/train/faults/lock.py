@@ -1,11 +1,12 @@
-"""Lock of a run's folder: two trainings at a time would mix their checkpoints.
+"""Locks a run's folder, because two processes that train the same run would mix their checkpoints.
 
-The launching process, or rank 0 of ranks that torchrun or Slurm started, takes two flocks. One is
-on the folder itself, so that it is the same lock whatever path leads there. The other is on the
-file `.lock` in it, which names the owner; NFS can lock only this one. Both end with the process.
+The process that launches local ranks, or rank 0 under torchrun or Slurm, takes two locks (flock).
+One is on the folder itself, so that it is the same lock whatever path leads to the folder. The
+other is on the file `.lock` in the folder, which names the owner. NFS cannot lock folders, so there
+only the file is locked. The operating system releases both locks when the process ends.
 
-An owner on another machine may have died with that machine. A file server then keeps its lock for a
-while, so a requeued job waits.
+If the owner's machine has died, a file server keeps the lock for a while. So a job that Slurm
+starts again on another machine waits for it.
 """
 
 import contextlib
@@ -25,15 +26,15 @@ from wlb.plan import UserError
 
 NAME = ".lock"
 SAME_MACHINE_S = 2.0
-"""Seconds to wait for an owner on this machine, which may be ending."""
+"""Seconds to wait for a lock whose owner is on this machine, because that process may be ending."""
 OTHER_MACHINE_S = 120.0
-"""Seconds to wait for an owner on another machine.
+"""Seconds to wait for a lock whose owner is on another machine.
 
-NFSv4 servers keep the locks of a lost client for 90 s by default."""
+The machine may have died, and NFSv4 servers keep the locks of a lost client for 90 s by default."""
 
 
 class _Held(NamedTuple):
-    """Open descriptors of a locked folder and its lock file."""
+    """Open file descriptors of a locked folder and its lock file."""
 
     folder: int  # descriptor of the run's folder
     file: int  # descriptor of the lock file in it
@@ -47,7 +48,7 @@ class _Held(NamedTuple):
 
 
 class RunLock:
-    """Lock of the run in `directory`. `take` and `close` may be called repeatedly."""
+    """The lock of the run's folder `directory`. `take` and `close` may be called repeatedly."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self.directory, self.console = directory, console
@@ -57,9 +58,9 @@ class RunLock:
         self._remedy = ""
 
     def take(self) -> None:
-        """Lock the folder, and make it if it is absent.
+        """Lock the folder, and create it if it is absent.
 
-        Waits a moment for an owner that may be ending.
+        If another process has locked it, wait up to `SAME_MACHINE_S` or `OTHER_MACHINE_S`.
 
         Raises:
             UserError: If another process trains the run; the message names it.
@@ -69,8 +70,9 @@ class RunLock:
             if self._attempt():
                 return
             owner = self._owner()
-            # An owner on this machine ends soon or not at all. One on another machine may be dead,
-            # while the file server still keeps its lock.
+            # If the owner is on this machine, a short wait suffices: either it is just ending, or
+            # it is training. If it is on another machine, that machine may have died, and the file
+            # server keeps the lock for longer.
             is_here = owner.get("host") == socket.gethostname()
             words = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
             if time.monotonic() - begin > (SAME_MACHINE_S if is_here else OTHER_MACHINE_S):
@@ -84,9 +86,9 @@ class RunLock:
             time.sleep(0.1)
 
     def take_next(self) -> None:
-        """Lock the new folder of this name, after the locked one was moved aside.
+        """Lock a new folder at the same path, after the locked folder was moved aside.
 
-        The old lock is released only after the new one was taken.
+        The old folder's lock is released only after the new folder was locked.
         """
         moved, self._held = self._held, None
         try:
@@ -126,12 +128,16 @@ class RunLock:
         return True
 
     def _is_locked(self, folder: int, file: int) -> bool:
-        """Lock the folder and the file, where the file system supports it.
+        """Lock the folder and the lock file, as far as the file system supports it.
 
-        Prints a message where locks are not supported.
+        If it does not support both locks, a message is printed.
+
+        Args:
+            folder: Descriptor of the run's folder.
+            file: Descriptor of the lock file.
 
         Returns:
-            False if another process has one of the locks.
+            False if another process has one of the locks, else True.
         """
         problem = ""
         try:
@@ -163,7 +169,10 @@ class RunLock:
             self.console.print(text)
 
     def _owner(self) -> dict[str, Any]:
-        """Read the lock file; an empty dictionary if it cannot be read."""
+        """Read the owner's "pid", "host" and "since" from the lock file.
+
+        The dictionary is empty if the file cannot be read.
+        """
         try:
             with open(self.path, encoding="utf-8", opener=_open_no_link) as file:
                 found = json.load(file)

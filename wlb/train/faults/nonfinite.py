@@ -1,6 +1,7 @@
-"""Decides what follows a non-finite loss or gradient (`training.on_nonfinite`), and counts skips.
+"""Decides how a run reacts to a loss or gradient that is not finite (`training.on_nonfinite`).
 
-All ranks have the same sums, so all decide the same without communication.
+The loss and the gradient norm were summed over all ranks, so all ranks decide the same without
+communication.
 """
 
 from dataclasses import dataclass, field
@@ -8,22 +9,23 @@ from dataclasses import dataclass, field
 from wlb.spec import OnNonfinite
 
 MOST_SKIPPED = 10
-"""Steps in a row that may be skipped.
+"""Most steps in a row that a run may skip.
 
-A run that skips more has diverged, and further steps are wasted."""
+A run that would skip more has probably diverged, so that further steps are a waste of time."""
 
 
 @dataclass(slots=True)
 class NonfiniteSteps:
-    """Decides what follows a step whose loss or gradient is not finite.
+    """Decides how the run reacts to steps whose loss or gradient is not finite.
 
-    A step that fails once more after a rollback is skipped: its documents are then the cause, not a
-    transient hardware fault.
+    With `rollback`, the run returns to a checkpoint and trains the step a second time. If the step
+    fails once more, it is skipped, because its documents are then the cause and not a transient
+    hardware fault.
     """
 
     action: OnNonfinite  # the configured reaction (`training.on_nonfinite`)
     _in_a_row: int = 0  # skipped steps since the last finite step
-    # Numbers of steps that were not finite before.
+    # Numbers of the steps that were not finite so far.
     _failed: set[int] = field(default_factory=set[int])
 
     def decide(self, step: int, *, loss: float, norm: float, has_checkpoint: bool) -> OnNonfinite:
@@ -31,12 +33,13 @@ class NonfiniteSteps:
 
         Args:
             step: Number of the step.
-            loss: Its loss, for the message.
-            norm: Its gradient norm, for the message.
+            loss: The step's loss, for the message.
+            norm: The step's gradient norm, for the message.
             has_checkpoint: Whether there is a checkpoint to roll back to.
 
         Raises:
-            FloatingPointError: If the run has to stop.
+            FloatingPointError: If `training.on_nonfinite` is `stop`, or if more than `MOST_SKIPPED`
+                steps in a row would be skipped.
         """
         found = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.action == OnNonfinite.STOP:
@@ -61,5 +64,5 @@ class NonfiniteSteps:
         return OnNonfinite.SKIP
 
     def finite(self) -> None:
-        """Note a finite step, which ends a series of skipped steps."""
+        """Note that a step was finite, which ends a series of skipped steps."""
         self._in_a_row = 0

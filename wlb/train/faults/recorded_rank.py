@@ -1,7 +1,7 @@
-"""Runs a rank's training with a log of its own, its position, and a record of its failure.
+"""Runs a rank's training with a log file, a note of what it is doing, and a record of its failure.
 
-The position says what the rank is doing. `wlb.launch.report` reads the records of all ranks and
-explains in one report what failed first and where the other ranks were.
+The note is called the rank's position. From the records of all ranks, `wlb.launch.report` makes one
+report that says which rank failed first and what the other ranks were doing.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from wlb.train.telemetry.appended import AppendedFile
 
 @contextlib.contextmanager
 def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Iterator[Position]:
-    """Record the log, the position and a failure of this rank while the block runs.
+    """While the block runs, log this rank's output, and record its position and its failure.
 
-    A failure is written to `records` first. A local rank then raises it, and its launcher ends the
-    other ranks. A rank of torchrun or Slurm ends its process, which makes the launcher end the
-    others.
+    If the block raises an error, the error is first written to `records`. A local rank then raises
+    it, and the process that launched it ends the other ranks. Under torchrun or Slurm the rank ends
+    its process, which makes the launcher end the other ranks.
 
     Args:
-        directory: The run's folder.
-        records: The folder for the records of this start of the run.
+        directory: The run's folder, in which logs are written.
+        records: The folder for the positions and failures of this start of the run.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the layout.
 
@@ -59,7 +59,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         try:
             yield position
         except Exception as raised:
-            # A full disk has many faces; explain it in one line.
+            # A full disk causes many kinds of errors. All are explained in the same line.
             error = full_disk(raised) or raised
             where = position.now().describe()
             failure = FailedRank.of(error, world.rank, world.world_size, position=where)
@@ -71,14 +71,17 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
                 raise
             raise error from raised
         except BaseException:
-            # A signal ended this rank on request, which is not a failure.
+            # KeyboardInterrupt and the like: somebody ended this rank, which is not a failure.
             position.end()
             raise
         position.end()
 
 
 def _opened(records: Path, owner: SlotOwner) -> Position:
-    """Open this rank's position in `records`, or in memory if the folder cannot be written."""
+    """Open this rank's position file in `records`.
+
+    If the folder cannot be written, the position is in memory only.
+    """
     with unless_unwritable(records):
         records.mkdir(parents=True, exist_ok=True)
         return Position.opened(records, owner)
@@ -97,7 +100,7 @@ def _owner(world: World, words: str) -> SlotOwner:
 
 
 def _leave(failure: FailedRank, world: World) -> None:
-    """Print the failure and end this process, so that its launcher ends the other ranks."""
+    """Print the failure and end this process, so that torchrun or Slurm ends the other ranks."""
     lines = [
         f"wlb train: rank {failure.rank} of {world.world_size} failed: {failure.error}",
         f"  in {failure.position}",
@@ -111,7 +114,9 @@ def _leave(failure: FailedRank, world: World) -> None:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
-    """Copy Python's stderr, and on ranks other than 0 stdout, to `folder/rank-<n>.log`.
+    """Copy what Python prints to stderr to the file `folder/rank-<n>.log` while the block runs.
+
+    On ranks other than 0, stdout is copied too.
 
     Args:
         folder: Folder of the logs.
@@ -129,7 +134,7 @@ def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
 
 
 class _Tee:
-    """A stream that also writes to a log."""
+    """An output stream that writes to another stream and also to a log."""
 
     def __init__(self, stream: IO[str], log: AppendedFile) -> None:
         self._stream, self._log = stream, log

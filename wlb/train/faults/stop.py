@@ -1,11 +1,11 @@
-"""Requests to stop: Ctrl-C, SIGTERM or SIGUSR1 to any rank, or files that rank 0 sees.
+"""Ends a run early on request: by Ctrl-C, SIGTERM or SIGUSR1 to any rank, or by a stop file.
 
-While ranks train, a signal is only noted. All ranks learn of it from the all-reduce of the step,
-finish the step, save and end, with exit status 4 (0 under torchrun and Slurm). A second Ctrl-C
-aborts.
+While ranks train, a signal only sets a flag. All ranks learn of it from the all-reduce of the step,
+finish the step, save a checkpoint and end, with exit status 4 (0 under torchrun and Slurm). A
+second Ctrl-C aborts the run.
 
 Before the first step there is nothing to save. If no other rank waits for this process, a signal
-then raises `StoppedEarly` in the code that it interrupts.
+then raises `StoppedEarly` in the code that it interrupts, so that the run ends at once.
 """
 
 import contextlib
@@ -25,41 +25,44 @@ from wlb.spec.run import RunSection
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_PRESS_S = 0.3
-"""Two SIGINTs within this time count as one press of Ctrl-C.
+"""Two SIGINTs within this many seconds count as one press of Ctrl-C.
 
-A rank of torchrun or srun can get the signal from its terminal and from its launcher."""
+A rank of torchrun or srun can get the signal twice, from its terminal and from its launcher."""
 BEGAN = "began"
-"""Name of a file beside `signal_file`, which local rank 0 creates when steps begin."""
+"""Name of a file that local rank 0 creates when the first step begins.
+
+It is in the folder of `signal_file`. The process that launched the local ranks looks for it."""
 _CTRL_C_MESSAGE = (
     b"\nwlb train: Ctrl-C: the run saves and ends after its step; a second Ctrl-C aborts it\n"
 )
 
 
 class Stop(IntEnum):
-    """Source of a request to stop. If ranks have noticed different ones, the largest counts."""
+    """What asks a run to stop. If ranks have noticed different sources, the largest counts."""
 
-    NO = 0
-    FILE = 1
-    SIGNAL = 2
+    NO = 0  # nothing: the run continues
+    FILE = 1  # a stop file
+    SIGNAL = 2  # a signal
 
 
 class StoppedEarly(BaseException):
     """A signal arrived before there was anything to save.
 
-    Like KeyboardInterrupt it is not an Exception, so that interrupted code does not handle it as an
-    error of its configured.
+    Like KeyboardInterrupt, it is not a subclass of Exception. So code that it interrupts and that
+    handles every Exception does not catch it.
     """
 
 
 class Signals:
-    """Context manager that notes SIGINT, SIGTERM and SIGUSR1. For the main thread.
+    """Context manager that handles SIGINT, SIGTERM and SIGUSR1 in the main thread.
 
-    In a block of `early` they raise StoppedEarly. Otherwise the second SIGINT raises
-    KeyboardInterrupt. A third one kills the process, in case it runs code that Python cannot
-    interrupt. SIGINT stays ignored if it was ignored before, as in a job under nohup.
+    Outside of `early`, a signal only sets the flag `came`. A second SIGINT raises
+    KeyboardInterrupt, and a third one kills the process, in case it runs code that Python cannot
+    interrupt. In a block of `early`, a signal raises StoppedEarly. SIGINT stays ignored if it was
+    ignored before, as in a job under nohup.
 
     Args:
-        answers: Whether this process prints what the first SIGINT does.
+        answers: Whether this process prints a message at the first SIGINT.
 
     Attributes:
         came: Whether a signal has arrived.
@@ -87,7 +90,7 @@ class Signals:
             signal.signal(kind, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note it, or end the process if no step has begun."""
+        """Handle a signal: set the flag, or raise StoppedEarly if no step has begun."""
         del frame
         self.came = True
         if number == signal.SIGINT:
@@ -99,7 +102,7 @@ class Signals:
             raise SystemExit(128 + number)
         self._is_terminated |= number == signal.SIGTERM
         if self._signal_file is not None:
-            # If the ranks have ended, the file's folder is gone.
+            # If the ranks have ended already, the folder of the file does not exist any more.
             with contextlib.suppress(FileNotFoundError):
                 self._signal_file.touch()
 
@@ -126,10 +129,11 @@ class Signals:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Let a signal raise StoppedEarly in this block, also a signal that came before it.
+        """Let signals raise StoppedEarly in this block. A signal that came before counts too.
 
-        This ends when steps begin: in this process (`steps_begin`), or on a local rank to which
-        signals are passed on.
+        As soon as the first step begins, signals only set the flag again, even inside the block.
+        That is the case after `steps_begin` in this process, or when a local rank that this process
+        launched has created the file `BEGAN`.
         """
         self._is_early = True
         try:
@@ -139,15 +143,15 @@ class Signals:
             self._is_early = False
 
     def steps_begin(self) -> None:
-        """From now on only note signals, for the end of the step."""
+        """From now on let signals only set the flag, so that the run ends after its step."""
         self._is_early = False
 
     def pass_on(self, file: Path) -> None:
-        """Pass signals on to ranks that this process starts, by creating `file`.
+        """Pass signals on to the ranks that this process launches, by means of a file.
 
-        It is created at a signal, now or later, and the `StopRequest` of these ranks looks for it.
-        Forwarding the signal itself would kill a rank that has not installed its handler yet. A
-        second SIGTERM or SIGINT ends this process and thereby its ranks.
+        A signal, earlier or later, creates `file`, and the `StopRequest` of the ranks looks for it.
+        The signal itself is not forwarded, because it would kill a rank that has not installed its
+        handler yet. A second SIGTERM or SIGINT ends this process and thereby its ranks.
         """
         self._signal_file = file
         if self.came:
@@ -160,20 +164,21 @@ class Signals:
 
 
 def by_hand(run: RunSection) -> Path:
-    """Return the path of the file with which anybody can end a run, however it was started.
+    """Return the path of the stop file that a user can create to end a run.
 
-    `touch OUTPUT_DIR/.stop-NAME` ends the run NAME after its step.
+    It works however the run was started: `touch OUTPUT_DIR/.stop-NAME` ends the run NAME after its
+    current step.
     """
     return Path(run.output_dir) / f".stop-{run.name}"
 
 
 class StopRequest:
-    """Requests to stop on one rank: signals, and on rank 0 also files.
+    """Notices on one rank that the run should stop: by signals, and on rank 0 also by stop files.
 
     Args:
-        run: The [run] section, which names the stop files.
+        run: The section [run], which names the stop files.
         rank: This rank's number.
-        signals: The handler of signals; None for a rank that gets none.
+        signals: The handler of signals; None for a rank that receives no signals.
         signal_file: The file that the launching process creates when it gets a signal.
     """
 
@@ -191,9 +196,10 @@ class StopRequest:
         self._signals = signals or Signals()
 
     def steps_begin(self) -> None:
-        """Note signals from now on, for the end of a step.
+        """From now on let signals only set a flag, so that the run ends after its step.
 
-        The launching process learns of it by the file `BEGAN`, so it does the same.
+        The process that launched local ranks learns of it by the file `BEGAN`, and handles signals
+        likewise.
         """
         self._signals.steps_begin()
         if self._signal_file is not None:
@@ -201,19 +207,19 @@ class StopRequest:
 
     @property
     def signalled(self) -> Stop:
-        """The request by signals so far; files are not considered."""
+        """`Stop.SIGNAL` if this rank got a signal, itself or passed on, else `Stop.NO`."""
         is_passed_on = self._signal_file is not None and self._signal_file.exists()
         return Stop.SIGNAL if self._signals.came or is_passed_on else Stop.NO
 
     def now(self) -> Stop:
-        """Return the request to this rank so far, by signals or files."""
+        """Return what asks the run to stop, as far as this rank has noticed."""
         if not self.signalled and self._seen:
             return Stop.FILE
         return self.signalled
 
     @property
     def words(self) -> dict[Stop, str]:
-        """Each source of a request in words, for messages."""
+        """What can ask a run to stop, in words for messages."""
         return {
             Stop.SIGNAL: "a signal (Ctrl-C, SIGTERM or SIGUSR1)",
             Stop.FILE: f"the stop file {', '.join(map(str, self._seen or self._files))}",

@@ -1,10 +1,12 @@
 """Reads a run's token stores completely during its first steps, and ends the run if one is damaged.
 
-Opening a store reads only its description, and training reads its files piece by piece. A flipped
-bit, or another `.bin` of equal size, would otherwise be trained unnoticed.
+Opening a store does not read its tokens, and training reads them document by document. So without
+this check, a flipped bit, or a `.bin` file that was replaced by another of equal size, would go
+unnoticed. wlb's stores have a description with checksums, with which the tokens are compared.
 
-`stores.json` in the run's folder has the checksums. A resumed run reads only the files that changed
-since, and notices other tokens even in stores without a description. Only rank 0 reads.
+The checksums of this run are recorded in `stores.json` in the run's folder. A resumed run reads
+only stores whose files have changed since. It compares them with the record, so it notices changed
+tokens even in stores that have no description. Only rank 0 reads.
 """
 
 import threading
@@ -23,24 +25,28 @@ from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 RECORD = "stores.json"
-# An entry of stores.json: checksums of a store, and size and time of change of each file.
+# An entry of stores.json: checksums of a store's tokens and targets, and for each of its files the
+# size and the time of the last change.
 _SUMS: Schema = {"tokens": str, "targets": (str, None), "stamps": {OTHERS: [int]}}
 _AWAITED_BYTES = 1 << 30
-"""If fewer bytes are unread when a run ends, it waits for them, for about a second."""
+"""If at most this many bytes are unread when a run ends, the run waits until they are read.
+
+1 GiB takes about a second."""
 
 
 class StoreCheck:
     """Reads token stores one after the other, checks them, and records their checksums in a file.
 
     Args:
-        stores: Prefixes of the stores, by their use in the run. A store is opened when it is read.
-        record: The file of checksums.
-        on_block: Called after each block. An exception that it raises ends `run`.
+        stores: Prefixes of the stores, by their use in the run, such as "train" (`uses_of`). A
+            store is opened only when it is read.
+        record: The file in which checksums are recorded.
+        on_block: Called after each block that was read. An exception that it raises ends `run`.
 
     Attributes:
-        skipped: Uses whose store was read earlier in the run and has not changed since.
-        total_bytes: Bytes to read.
-        done_bytes: Bytes read so far.
+        skipped: The uses whose store was read earlier in the run and has not changed since.
+        total_bytes: Number of bytes to read.
+        done_bytes: Number of bytes read so far.
     """
 
     def __init__(
@@ -55,7 +61,11 @@ class StoreCheck:
         self.done_bytes = 0
 
     def run(self) -> None:
-        """Read all stores; UserError for the first one whose content is not as expected."""
+        """Read and check all stores, and record their checksums.
+
+        Raises:
+            UserError: For the first store that is damaged or has changed since the run began.
+        """
         before = 0
         for use, prefix in self.stores.items():
             # Opened here, so that its index is in memory only while it is read.
@@ -63,7 +73,8 @@ class StoreCheck:
             sums = check_store(store, self._progress(before)).to_json()
             before = self.done_bytes
             known = self.known.get(use, {})
-            # Without a description, only the record says which tokens earlier steps have trained.
+            # A store without a description has no checksum to compare with. Only the run's record
+            # says which tokens the store had when earlier steps were trained.
             if store.info is None and known and known["tokens"] != sums["tokens"]:
                 raise UserError(
                     f"the tokens of {prefix} have changed since the run began: checksum "
@@ -71,7 +82,8 @@ class StoreCheck:
                     f"restore the store, or start a new run"
                 )
             self.known[use] = sums
-            # Renamed when complete, so that a killed process leaves no partial record.
+            # Write to another file and rename it, so that a killed process leaves no incomplete
+            # record.
             written = self.record.with_name(f".{RECORD}.tmp")
             write_json(written, self.known)
             written.replace(self.record)
@@ -85,9 +97,9 @@ class StoreCheck:
 
 
 class VerifyStores(Hook):
-    """Runs a `StoreCheck` in a thread during the first steps. For rank 0.
+    """Checks the run's token stores in a thread during the first steps. Only rank 0 has this hook.
 
-    A damaged store ends the run before its next checkpoint.
+    If a store is damaged, the run ends before it saves its next checkpoint.
     """
 
     def __init__(self, train: StoreName, heldout: str) -> None:
@@ -112,11 +124,11 @@ class VerifyStores(Hook):
             self._is_reported = True
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Report the result once, when all is read."""
+        """Report the result once all stores are read; raise UserError if a store is damaged."""
         self._report_if_done(run)
 
     def end(self, run: RunContext) -> None:
-        """Report the result, or warn if the run ends before all is read."""
+        """Report the result, or warn if the run ends before all stores are read."""
         check = self._check
         if check is None or self._is_reported:
             return
@@ -142,7 +154,7 @@ class VerifyStores(Hook):
             raise InterruptedError
 
     def _report_if_done(self, run: RunContext) -> None:
-        """Report the result if the thread has ended; UserError for a damaged store."""
+        """Report the result if the thread has ended; raise UserError if a store is damaged."""
         if self._is_reported or self._thread.is_alive():
             return
         self._is_reported = True
@@ -159,7 +171,7 @@ class VerifyStores(Hook):
             self._check.run()
         except InterruptedError:
             return
-        # Keep the error: the training thread raises it after its step.
+        # Store the error. The thread that trains raises it after its step.
         except (OSError, ValueError) as error:
             self._problem = error
 
@@ -180,7 +192,7 @@ def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """Read the checksums that earlier parts of the run recorded; {} without a record."""
+    """Read the checksums that earlier starts of the run recorded; {} if there is no record."""
     if not record.exists():
         return {}
     where, remedy = f"{record} is no record of token stores", "remove it, and they are read anew"

@@ -1,16 +1,19 @@
-"""A text file that a run appends to. A full disk costs lines, not the run."""
+"""A text file to which a run appends lines, such as metrics.jsonl.
+
+If the disk is full, lines are lost, but the run continues.
+"""
 
 import sys
 from pathlib import Path
 
 
 class AppendedFile:
-    """A file that passes each text to the operating system before `write` returns.
+    """A text file without a buffer: `write` passes each text to the operating system at once.
 
-    A text that cannot be written is dropped. The first one is reported on stderr.
+    A text that cannot be written is dropped. The first dropped text is reported on stderr.
 
     Attributes:
-        num_lost: Texts that were dropped.
+        num_lost: Number of texts that were dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +25,7 @@ class AppendedFile:
         self._is_torn = False
 
     def write(self, text: str) -> bool:
-        """Write a text, after ending a line that an earlier failure left incomplete.
+        """Append a text. If an earlier failure left an incomplete line, that line is ended first.
 
         Returns:
             Whether the text was written completely.
@@ -40,7 +43,7 @@ class AppendedFile:
         return True
 
     def _lose(self, error: OSError) -> None:
-        """Count a text that could not be written, and report the first one."""
+        """Count a text that could not be written because of `error`; report the first such text."""
         self.num_lost += 1
         if self.num_lost == 1:
             # Not sys.stderr, which may copy what is written to this very file.

@@ -1,8 +1,8 @@
-"""`wlb train --calibrate`: a kernel profile fitted to a run's measured times.
+"""`wlb train --calibrate`: fits a kernel profile to the measured times of a run.
 
-The profile is written under another name when training has ended. The run's own plans keep their
-prices to the end, and only runs that name the new profile (`cost.profile`) use it. A report says
-which terms of the old profile were wrong.
+The new profile is written under another name when training has ended. It does not change the prices
+of the run that wrote it; only later runs that name it (`cost.profile`) use it. A report says for
+which terms, such as attention forward, the old profile predicted wrong times.
 """
 
 import os
@@ -22,20 +22,21 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
 
 DRIFT_THRESHOLD = 0.15
-"""A term has drifted if its ratio differs from 1 by more than this.
+"""The report says that a term, such as attention forward, drifted if its ratio is off by more.
 
-The ratio is measured over predicted time, divided by the median ratio of the other terms. Smaller
-differences are usual between runs."""
+The ratio is the term's measured over predicted time, divided by the median of this quotient over
+the other terms; 1 is perfect. Smaller differences than 0.15 are usual between runs."""
 
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     """Return the path of the profile that --calibrate writes.
 
     Args:
-        wanted: A path that ends in .json, or a name for a file in `folder`. "" adds "-calibrated"
-            to the name `priced_by`, with a number if that file exists.
+        wanted: Value of the option: a path that ends in .json, or the name of a new file in
+            `folder`. If it is "", the name is `priced_by` with "-calibrated" added, and with a
+            number if that file exists.
         priced_by: Name of the profile that prices the run.
-        folder: Folder for profiles without a path.
+        folder: Folder for a profile that is given by name.
 
     Raises:
         UserError: If the file exists, because profiles are never overwritten.
@@ -66,14 +67,14 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
 
 
 class Calibration:
-    """Collects a run's records after its warm-up and fits a profile to them."""
+    """Collects the times of a run's steps after its warm-up, and fits a kernel profile to them."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self._records: list[Telemetry] = []
 
     def add(self, record: Telemetry) -> None:
-        """Add the record of a step."""
+        """Add the measured and predicted times of one or more steps."""
         self._records.append(record)
 
     def finish(
@@ -104,7 +105,8 @@ class Calibration:
         old = cost.profile.name
         name = path.stem
         provenance = _provenance(scales, cost, run, name)
-        # Constants were fitted per micro-batch and stage, but a profile has them per layer.
+        # The constant part of linear layers' time was fitted per micro-batch and stage, but a
+        # profile has it per layer.
         layers = self.spec.model.num_layers / self.spec.num_stages
         made = scaled_profile(
             cost.profile,
@@ -131,9 +133,9 @@ class Calibration:
 
 
 class WriteProfile(Hook):
-    """Collects a run's records, and writes the profile `path` when the run ends.
+    """Collects the times of a run's steps, and writes the kernel profile `path` when the run ends.
 
-    A run that was stopped writes no profile.
+    A run that was stopped early writes no profile.
     """
 
     def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:
@@ -158,7 +160,7 @@ class WriteProfile(Hook):
 
 
 def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) -> Provenance:
-    """Return how the profile came about: run, profile that was scaled, and factors."""
+    """Describe how the profile `name` was made: from which run and profile, with which factors."""
     factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
     kernel = cost.backend or cost.table.backends[0]
     extra = " / ".join(
@@ -180,7 +182,10 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
 
 
 def _print_ratios(scales: Scales, threshold: float, profile: str, console: Console) -> None:
-    """Print the measured over predicted ratio of each term, and whether it drifted."""
+    """Print for each term the measured over the predicted time, and whether it drifted.
+
+    `threshold` is `DRIFT_THRESHOLD`; `profile` is the name of the profile that predicted.
+    """
     drifted = scales.drifted(threshold)
     console.print(
         f"calibration: measured / predicted by {profile!r}, weighted median of "

@@ -1,15 +1,17 @@
 """Times a rank's passes by stage and micro-batch, without waiting for the device.
 
-A cell is one pass of one micro-batch in one stage. During a step the clock makes a list of marks.
-From each mark to the next, time belongs to one part of one cell, or to no cell between passes. So
-the parts of a pass add up to its time, and nothing is counted twice.
+During a step the clock makes a list of marks, which are points in time. The time from each mark to
+the next belongs to one part of one pass, such as the attention in the forward pass of micro-batch 0
+in stage 0, or to no pass. So the parts of a pass add up to its time, and nothing is counted twice.
+A pass of a micro-batch in a stage is called a cell.
 
     cell:    [   forward, stage 0, micro-batch 0   ] (none) [   forward, ...
     part:    [layers][attention][layers][attention]         [layers] ...
     mark:    ^       ^          ^       ^          ^        ^
 
-A mark is a CUDA event, which is read after the step's one wait for the device. On a CPU it is the
-CPU time of the thread, which takes 3 us to read. README.md says what each kind of mark includes.
+On a GPU a mark is a CUDA event. The events are read after the host has waited for the device, which
+it does once in a step anyway. On a CPU a mark is the CPU time of the thread, which takes 3 us to
+read. README.md says what the time between two marks of each kind includes.
 """
 
 import threading
@@ -30,28 +32,31 @@ from wlb.parallel.observe import Cell, Part, Pass
 class StepTimes:
     """Computing times of a step on one rank."""
 
-    # Computing time by cell and part; a cell is a pass of a micro-batch in a stage.
+    # Computing time of each part of each pass. A `Cell` is a pass of a micro-batch in a stage.
     parts_ns: dict[tuple[Cell, Part], int]
     wall_ns: int  # wall time of the whole step
 
     def part_ns(self, cell: Cell, *parts: Part) -> int:
-        """Return the time of some parts of one pass; 0 for parts that did not run."""
+        """Return the summed time (ns) of some parts of the pass `cell`.
+
+        Parts that did not run count as 0.
+        """
         return sum(self.parts_ns.get((cell, part), 0) for part in parts)
 
     def total_ns(self, part: Part) -> int:
-        """Return the time of one part, such as attention, over all passes of the step."""
+        """Return the time (ns) of one part, such as attention, in all passes of the step."""
         return sum(ns for (_, at), ns in self.parts_ns.items() if at == part)
 
     @cached_property
     def compute_ns(self) -> int:
-        """Time in all passes of the step."""
+        """Time (ns) in all passes of the step."""
         return sum(self.parts_ns.values())
 
     @property
     def bubble_ns(self) -> int:
-        """The rest of the step: pipeline bubbles and waits for transfers.
+        """Time (ns) of the step outside of passes: pipeline bubbles and waits for transfers.
 
-        On a CPU it includes waits for cores that ranks share.
+        On a CPU it includes waits for cores that several ranks share.
         """
         return max(0, self.wall_ns - self.compute_ns)
 
@@ -61,21 +66,22 @@ class StepSpans(NamedTuple):
 
     began_ns: int  # Unix time at which the step began
     wall_ns: int  # duration of the step
-    # Each pass: what it was, its begin since the step's begin (ns), its duration (ns).
+    # For each pass: which pass it was, when it began (ns after the step began), its duration (ns).
     spans: tuple[tuple[Cell, int, int], ...]
 
 
 class WallMarks:
-    """Marks of wall time, for operators on several threads. Base class of the other kinds of marks.
+    """Makes marks of wall time. Base class of the other kinds of marks.
 
-    A mark is a point in time. Differences between marks are read after the step.
+    A mark is a point in time; `between_ns` returns the time between two marks. Marks of wall time
+    are used on a CPU if operators compute in several threads, whose CPU time no single thread has.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step. Marks of the step before are not read after this."""
+        """Prepare for a new step, after which marks of earlier steps are no longer read."""
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
@@ -91,7 +97,7 @@ class WallMarks:
         return time.perf_counter_ns()
 
     def wall_of(self, point: Any) -> Any:
-        """Return the mark of wall time for `point`, a mark that was made just now."""
+        """Convert `point`, a mark of computing time that was just made, to a mark of wall time."""
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
@@ -100,7 +106,7 @@ class WallMarks:
 
 
 class ThreadMarks(WallMarks):
-    """Marks of the CPU time of the thread that runs the step; the step itself has wall time."""
+    """Marks passes by the CPU time of the thread that runs the step, and steps by wall time."""
 
     def now(self) -> int:
         """Return the thread's CPU time."""
@@ -113,9 +119,9 @@ class ThreadMarks(WallMarks):
 
 
 class EventMarks(WallMarks):
-    """Marks by CUDA events on the current stream.
+    """Makes marks with CUDA events on the current stream.
 
-    The events are reused in each step; their number grows to what a step needs.
+    Every step reuses the events of earlier steps. More are created only if a step needs more.
     """
 
     def __init__(self) -> None:
@@ -143,13 +149,16 @@ class EventMarks(WallMarks):
 
 
 _NUM_TRIED = 100
-"""Number of marks that are made once to measure the cost of a mark."""
+"""Number of marks that are made at the start to measure how long making a mark takes."""
 
 
 class StepClock:
-    """Times the steps of one rank.
+    """Times the passes of each step on one rank.
 
-    It is off outside of `step`, so that evaluations leave no times.
+    It only measures inside `step`, so that evaluations, which run the same code, are not timed.
+
+    Args:
+        marks: How points in time are marked on this device.
     """
 
     def __init__(self, marks: WallMarks) -> None:
@@ -162,7 +171,8 @@ class StepClock:
         self._part = Part.LAYERS
         self._wall: list[Any] = []
         self._is_running = False
-        # The first round creates events, which all later steps reuse, so only the second is timed.
+        # The first loop creates CUDA events, which the second loop and all steps reuse. So only the
+        # second loop is timed.
         for _ in range(_NUM_TRIED):
             marks.now()
         marks.reset()
@@ -176,12 +186,13 @@ class StepClock:
         """Return the clock for a device."""
         if device.type == "cuda":
             return cls(EventMarks())
-        # With several threads, the CPU time of one is neither their work nor its duration.
+        # If several threads compute, the CPU time of one of them says neither how much all have
+        # worked nor how long it took. Wall time is used then.
         return cls(ThreadMarks() if torch.get_num_threads() == 1 else WallMarks())
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time the block, which is one step. Drop the previous step's times if nobody took them."""
+        """Time the block, which is one step. Times of the previous step are dropped."""
         self._marks.reset()
         self._points, self._seen, self._spans = [], set(), []
         with observing(self):
@@ -199,13 +210,11 @@ class StepClock:
     ) -> AbstractContextManager[None]:
         """Return a context manager that times one pass of a micro-batch in a stage.
 
-        Its time belongs to the part `first` until `switch` is called.
-
         Args:
             kind: Forward, backward or weight-gradient pass.
             stage: Number of the stage.
             micro_batch: Index of the micro-batch in the pipeline's step.
-            first: Part of the pass that begins.
+            first: The part to which the time belongs until `switch` is called.
 
         Raises:
             RuntimeError: If the pass ran before in this step, or begins inside another one.
@@ -236,9 +245,13 @@ class StepClock:
 
     @contextmanager
     def attention(self, *, is_backward: bool) -> Iterator[None]:
-        """Count the block's time as attention (`wlb.kernels.AttentionObserver`).
+        """Count the time of the block, which computes attention, as attention.
 
-        Forward attention in a backward pass is counted as recomputation.
+        Forward attention inside a backward pass is counted as recomputation. The kernels call this
+        (`wlb.kernels.AttentionObserver`).
+
+        Args:
+            is_backward: Whether the block computes the backward pass of attention.
         """
         before = self._part
         is_recomputed = (
@@ -252,7 +265,7 @@ class StepClock:
 
     @property
     def marks_ns(self) -> int:
-        """Estimated CPU time of the last step's marks: their number times the cost of one."""
+        """Estimated CPU time (ns) of making the last step's marks: number times cost of a mark."""
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:

@@ -1,6 +1,6 @@
-"""Output of rank 0: the table of steps and the summary.
+"""Shows a run on rank 0's screen: the table of steps during training, and the summary at the end.
 
-On a terminal the table is live. Otherwise each step prints a line.
+On a terminal the table is updated in place. Otherwise each step prints a line.
 """
 
 import time
@@ -28,7 +28,7 @@ from wlb.plan import (
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 from wlb.report.tables import facts_table
 
-_ROWS = 14  # most rows of the live table
+_ROWS = 14  # the live table shows the latest 14 steps
 _MOST_STRAGGLERS = 5  # most stragglers that the summary names
 # Short names of sharding strategies.
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
@@ -40,7 +40,8 @@ class Heading(NamedTuple):
     above: str  # first line of the heading
     name: str  # second line of the heading
     width: int  # width of the column in characters
-    rank: int  # columns with a high rank are left out first if the terminal is narrow
+    # If the terminal is too narrow for all columns, those with the highest rank are left out.
+    rank: int
 
     @property
     def whole(self) -> str:
@@ -65,12 +66,14 @@ HEADINGS = (
 FEW = ("step", "loss", "tokens/s", "imbalance usual", "imbalance ours", "time left")
 """Columns that are shown without `--verbose`."""
 ANOTHER_MACHINE = 0.3
-"""Mean relative error of predicted times above which the profile seems to be another machine's."""
-_LOADS = Heading("slowest rank", "CP, experts", 12, 3)
-"""Column of a model with experts, before the last one.
+"""The summary warns if the mean relative error of predicted times is larger than this.
 
-It has the predicted attention of the slowest CP rank and the rows of the slowest EP rank, each over
-the mean rank's."""
+The kernel profile was then probably measured on another machine."""
+_LOADS = Heading("slowest rank", "CP, experts", 12, 3)
+"""The column before the last one, which is only shown for a model with experts.
+
+It has two ratios: the predicted attention time of the slowest CP rank over the mean CP rank's, and
+the number of tokens of the slowest EP rank over the mean EP rank's."""
 
 
 class StepFigures(NamedTuple):
@@ -81,12 +84,12 @@ class StepFigures(NamedTuple):
 
 
 class Display:
-    """Shows steps as they end. Use as a context manager.
+    """Shows the table of steps, to which each step adds a row. Use as a context manager.
 
     Args:
         console: Where the table is printed.
-        title: Its title.
-        total_steps: Steps of the run.
+        title: Title of the table.
+        total_steps: Number of steps of the run.
         experts: Whether the model has experts.
         verbose: Whether all columns are shown; otherwise only the columns of `FEW`.
     """
@@ -138,14 +141,15 @@ class Display:
     ) -> None:
         """Add a step to the table of steps.
 
-        The first step with documents later than `packing.max_delay` also prints a warning.
+        A warning is printed at the first step that trains documents later than `packing.max_delay`
+        allows.
 
         Args:
-            steps_done: Updates so far.
-            m: What was measured.
+            steps_done: Number of updates so far.
+            m: Measurements of the step.
             predicted: Predictions for the run's packing.
             plain: Predictions for the usual loader; None if not computed.
-            figures: Other figures of the step.
+            figures: Learning rate and memory of the step.
         """
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
@@ -177,7 +181,7 @@ class Display:
             self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show a held-out loss."""
+        """Show the held-out loss after `step` updates, together with the run's first one."""
         note = f"held-out loss {loss:.3f} after {step} steps"
         self._first_note = self._first_note or note
         self._note = note if note == self._first_note else f"{self._first_note}   {note}"
@@ -187,7 +191,7 @@ class Display:
             self.console.print(note)
 
     def say(self, line: str) -> None:
-        """Print a line that stays, above a live table."""
+        """Print a line. It stays above the live table."""
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> Group:
@@ -212,19 +216,20 @@ class Display:
 
 
 def _loads(m: MeasuredStep) -> str:
-    """Return the cell of the column `_LOADS`."""
+    """Return the text of a step in the column `_LOADS`."""
     return "-" if m.experts is None else f"{m.cp_imbalance:.2f}, {m.experts.mean_rank:.2f}"
 
 
 def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
-    """Choose the columns that fit a terminal.
+    """Choose the columns of the table of steps that fit a terminal.
 
     Args:
-        width: Characters of the terminal.
+        width: Width of the terminal in characters.
         headings: All columns.
 
     Returns:
-        Indices of the columns, in order. The least important ones are left out.
+        Indices of the columns that fit, in ascending order. Columns with a high `Heading.rank` are
+            left out first.
     """
     left, shown = width - 2, list[int]()
     for i in sorted(range(len(headings)), key=lambda i: headings[i].rank):
@@ -236,10 +241,10 @@ def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
 
 
 class TimeLeft:
-    """Estimates the time until the last step.
+    """Estimates the time until the run's last step.
 
-    It uses the mean time of a step since this start of training, with the evaluations and saves in
-    between.
+    The estimate uses the mean time of a step since training was started or resumed, which includes
+    the evaluations and saves between steps.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -250,8 +255,8 @@ class TimeLeft:
         """Return the time left, as "1:02:03" or "3 d 04 h"; "-" before the second step."""
         now_s = time.perf_counter()
         if self._first is None or steps_done <= self._first[0]:
-            # The time per step is measured from the first step, or from the first one after a
-            # rollback.
+            # The time per step is measured from the end of the first step. After a rollback, which
+            # lowers `steps_done`, the measurement begins anew.
             self._first = (steps_done, now_s)
             return "-"
         done, begun_s = self._first
@@ -264,7 +269,13 @@ class TimeLeft:
 
 
 def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
-    """Add the summary's rows on the loads of experts and ranks."""
+    """Add rows to the summary that say how unevenly experts and ranks were loaded.
+
+    Args:
+        table: The summary.
+        loads: For each step, the tokens of the most loaded expert over the mean expert's.
+        sums: Loads by layer and rank, summed over steps.
+    """
     if not loads:
         return
     text = (
@@ -285,7 +296,10 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
 
 
 def _most(sums: ExpertLoads, name: str) -> str:
-    """Return which layer or rank has the largest load, and the load, as "3 (1.25)"."""
+    """Return the number of the most loaded layer or rank and its load, such as "3 (1.25)".
+
+    `name` is the load that is compared, a field of `ExpertLoads`.
+    """
     worst, ratio = sums.worst(name)
     return f"{worst} ({ratio:.2f})"
 
@@ -297,10 +311,10 @@ def summary(
 
     Args:
         console: Where it is printed.
-        tally: Sums over the run.
+        tally: Sums over the run's steps.
         files: Files that the run wrote, by name.
-        wall: Where the run's time went, in words.
-        verbose: Whether all other rows are printed too.
+        wall: The run's wall time by phase, as text (`wall_line`).
+        verbose: Whether rows on delays, sharding, ranks and measured times are printed too.
     """
     table = facts_table("Summary")
     if tally.stopped:
@@ -341,7 +355,7 @@ def summary(
 
 
 def _warnings(table: Table, tally: Tally) -> None:
-    """Add rows about what went wrong, if anything did."""
+    """Add rows to the summary about problems, such as late documents and failed saves."""
     if tally.overdue:
         table.add_row("late", late_remark(tally.overdue, tally.max_delay))
     if starved := starved_remark(tally.step_tokens):
@@ -356,7 +370,7 @@ def _warnings(table: Table, tally: Tally) -> None:
 
 
 def _details(table: Table, tally: Tally) -> None:
-    """Add the rows that only --verbose shows."""
+    """Add the rows of the summary that only --verbose shows."""
     _balance(table, tally)
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
@@ -439,7 +453,7 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
 
 
 def _overhead(measured: MeasuredShare) -> str:
-    """Describe a rank's time per step besides computing and waiting for other ranks."""
+    """Describe how long a rank waits per step for inputs and plans, and measures and records."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)
     return (

@@ -1,4 +1,4 @@
-"""The hooks that report the end of a run: who stopped it, and its summary."""
+"""The hooks that report the end of a run: what stopped it early, and its summary."""
 
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.faults.stop import StopRequest
@@ -30,7 +30,7 @@ class TellStop(Hook):
 
 
 class ShowSummary(Hook):
-    """Prints the summary on rank 0 and records where the time went.
+    """Prints the summary on rank 0, and records the wall time of each phase.
 
     A run that was stopped before its first step has no summary.
     """

@@ -1,4 +1,4 @@
-"""The hook that reports steps in which ranks waited for torch.compile."""
+"""The hook that reports when torch.compile compiled new graphs, for which all ranks waited."""
 
 import torch
 
@@ -8,14 +8,17 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
 class CountGraphs(Hook):
-    """Counts the compiled graphs of decoder layers on this rank, and the most on any rank."""
+    """Counts the graphs of decoder layers that torch.compile has compiled on this rank.
+
+    The summary also has the largest number on any rank.
+    """
 
     def __init__(self) -> None:
         self._num_before = num_graphs()
         self._num_reported = 0
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Report graphs that were compiled since the last step."""
+        """Report graphs that were compiled during this step."""
         total = num_graphs() - self._num_before
         if new := total - self._num_reported:
             self._num_reported = total

@@ -1,11 +1,12 @@
-"""The tokens that every step trained (`telemetry.ledger`), and a proof that each was trained once.
+"""Records the tokens of every step (`telemetry.ledger`), to prove that each was trained once.
 
-ledger.jsonl in a run's folder has one line per step, written by rank 0: the pieces of documents in
-the step's plan. Every start of training writes the number of the step that it begins with. Earlier
-lines from that step on then no longer count, because the weights do not contain them.
+Rank 0 writes the file ledger.jsonl in the run's folder. It has one line per step with the pieces of
+documents that the step trained. Every start of training, and every rollback, first writes a line
+with the number of the step that comes next. Earlier lines of this step and later steps no longer
+count, because the weights now come from a checkpoint before them.
 
-A killed process may leave half a line. After a full disk, the next line says how many lines were
-lost, and the count is then not exact.
+A killed process may leave an incomplete line. After a full disk, the next line says how many lines
+were lost; the count of tokens is then not exact.
 """
 
 import json
@@ -23,8 +24,10 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
-_IN_STEPS = "step"  # key in the read position of a source that counts in steps
-# Columns of `Pieces` that a line of the ledger has.
+# Key of a read position that counts steps. Sources of ready-made packs (`PackedBatches`) have it;
+# other sources count documents.
+_IN_STEPS = "step"
+# Columns of `Pieces` that are written to a step's line in the ledger.
 _COLUMNS = ("document", "start", "stop", "source")
 
 
@@ -41,11 +44,11 @@ class Ledger:
         self._num_reported = 0
 
     def begin(self, step: int) -> None:
-        """Write that `step` is executed next, with new weights or a checkpoint's."""
+        """Record that training begins or continues with step number `step`."""
         self._write({"begin": step}, before="\n")
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
-        """Write an executed step.
+        """Record the pieces of documents that an executed step trained.
 
         Args:
             plan: The step.
@@ -55,7 +58,10 @@ class Ledger:
         self._write({"step": plan.step, "updated": updated, **_columns(pieces)})
 
     def _write(self, data: dict[str, Any], *, before: str = "") -> None:
-        """Write a line, and before it the number of lines that were lost since the last one."""
+        """Write `data` as a line of JSON, and the text `before` ahead of it.
+
+        If lines could not be written since the last call, a line with their number comes first.
+        """
         file = self._file
         lost = file.num_lost
         if lost > self._num_reported and file.write("\n" + json.dumps({"lost": lost}) + "\n"):
@@ -74,15 +80,15 @@ class RecordLedger(Hook):
         self.ledger = ledger
 
     def begin(self, run: RunContext) -> None:
-        """Write the step with which training begins."""
+        """Record the step with which training begins."""
         self.ledger.begin(run.progress.next_step if run.progress else 0)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Write the step."""
+        """Record which tokens the step trained."""
         self.ledger.add(step.plan, updated=step.updated)
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Write the step at which training continues from the checkpoint."""
+        """Record the step with which training continues after a rollback to `saved_in`."""
         self.begin(run)
 
     def close(self) -> None:
@@ -92,9 +98,9 @@ class RecordLedger(Hook):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How often the run's weights were trained on each token that the loader read.
+    """How many of the tokens that the loader read were trained once, never, or repeatedly.
 
-    Only the steps that made the present weights count.
+    Only steps count whose updates are contained in the weights of the newest checkpoint.
     """
 
     once: int  # tokens trained once
@@ -102,8 +108,8 @@ class Count:
     repeated: int  # tokens trained more than once
     waiting: int  # tokens that wait for later steps
     skipped: int  # tokens in steps that did not update the weights
-    num_steps: int  # steps that made the present weights
-    num_begun: int  # starts of training: the first one and each resume
+    num_steps: int  # steps that count
+    num_begun: int  # how often training began or continued: at the first start, resumes, rollbacks
     num_undone: int  # recorded steps that do not count, because training resumed before them
     num_lost: int = 0  # steps that count but whose lines could not be written
 
@@ -114,13 +120,14 @@ class Count:
 
 
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Return the recorded steps that made the run's present weights.
+    """Read from the ledger the steps whose updates are contained in the run's present weights.
 
     Args:
         folder: The run's folder.
 
     Returns:
-        Lines by step, the number of starts, and the number of steps that no longer count.
+        The lines by step number, the number of starts of training, and the number of recorded steps
+            that do not count because training resumed before them.
 
     Raises:
         UserError: If a step is missing or a line is damaged, and no later line explains it.
@@ -167,14 +174,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
-    """Count how often each token was trained, of all tokens read until the last checkpoint.
+    """Count how often each token that was read before the newest checkpoint was trained.
 
-    The source is read anew up to the checkpoint's state, to find the tokens.
+    To find these tokens, the lengths of documents are read again from the run's source, up to the
+    position that the checkpoint has stored.
 
     Args:
         folder: The run's folder, with its ledger.
-        planner: A planner of the run, whose source is read.
-        state: The planner's state in the last checkpoint.
+        planner: A planner of the run, from whose source the lengths are read.
+        state: The planner's state in the newest checkpoint.
     """
     steps, num_begun, num_undone = lineage(folder)
     # Later steps are not in the checkpoint, so they do not count.
@@ -205,7 +213,12 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
 
 
 def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) -> int:
-    """Count the tokens of some pieces once more in `covered`; return how many there are."""
+    """Add 1 to the count of every token of some pieces, and return the number of these tokens.
+
+    Args:
+        covered: For each document, by (source, id), how often each of its tokens was counted.
+        columns: The pieces, as the columns `_COLUMNS`.
+    """
     num_tokens = 0
     rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
     for document, start, stop, source in rows:
@@ -217,8 +230,8 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
 def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
     """Return the length of each document that the loader had read at `state`, by (source, id).
 
-    The documents are read one after the other, because a resumed run may have batches of another
-    size.
+    The end of the last batch is cut at the position in `state`, because a resumed run may have read
+    batches of another size.
     """
     found: dict[tuple[int, int], int] = {}
     end = _position(state.corpus)
@@ -236,7 +249,11 @@ def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int]
 
 
 def _position(corpus: dict[str, Any]) -> int:
-    """Return how far a source has been read, in documents or in steps of `PackedBatches`."""
+    """Return how far a source has been read, as a number of documents (of steps: `PackedBatches`).
+
+    Args:
+        corpus: The source's read position, as planner states store it.
+    """
     if _IN_STEPS in corpus:
         return corpus[_IN_STEPS]
     if "documents_read" in corpus:

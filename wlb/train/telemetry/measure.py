@@ -1,4 +1,4 @@
-"""The hook that measures steps: it puts all ranks' times into each step."""
+"""The hook that measures each step and adds the times of all ranks to the step's record."""
 
 import time
 from dataclasses import replace
@@ -13,12 +13,12 @@ from wlb.train.telemetry.work import WorkMeter
 
 
 class MeasureSteps(Hook):
-    """Measures each step and stores the record in `ExecutedStep.telemetry`, for later hooks.
+    """Measures each step, and stores the result in `ExecutedStep.telemetry` for the hooks after it.
 
     Args:
-        spec: The run, with the attention kernel that computes.
+        spec: The run, in which kernels.attention names the kernel that really computes.
         mesh: This rank's place in the layout.
-        clock: Has timed the passes of the step.
+        clock: The clock that times the passes of each step.
     """
 
     def __init__(self, spec: RunSpec, mesh: Mesh, clock: StepClock) -> None:
@@ -28,12 +28,12 @@ class MeasureSteps(Hook):
         self._num_recorded = 0
 
     def begin(self, run: RunContext) -> None:
-        """Say if MFU cannot be computed."""
+        """Print a line if MFU cannot be computed, because the device's peak is unknown."""
         if self.work.note:
             run.report.say(self.work.note)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Measure the step, together with all ranks."""
+        """Measure the step. All ranks reduce their times together."""
         if not step.plan.num_targets:
             return  # The step computed nothing.
         times, experts = self.clock.take(), expert_tokens(step, self.mesh)
@@ -50,9 +50,10 @@ class MeasureSteps(Hook):
             run.tally.telemetry.add(step.telemetry)
 
     def _exposed(self, run: RunContext, step: ExecutedStep) -> Exposed:
-        """Return the waits of a step, including the wait for its plan.
+        """Return how long this rank waited in a step for its plan and inputs, and recorded.
 
-        Time that hooks spend on records is known only afterwards, so it counts in the next step.
+        The time that hooks spend on the records of a step is known only after the step, so it is
+        added to the next step.
         """
         step_ns = round((time.perf_counter() - step.began_s) * 1e9) + step.waited_ns
         exposed = Exposed(
@@ -66,18 +67,18 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Return the tokens of each micro-batch whose experts' products are in this rank's times.
+    """Return how many tokens of each micro-batch the experts in this rank's times have computed.
 
-    The tokens are the mean of the pipelines that share an EP group, times a load. On a CPU it is
-    the load of this rank. On CUDA it is the load of the most loaded rank, for which the others
-    wait.
+    It is the mean number of tokens of the pipelines that share the EP group, times how much more
+    load a rank has than the mean rank. On a CPU, the load of this rank counts. On CUDA, the load of
+    the most loaded rank counts, because the measured times include waits for that rank.
 
     Args:
         step: The executed step.
         mesh: This rank's place in the layout.
 
     Returns:
-        Tokens, shape [n]; None for a model without experts.
+        Tokens of each micro-batch, shape [n]; None for a model without experts.
     """
     load = step.sums.experts
     if load is None:

@@ -1,12 +1,12 @@
-"""Compares predicted with measured times, on each rank, and sums the result over ranks.
+"""Compares predicted with measured times of passes on each rank, and sums the result over ranks.
 
-A cell is a micro-batch on a stage on a rank. A cell's prediction comes from the profile that plans
-are priced with, for the spans of this rank. On a CPU it is without collectives, because the
-measured CPU time does not include them. Linear layers are predicted for the rows that experts
-really computed, so that a profile fitted to these times does not depend on a run's routing.
+The time of a micro-batch in a stage is predicted with the kernel profile that also prices plans,
+for the spans of this rank. On a CPU the prediction leaves out collectives, because the measured CPU
+time does not include waits for them. The time of experts is predicted for the number of tokens that
+they really computed, so that a profile fitted to these times does not depend on a run's routing.
 
-Cells without a document's token are not compared, because padding has no price. Neither are passes
-that include collectives of FSDP.
+Two kinds of passes are not compared: passes of a rank that has only padding in a micro-batch,
+because padding has no price, and passes that include collectives of FSDP.
 """
 
 from dataclasses import fields
@@ -32,37 +32,44 @@ from wlb.spec import RunSpec
 from wlb.train.telemetry.clock import StepTimes
 
 _LATENCIES = ("", "predicted_", "whole_")
-"""Prefixes of three times: measured and predicted in decoder layers, measured in the whole pass."""
-# Parts of a pass in decoder layers.
+"""Prefixes of the names of three forward times in a `Telemetry` record.
+
+They are the measured time in decoder layers, the predicted time in decoder layers, and the measured
+time in the whole pass."""
+# The parts of a forward pass that are in decoder layers.
 _IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
 _COLUMNS = tuple(f.name for f in fields(Moments))
 
 
 class Exposed(NamedTuple):
-    """Times of a step on one rank besides its passes."""
+    """Times of a step on one rank outside of its passes."""
 
-    loading_ns: int = 0  # wait for inputs
-    planning_ns: int = 0  # wait for plans
-    records_ns: int = 0  # time spent on records of telemetry
+    loading_ns: int = 0  # time that the rank waited for inputs
+    planning_ns: int = 0  # time that the rank waited for plans
+    records_ns: int = 0  # CPU time that hooks spent on measuring and recording
     step_ns: int = 0  # duration of the step
 
 
-# Times that are recorded as the mean over ranks, and times of which the largest rank is recorded
-# too.
+# Times of which the mean over ranks is recorded (`_MEANS`), and times of which also the largest
+# value and its rank are recorded (`_SPREADS`).
 _MEANS = ("embedding_ns", "head_ns", "predicted_embedding_ns", "predicted_head_ns")
 _SPREADS = ("compute_ns", "bubble_ns")
 _SUMMED = (*_MEANS, *Exposed._fields, *_SPREADS)
 
 
 class TelemetryMeter:
-    """Collects the times of this rank's steps. All ranks add the same steps and reduce together."""
+    """Collects measured and predicted times of this rank's steps, and sums them over ranks.
+
+    All ranks add the same steps and call `reduce` together.
+    """
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
         self.cost = workload_for(spec, mesh.device.type)
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
         self._experts_ns = experts_ns_per_token(self._priced)
-        # `StragglerWatch` compares ranks by terms that include no wait for other ranks.
+        # `StragglerWatch` compares ranks by terms whose time does not include waits for other
+        # ranks. With one CPU thread all terms are such; else only attention is.
         excludes_waits = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if excludes_waits or t.startswith("attention")]
         self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
@@ -86,10 +93,10 @@ class TelemetryMeter:
 
     @property
     def own_ns(self) -> np.ndarray:
-        """This rank's times since the last record, int64 [5].
+        """This rank's times (ns) since the last record, int64 [5].
 
-        They are the measured and the predicted time of the terms that ranks are compared by, and
-        the times of computing, bubbles and loading.
+        They are the measured and the predicted time of the terms by which stragglers are found, and
+        the times of computing, of pipeline bubbles and of waiting for inputs.
         """
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
@@ -105,11 +112,12 @@ class TelemetryMeter:
         """Add a step that this rank executed.
 
         Args:
-            plan: The step of this rank's pipeline.
-            times: Measured times of its cells.
-            exposed: Times besides its passes; None counts them as 0.
-            experts: Tokens of each micro-batch whose experts are in this rank's times, shape [n]
-                (`wlb.train.telemetry.measure.expert_tokens`).
+            plan: The step's plan of this rank's pipeline.
+            times: Measured times of the step's passes.
+            exposed: Times outside of the passes; None counts them as 0.
+            experts: For each micro-batch, the number of tokens for which experts computed in the
+                measured times, shape [n] (`wlb.train.telemetry.measure.expert_tokens`). None
+                without experts.
         """
         predicted = {
             layers: stage_times(plan, self._priced, layers) for layers in set(self._layers.values())
@@ -121,7 +129,8 @@ class TelemetryMeter:
                 row = self.mesh.at.dp * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
                 if layers.layers and plan.shardings[i].tokens[self.mesh.at.cp]:
-                    # Tokens that experts computed beyond the tokens that the price assumes.
+                    # The price assumes that experts compute for `tokens` tokens. `extra` is how
+                    # many more they really computed for.
                     tokens = plan.shardings[i].num_tokens * self._priced.expert_load
                     extra = 0.0 if experts is None else float(experts[i]) - tokens
                     self._compare(i, num - 1, stage, predicted[layers], times, extra)
@@ -141,7 +150,11 @@ class TelemetryMeter:
     def _forward_ns(
         self, i: int, stage: int, predicted: StageTimes, times: StepTimes
     ) -> tuple[int, int, int]:
-        """Return a micro-batch's forward times on this rank, in the order of `_LATENCIES`."""
+        """Return three forward times (ns) of micro-batch `i` in a stage on this rank.
+
+        They are the measured and the predicted time in decoder layers, and the measured time with
+        embedding and head.
+        """
         forward = Cell(Pass.FORWARD, stage, i)
         layers = times.part_ns(forward, *_IN_LAYERS)
         attention = int(predicted.attention_forward_ns[i, self.mesh.at.cp])
@@ -159,7 +172,8 @@ class TelemetryMeter:
             stage: Number of the stage.
             predicted: Predicted times of all micro-batches.
             times: Measured times.
-            extra: Tokens that experts computed beyond the tokens that are priced.
+            extra: Number of tokens for which experts computed, minus the number that the price
+                assumes.
         """
         of = self._layers[stage]
         experts = (round(ns * extra * of.with_experts) for ns in self._experts_ns)
@@ -179,7 +193,8 @@ class TelemetryMeter:
         for name, measured_ns in measured.items():
             if measured_ns <= 0:
                 continue
-            # Attention has one column for each CP rank, other terms have none.
+            # Predicted attention times have shape [micro-batches, CP ranks], other predicted times
+            # [micro-batches].
             column = getattr(predicted, f"{name}_ns")
             expected_ns = int(column[i, self.mesh.at.cp] if column.ndim == 2 else column[i])
             expected_ns += extra_ns.get(name, 0)
@@ -193,8 +208,9 @@ class TelemetryMeter:
         """Return the record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
-        # Each code combines a time with a rank, so that one maximum finds the largest time and its
-        # rank. Of ranks with equal times, the lowest wins.
+        # Each code is an integer that combines a time with a rank, so that one all-reduce with
+        # maximum finds both the largest time and its rank. Of ranks with equal times, it finds the
+        # lowest.
         world, rank = self.mesh.world_size, self.mesh.rank
         codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
@@ -205,7 +221,13 @@ class TelemetryMeter:
         return record
 
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
-        """Build the record from reduced sums and maxima."""
+        """Build the record from what was reduced over ranks.
+
+        Args:
+            total: Sums over ranks: the columns of `Moments` of each term, then the times `_SUMMED`.
+            peaks: Maxima over ranks: a code for each of `_SPREADS` (see `reduce`), then the forward
+                times of each step, micro-batch and stage.
+        """
         steps = self.num_steps
         width = len(_COLUMNS)
         of_terms = width * len(TERMS)
@@ -234,7 +256,13 @@ class TelemetryMeter:
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
-        """Decode the largest time and its rank; return them with the mean over ranks."""
+        """Return the mean and the largest time of a step over ranks, and the rank of the largest.
+
+        Args:
+            mean_s: Mean over ranks and steps.
+            code: Largest sum over the steps (ns) and its rank in one integer (see `reduce`).
+            steps: Number of steps.
+        """
         time_ns, behind = divmod(code, self.mesh.world_size)
         rank = self.mesh.world_size - 1 - behind
         return Spread(mean_s=mean_s, max_s=time_ns * 1e-9 / steps, max_rank=rank)

@@ -1,12 +1,12 @@
-"""Tables of all ranks' times, ranks that are slower than others, and timelines of a few ranks.
+"""Records all ranks' times in tables, finds ranks that are slower, and records timelines of passes.
 
-A table gathers five integers from each rank every `RANKS_INTERVAL` steps (35 bytes per rank in the
-file). A timeline has every pass of a step on at most `MOST_TIMED` ranks, which are TP rank 0 of the
-first pipelines (20 bytes per pass).
+A table has five times of each rank, summed over `RANKS_INTERVAL` steps. It takes 35 bytes per rank
+in metrics.jsonl. A timeline shows when each pass of a step ran, on at most `MOST_TIMED` ranks: TP
+rank 0 of the first pipelines. It takes 20 bytes per pass.
 
-On a CPU, the ranks of a timeline are aligned by the clocks of their hosts, unless those differ by
-more than the step is long. On CUDA all ranks begin at 0, because a host may run ahead of its
-device.
+On a CPU, the times of different ranks in a timeline are aligned by the clocks of their hosts,
+unless the clocks differ by more than the length of the step. On CUDA all ranks begin at time 0,
+because the host's clock does not say when the device began the step.
 """
 
 import platform
@@ -30,26 +30,26 @@ from wlb.train.telemetry.clock import StepClock, StepSpans
 from wlb.train.telemetry.report import RunReport
 
 LEAST_SHARE = 0.5
-"""Tables with fewer steps than this share of `RANKS_INTERVAL` do not change the stragglers.
+"""A table must cover at least this share of `RANKS_INTERVAL` steps to decide about stragglers.
 
-The last table of a run may be that short."""
-# Columns of a table, in the order of `TelemetryMeter.own_ns`.
+The last table of a run may cover fewer steps, whose times vary too much."""
+# Columns of a table of ranks, in the order in which `TelemetryMeter.own_ns` returns them.
 _TABLED = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
 _KINDS = tuple(Pass)
-_NONE = -1  # fills unused rows of a packed timeline
+_NONE = -1  # marks unused rows in the array of a rank's passes (`RankMeter._packed`)
 
 
 class StragglerWatch:
-    """Names the ranks that are slower than others at the same work, from a run's tables in order.
+    """Finds stragglers: ranks that are slower than others at the same work.
 
-    A rank is a straggler if its measured over predicted time exceeds the median rank's by
-    `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables in a row. It stops being one at the first
-    table in which it does not.
+    A rank is a straggler if its ratio of measured to predicted time exceeds the median rank's by
+    `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables of ranks in a row. It is no longer one after
+    the first table in which the ratio does not exceed it.
 
     On a CPU, times of decoder layers are compared. On CUDA only times of attention kernels are
     compared, because the rest of a layer includes waits for slower TP and CP ranks. A rank that is
-    late for another reason, such as its host or a network link, is not named; the bubbles of its
-    neighbours show it.
+    late because of its host or a network link is therefore not found, but its neighbours have
+    larger pipeline bubbles.
 
     Args:
         spec: The run.
@@ -62,7 +62,7 @@ class StragglerWatch:
         self._named: tuple[Straggler, ...] = ()
 
     def update(self, table: RankTable) -> tuple[Straggler, ...]:
-        """Take the next table, and return the stragglers so far, slowest first."""
+        """Take the run's next table of ranks, and return the present stragglers, slowest first."""
         if table.num_steps < LEAST_SHARE * RANKS_INTERVAL:
             return self._named
         over = table.over_median
@@ -113,15 +113,18 @@ class RankMeter:
         self._num_steps += num_steps
 
     def is_table_due(self, *, is_last: bool) -> bool:
-        """Return whether the next table is due: every `RANKS_INTERVAL` steps, and at the end."""
+        """Return whether a table is due: after every `RANKS_INTERVAL` steps, and at the end.
+
+        `is_last` says that the run's last step has ended.
+        """
         return self._num_steps > 0 and (is_last or self._num_steps >= RANKS_INTERVAL)
 
     def table(self, step: int, steps_done: int) -> RankTable | None:
-        """Gather all ranks' times of the steps since the last table. A collective call.
+        """Gather the times of all ranks since the previous table. A collective call.
 
         Args:
-            step: Number of the last step.
-            steps_done: Updates so far.
+            step: Number of the step that just ended.
+            steps_done: Number of updates so far.
 
         Returns:
             The table on rank 0, None on other ranks.
@@ -137,12 +140,12 @@ class RankMeter:
         return replace(table, stragglers=self._watch.update(table))
 
     def timeline(self, spans: StepSpans, step: int, steps_done: int) -> MeasuredTimeline | None:
-        """Gather the passes of the last step on a few ranks. All ranks call it.
+        """Gather when the passes of a step ran, on a few ranks. All ranks call it.
 
         Args:
             spans: The passes of this rank.
             step: Number of the step.
-            steps_done: Updates so far.
+            steps_done: Number of updates so far.
 
         Returns:
             The timeline on rank 0, None on other ranks.
@@ -166,9 +169,11 @@ class RankMeter:
         )
 
     def _packed(self, spans: StepSpans) -> torch.Tensor:
-        """Pack a timeline into integers, with equally many rows on every rank.
+        """Pack this rank's passes into an int64 array that has the same shape on every rank.
 
-        The first row has the step's begin (ns) and wall time (us). Each further row is one pass.
+        The shape is [1 + most passes of a rank, 5]. The first row has the Unix time at which the
+        step began (ns), and its wall time (us). Each further row is a pass: its kind, stage,
+        micro-batch, begin (us) and duration (us). Unused rows are filled with `_NONE`.
         """
         spec = self.spec
         most = len(_KINDS) * spec.pp.virtual_stages * spec.micro_batches_per_pipeline
@@ -181,9 +186,10 @@ class RankMeter:
 
 
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
-    """Return the ranks of a timeline: TP rank 0 of as many pipelines as `MOST_TIMED` allows.
+    """Return the ranks whose passes a timeline shows.
 
-    If one pipeline already has too many ranks, only its CP rank 0 is included.
+    They are the ranks with TP rank 0 of the first pipelines, at most `MOST_TIMED` ranks. If these
+    are too many in a single pipeline, they are its ranks with TP rank 0 and CP rank 0.
     """
     # The grid has shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
@@ -196,12 +202,12 @@ def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
 def timeline_of(
     rows: dict[int, np.ndarray], *, step: int, steps_done: int, has_common_clock: bool
 ) -> MeasuredTimeline:
-    """Build a timeline of a few ranks from their packed passes.
+    """Build a timeline from the passes of a few ranks.
 
     Args:
-        rows: What `RankMeter` packed, by rank.
+        rows: The array of passes that `RankMeter._packed` made on each rank, by rank.
         step: Number of the step.
-        steps_done: Updates after it.
+        steps_done: Number of updates after the step.
         has_common_clock: Whether begin times of different ranks can be compared.
     """
     began_us = np.array([r[0, 0] // 1000 for r in rows.values()])
@@ -265,14 +271,14 @@ class RecordRanks(Hook):
 
 
 def gather_places(mesh: Mesh, world: World) -> tuple[Place, ...]:
-    """Gather where every rank computes. A collective call.
+    """Gather on which node and host every rank runs. A collective call.
 
     Returns:
         Node and host of each rank on rank 0; () on other ranks.
     """
     found: list[Any] = [None] * mesh.world_size
     own = Place(platform.node(), world.node_rank)
-    # all_gather_object works along a ring; for gather_object, rank 0 would open a connection to
-    # every rank.
+    # all_gather_object passes data around a ring of ranks. With gather_object, rank 0 would need
+    # an open connection to every rank.
     dist.all_gather_object(found, own, group=host_group())
     return tuple(found) if mesh.rank == 0 else ()

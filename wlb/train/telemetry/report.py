@@ -1,4 +1,4 @@
-"""Sends a run's records and messages to files and the screen, on rank 0."""
+"""Writes a run's records to files and its messages to the screen, on rank 0 only."""
 
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
@@ -14,13 +14,15 @@ from wlb.train.telemetry.sinks import Sink, open_sinks
 
 
 class RunReport:
-    """Writes metrics.jsonl, the other sinks and the screen. Use as a context manager.
+    """Writes records to metrics.jsonl and the other sinks, and messages to the screen.
+
+    Use it as a context manager.
 
     Args:
         job: The run.
         is_shown: Whether this rank writes anything; true on rank 0.
-        priced: The run's spec with the attention kernel that computes.
-        device: Kind of device.
+        priced: The run's spec, in which kernels.attention names the kernel that really computes.
+        device: Kind of device, "cpu" or "cuda".
         steps_done: Updates of the checkpoint that the run resumes from; 0 for a new run.
         places: Node and host of each rank; empty except on rank 0.
     """
@@ -71,7 +73,7 @@ class RunReport:
         self._opened.close()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a record to every sink, which is a line of metrics.jsonl.
+        """Write a record to every sink. In metrics.jsonl it is one line.
 
         Args:
             kind: What the record is about, such as "step".
@@ -81,7 +83,7 @@ class RunReport:
             sink.write({"kind": kind, **values})
 
     def say(self, line: str) -> None:
-        """Print a line, above the live table if there is one."""
+        """Print a line on rank 0's screen; it stays above a live table."""
         if self.display is not None:
             self.display.say(line)
 
@@ -90,7 +92,7 @@ class RunReport:
 
         Args:
             resumed_from: The checkpoint; None for a new run.
-            steps_done: Its updates.
+            steps_done: Number of updates that its weights have had.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"resumed_from": resumed_from, "steps_done": steps_done, "time": now}

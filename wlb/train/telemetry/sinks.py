@@ -1,8 +1,9 @@
-"""Where a run's records go: always to metrics.jsonl, TensorBoard and wandb if configured.
+"""Sinks, which write a run's records: metrics.jsonl and, if configured, TensorBoard and wandb.
 
-A record is a dictionary with its `kind`, and one line of metrics.jsonl. Every sink gets every
-record. TensorBoard and Weights & Biases draw curves of all numbers in it (`scalars_of`), so a new
-entry of a record appears everywhere. Only rank 0 has sinks.
+A record is a dictionary. Its entry "kind" says what it is about. Every sink gets every record.
+metrics.jsonl has one line per record. TensorBoard and Weights & Biases draw curves of all numbers
+in records of steps and evaluations (`scalars_of`), so a new number in such a record appears in all
+sinks without further code. Only rank 0 has sinks.
 """
 
 import importlib
@@ -21,13 +22,15 @@ from wlb.spec import RunSpec
 from wlb.train.telemetry.appended import AppendedFile
 
 CURVES = ("step", "evaluation")
-"""Kinds of records whose numbers are points of curves."""
+"""Kinds of records whose numbers TensorBoard and wandb draw as curves."""
 MOST_TABLE_BYTES = 64 * 2**20
-"""Most bytes of tables of ranks and timelines that one start of a run writes.
+"""Most bytes of rank tables and timelines that a run writes to metrics.jsonl.
 
-Later ones are left out."""
+Later tables and timelines are left out, so that a long run does not fill the disk. A resumed run
+may write as much again."""
 _TABLES = ("ranks", "timeline")
-# Numbers without a curve: sums from which other numbers are computed, and the horizontal axis.
+# Numbers of a record for which no curve is drawn: sums, from which other numbers of the record are
+# computed, and counts of steps, which are the horizontal axis.
 _SUMS = frozenset(f.name for f in fields(Moments))
 _COUNTS = frozenset(("step", "steps_done"))
 
@@ -74,10 +77,10 @@ def refuse_missing(spec: RunSpec) -> None:
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record that make curves, by path.
+    """Return the numbers of a record that are drawn as curves, by their path in the record.
 
-    A path is, for example, "measured/telemetry/imbalance". Step counts, which are the axis, and
-    sums behind other numbers are left out.
+    A path is, for example, "measured/telemetry/imbalance". Two kinds of numbers are left out: step
+    counts, which are the horizontal axis, and sums from which other numbers are computed.
     """
     return dict(_leaves(record, ""))
 
@@ -93,9 +96,9 @@ def _leaves(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 
 
 class JsonLines:
-    """Writes each record at once as a line of a file.
+    """Appends each record as a line of JSON to a file.
 
-    A line that an earlier start left incomplete is ended first.
+    If a killed process left an incomplete line at the end of the file, that line is ended first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +133,8 @@ def _ends_a_line(path: Path) -> bool:
 class TensorBoard:
     """Writes event files for TensorBoard.
 
-    After a resume, values that an earlier start wrote for the same steps are hidden.
+    If a resumed run trains steps a second time, TensorBoard hides the earlier values of these
+    steps.
     """
 
     def __init__(self, folder: Path, *, steps_done: int) -> None:
@@ -150,10 +154,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a run in the project `telemetry.wandb`.
+    """Logs records to a run of Weights & Biases, in the project `telemetry.wandb`.
 
-    Its id is stored in the run's folder, so that a resumed run continues it. The wandb library
-    itself reads WANDB_MODE (online or not) and the account.
+    The id of that run is stored in the training run's folder, so that a resumed training continues
+    it. The wandb library reads the account, and WANDB_MODE (online or offline), from the
+    environment.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -169,8 +174,8 @@ class WeightsAndBiases:
             dir=str(folder),
             config=spec.to_dict(),
         )
-        # wandb's default axis only increases, but after a resume steps may be trained a second
-        # time.
+        # wandb's default horizontal axis can only increase. A resumed run may train steps a second
+        # time, so the curves use "steps_done" as their axis.
         self._run.define_metric("steps_done")
         self._run.define_metric("*", step_metric="steps_done")
 

@@ -1,7 +1,7 @@
-"""The hook that writes snapshots of CUDA's allocator: `telemetry.snapshot_steps`.
+"""The hook that writes snapshots of CUDA's caching allocator (`telemetry.snapshot_steps`).
 
-A snapshot has every block of a rank's GPU memory and the calls that allocated it, for
-https://docs.pytorch.org/memory_viz. This has not run on a GPU.
+A snapshot lists every block of a rank's GPU memory and the call stack that allocated it. The page
+https://docs.pytorch.org/memory_viz shows it. This has not run on a GPU.
 """
 
 import sys
@@ -14,15 +14,17 @@ from wlb.train.telemetry.wall import Phase
 
 FOLDER = "memory"
 MOST_EVENTS = 100_000
-"""Allocations and frees that a rank remembers, of about 1 KiB each."""
+"""Most allocations and frees that a rank remembers, the latest ones.
+
+Each takes about 1 KiB of host memory, so they take about 100 MiB in all."""
 _ATTACH = "_cuda_attach_out_of_memory_observer"
 
 
 class SnapshotMemory(Hook):
     """Writes snapshots of this rank's GPU memory.
 
-    It writes one after each step of `telemetry.snapshot_steps`, counted as in the table of steps,
-    and one when an allocation fails.
+    It writes a snapshot after each step that `telemetry.snapshot_steps` lists, and another when an
+    allocation fails. Steps are counted by updates, as in the table of steps.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -47,17 +49,20 @@ class SnapshotMemory(Hook):
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _out_of_memory(self, device: int, asked: int, allocated: int, free: int) -> None:
-        """Report a failing allocation and write a snapshot. Called by torch."""
+        """Report a failing allocation of `asked` bytes, and write a snapshot. torch calls it."""
         sys.stderr.write(
             f"wlb train: rank {self.rank} needs {asked:,} bytes, its GPU has {free:,} free; "
             f"{self._write('oom')}\n"
         )
 
     def _write(self, moment: str) -> str:
-        """Write a snapshot; return a line that says where it is, or why it failed."""
+        """Write a snapshot, and return a line that says where it is, or why it was not written.
+
+        The file's name begins with `moment`.
+        """
         path = self.folder / f"{moment}-rank-{self.rank}.pickle"
         try:
-            # Without parents=True, so that a run's folder that was removed is not created anew.
+            # `parents=True` would create the run's folder anew if it was removed.
             self.folder.mkdir(exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
         # Raising here would hide the failure that the snapshot should explain.

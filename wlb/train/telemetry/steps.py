@@ -1,4 +1,7 @@
-"""The hook that records and shows every step: predictions, measurements and refusals."""
+"""The hook that records and shows every step: its predictions and measurements.
+
+It also records steps that update nothing because their loss or gradient is not finite.
+"""
 
 import resource
 import sys
@@ -16,7 +19,7 @@ from wlb.train.telemetry.display import StepFigures
 
 
 class RecordSteps(Hook):
-    """Writes a line per step to the sinks, shows it, and adds it to the summary's sums."""
+    """Writes a record per step to the sinks, shows the step, and adds it to the summary's sums."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         """Record and show an executed step."""
@@ -54,7 +57,7 @@ class RecordSteps(Hook):
         run.report.display.step(run.steps_done, measured, predicted, plan.baseline, figures)
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
-        """Record and show a step that was not finite."""
+        """Record and show a step whose loss or gradient norm is not finite."""
         run.tally.refused[str(step.action)] += 1
         run.tally.skipped_tokens += step.plan.packing.num_tokens
         found = f"loss {step.sums.loss}, gradient norm {step.sums.gradient_norm}"
@@ -70,7 +73,7 @@ class RecordSteps(Hook):
         run.report.say(f"the step after step {run.steps_done}: {found}; {then}")
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Record that training continues from a checkpoint."""
+        """Record that training continues from the checkpoint `saved_in`."""
         run.report.start(str(saved_in), steps_done=run.steps_done)
 
 

@@ -1,7 +1,7 @@
-"""The hook that traces whole steps with torch.profiler: `telemetry.trace_steps`.
+"""The hook that traces whole steps with torch.profiler (`telemetry.trace_steps`).
 
-A trace has every operator and kernel of a rank's step, for Perfetto or chrome://tracing. Tracing
-slows the step, so do not compare its time with other steps.
+A trace shows every operator and kernel of a step on one rank, in Perfetto or chrome://tracing.
+Tracing makes the step slower, so its time should not be compared with that of other steps.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ FOLDER = "traces"
 TRACED_RANK = 0
 """The rank whose steps are traced.
 
-Each further rank would write a file of hundreds of megabytes."""
+Only one rank is traced, because each rank would write a file of hundreds of megabytes."""
 
 
 class TraceSteps(Hook):
@@ -67,8 +67,8 @@ class TraceSteps(Hook):
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
-        # Each trace has a single profiler cycle. Without `acc_events`, torch 2.11 warns that it
-        # drops events of earlier cycles.
+        # Without `acc_events`, torch 2.11 warns that events of earlier profiler cycles are dropped,
+        # although a trace has only one cycle here.
         started = profile(activities=kinds, acc_events=True)
         started.start()
         self._running = started

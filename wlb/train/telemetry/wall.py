@@ -1,7 +1,8 @@
-"""Wall time of a run by phase. Every second belongs to one phase, so the phases sum to the total.
+"""Measures the wall time of a run by phase, such as start-up, steps and checkpoints.
 
-Phases may nest; the time of the inner phase is not counted in the outer one. The clock starts in
-the start-up, which began before the ranks existed (`Job.started_s`).
+Every second belongs to exactly one phase, so the phases sum to the total. Phases may nest; the time
+of an inner phase is not counted in the outer one. The first phase, the start-up, begins with the
+command (`Job.started_s`), before the ranks exist.
 """
 
 import time
@@ -14,11 +15,11 @@ class Phase(StrEnum):
     """A part of a run's wall time."""
 
     START = "start-up"  # until the first plans are needed
-    PLANNING = "planning"  # waits for plans, and their first comparison
-    STEPS = "steps"  # including loading inputs and writing records
-    EVALUATION = "evaluation"
-    CHECKPOINTS = "checkpoints"
-    REST = "rest"  # between steps and at the end
+    PLANNING = "planning"  # waiting for plans, and comparing the first plans across ranks
+    STEPS = "steps"  # steps, including loading their inputs and writing their records
+    EVALUATION = "evaluation"  # computing the held-out loss
+    CHECKPOINTS = "checkpoints"  # waiting for saves, and loading a checkpoint for a rollback
+    REST = "rest"  # all other work between steps and at the end
 
 
 class WallTimes:
@@ -37,7 +38,7 @@ class WallTimes:
         self._mark_s = time.perf_counter()
 
     def switch(self, phase: Phase) -> Phase:
-        """End the current phase and begin another; return the phase that ended."""
+        """End the current phase and begin `phase`. Return the phase that ended."""
         now_s, before = time.perf_counter(), self._phase
         self._seconds[before] += now_s - self._mark_s
         self._phase, self._mark_s = phase, now_s
@@ -45,7 +46,7 @@ class WallTimes:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Count the time of the block to `phase`, without the time of phases inside."""
+        """Add the time of the block to `phase`, except the time of phases inside the block."""
         outer = self.switch(phase)
         try:
             yield
@@ -60,7 +61,7 @@ class WallTimes:
 
 
 def wall_line(seconds: dict[Phase, float], *, before_ranks_s: float) -> str:
-    """Return all phases in one sentence.
+    """Return the wall time of all phases in one sentence, for the summary.
 
     Args:
         seconds: Seconds by phase.

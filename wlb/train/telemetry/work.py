@@ -1,7 +1,8 @@
-"""Model FLOPs of executed steps and their wall time: TFLOP/s and MFU.
+"""Computes TFLOP/s and MFU from the model FLOPs and the wall time of executed steps.
 
-Plans are global, so every rank knows the work of all ranks without communication. The time is the
-rank's wall time of whole steps, as for tokens/s, because ranks wait for each other in every step.
+Every rank has the plan of all pipelines, so it knows the FLOPs of all ranks without communication.
+The time is this rank's wall time of whole steps, as for tokens/s. It is nearly the same on all
+ranks, because ranks wait for each other in every step.
 """
 
 import torch
@@ -29,7 +30,7 @@ class WorkMeter:
 
     @property
     def note(self) -> str:
-        """A line for the log if MFU cannot be computed, else ""."""
+        """A line for the log that says why MFU cannot be computed; "" if it can."""
         if self.peak_tflops:
             return ""
         return (
@@ -38,11 +39,11 @@ class WorkMeter:
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:
-        """Add the forward and backward FLOPs of every token of an executed step.
+        """Add an executed step: its wall time, and the forward and backward FLOPs of all tokens.
 
         Args:
             plan: The packing of the step.
-            wall_s: Its wall time.
+            wall_s: Wall time of the step.
         """
         model, rank_s = self.spec.model, wall_s * self.num_ranks
         window = self.spec.data.context_window
@@ -54,6 +55,6 @@ class WorkMeter:
         )
 
     def take(self) -> Work:
-        """Return the work of the steps since the last call."""
+        """Return the sums over the steps since the previous call."""
         taken, self._sum = self._sum, Work()
         return taken
