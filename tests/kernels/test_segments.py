@@ -71,7 +71,7 @@ def test_copies_of_segments_are_themselves():
 @pytest.mark.parametrize(
     ("key_rows", "message"),
     [
-        ([0, 1], r"key_rows must be 3 whole numbers, one a key, not int64 of shape \(2,\)"),
+        ([0, 1], r"key_rows must be 3 whole numbers, one per key, not int64 of shape \(2,\)"),
         ([0.0, 1.0, 2.0], "not float64 of shape"),
         ([0, -1, 2], "key_rows has a negative row: -1"),
     ],

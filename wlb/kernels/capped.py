@@ -1,7 +1,8 @@
-"""Attention with capped scores by plain matrix products, where no kernel supports caps.
+"""Attention with capped scores by plain matrix products, for devices whose kernels have no caps.
 
-A score s becomes softcap * tanh(s / softcap) (Gemma 2), computed in float32 or wider. A batch is
-processed in parts, so that at most _MOST_SCORES scores exist at a time, or those of one segment.
+A cap replaces a score s by softcap * tanh(s / softcap), as in Gemma 2. Scores are computed in
+float32, or float64 for float64. A batch of segments is processed in parts, so that at most
+_MOST_SCORES scores are in memory at a time (or those of one segment, if these are more).
 Shapes: B segments of Q queries and K keys, H heads, D head size.
 """
 
@@ -23,15 +24,15 @@ def capped_forward(
     is_causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, D] and the log-sum-exp [B, H, Q].
+    """Compute attention with capped scores: output [B, H, Q, D] and log-sum-exp [B, H, Q].
 
     Args:
         q_BHQD: Queries.
         k_BHKD: Keys, with as many heads as queries.
         v_BHKD: Values.
-        mask: Added to scores, shape [B or 1, 1, Q, K]. None adds nothing.
-        is_causal: Whether query i sees only keys up to i.
-        softcap: The cap.
+        mask: Is added to the capped scores, shape [B or 1, 1, Q, K]. None adds nothing.
+        is_causal: Whether query i attends only to the keys up to i.
+        softcap: The cap on scores.
     """
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = q_BHQD.new_empty(q_BHQD.shape[:3], dtype=sum_dtype(q_BHQD))
@@ -45,7 +46,7 @@ def capped_forward(
 def capped_backward(
     grad_BHQD: Tensor, saved: SavedTensors, mask: Tensor | None, is_causal: bool, softcap: float
 ) -> Gradients:
-    """Return the gradients of q, k and v, all with as many heads as q.
+    """Return the gradients of q, k and v for `capped_forward`.
 
     Args:
         grad_BHQD: Gradient of the output.
@@ -82,7 +83,7 @@ def _of(mask: Tensor | None, some: slice) -> Tensor | None:
 def _scores(
     q_BHQD: Tensor, k_BHKD: Tensor, mask: Tensor | None, is_causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return capped and masked scores, [B, H, Q, K], and the derivative of the cap at each."""
+    """Return the capped and masked scores, [B, H, Q, K], and the cap's derivative at each score."""
     wide = sum_dtype(q_BHQD)
     scores = q_BHQD.to(wide) @ k_BHKD.to(wide).mT * q_BHQD.shape[-1] ** -0.5
     share = (scores / softcap).tanh()

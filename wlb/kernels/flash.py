@@ -1,8 +1,9 @@
 """Attention by the three optional FlashAttention packages: 2 (flash-attn), 3 and 4.
 
-All compute float16 and bfloat16 with head sizes in steps of 8. Their parameters were read in the
-sources of the versions below, and calls are tested with stand-ins. FlashAttention-3 has run on an
-H100; **2 and 4 have not run on a GPU here**.
+All compute float16 and bfloat16, with head sizes that are multiples of 8. The names of their
+parameters come from the sources of the versions below. Tests call functions with the same
+parameters in place of the packages. FlashAttention-3 has run on an H100; **2 and 4 have not run on
+a GPU here**.
 """
 
 import torch
@@ -17,7 +18,7 @@ from wlb.kernels.flash_package import (
 from wlb.kernels.segments import Scores
 from wlb.spec import AttentionBackend
 
-# Arguments of backward functions that write dq, dk and dv into given tensors.
+# Further arguments of the backward functions that write dq, dk and dv into tensors that we pass.
 _WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
 _FLASH2 = {**_NO_WINDOW, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}
@@ -25,15 +26,16 @@ _FLASH4 = {"window_size_left": None, "window_size_right": None, "softcap": 0.0, 
 
 
 def wheel_index(cuda: str | None) -> str:
-    """Return PyTorch's index of wheels for a version of CUDA; None (CPU builds) means 13.0."""
+    """Return the URL of PyTorch's wheels for a CUDA version such as "12.8"; None means 13.0."""
     return f"https://download.pytorch.org/whl/cu{(cuda or '13.0').replace('.', '')}"
 
 
 class Flash2Backend(FlashBackend):
-    """FlashAttention-2, built separately; torch_varlen uses the same kernels inside torch.
+    """FlashAttention-2 from the package flash-attn; torch_varlen has the same kernels in torch.
 
-    The deterministic backward keeps ceil(SMs / (segments * heads)) float32 copies of dQ. On an H100
-    these are five copies of 2.1 GB for one segment of 131,072 tokens and 32 heads of 128.
+    The deterministic backward keeps ceil(multiprocessors / (segments * heads)) float32 copies of
+    dQ. On an H100 these are five copies of 2.1 GB for one segment of 131,072 tokens with 32 heads
+    of size 128.
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_2
@@ -48,19 +50,20 @@ class Flash2Backend(FlashBackend):
         ),
     )
     # If max_q is 1 and heads are grouped, the package assumes decoding with exactly one query in
-    # every segment, but ours may have none. A larger max_q only changes the launch size.
+    # every segment, but our segments may have none. A larger max_q changes only the launch size.
     least_max_q = 2
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
-        """Return why this GPU or head size is not supported, or None."""
+        """Return why the package does not support this GPU or head size, or None if it does."""
         return before_ampere(major, minor) or wrong_head_size(head_size, 256)
 
 
 class Flash3Backend(FlashBackend):
-    """FlashAttention-3 for Hopper; the package's kernels for Ampere are not offered.
+    """FlashAttention-3 on Hopper GPUs; the package's kernels for Ampere are not used.
 
-    The sources were read in the folder hopper of the flash-attention repository, February to August
-    2026. Betas before autumn 2025 differ and are refused.
+    The names of parameters come from the folder hopper of the flash-attention repository, as it was
+    from February to August 2026. Beta versions before autumn 2025 have other parameters and are
+    refused.
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_3
@@ -70,8 +73,8 @@ class Flash3Backend(FlashBackend):
         supported="flash-attn-3 3.0.0",
         install=f"pip install --no-deps flash-attn-3 --index-url {wheel_index(torch.version.cuda)}",
         functions=(
-            # Do not split keys: it helps only decoding, and each number of splits rounds
-            # differently.
+            # Do not split keys over thread blocks: this helps only decoding, and results would
+            # depend on the number of splits.
             FlashFunction(
                 "_flash_attn_forward", (), _NO_WINDOW | {"causal": True, "num_splits": 1}
             ),
@@ -80,17 +83,18 @@ class Flash3Backend(FlashBackend):
     )
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
-        """Return why this GPU or head size is not supported, or None."""
+        """Return why the package does not support this GPU or head size, or None if it does."""
         if major != 9:
             return f"compute capability 9.x (Hopper) only, not {major}.{minor}"
         return wrong_head_size(head_size, 192 if self.deterministic else 256)
 
 
 class Flash4Backend(FlashBackend):
-    """FlashAttention-4 for Hopper and Blackwell, so far only as pre-releases.
+    """FlashAttention-4 for Hopper and Blackwell, of which there are only pre-releases so far.
 
-    It compiles a kernel at the first call of each kind. A run makes `compiled_calls` before its
-    first step (`wlb.train.warm_up`). flash-attn 2.8.3 contains an older copy, which is refused.
+    It compiles a kernel when a call of a new kind is made. A run therefore makes a call of each
+    kind (`compiled_calls`) before its first step (`wlb.train.warm_up`). flash-attn 2.8.3 contains
+    an older copy of the package, which is refused.
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_4
@@ -106,7 +110,7 @@ class Flash4Backend(FlashBackend):
     )
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
-        """Return why this GPU or head size is not supported, or None."""
+        """Return why the package does not support this GPU or head size, or None if it does."""
         is_blackwell = major == 10
         if major != 9 and not is_blackwell:
             return f"compute capability 9.x or 10.x only, not {major}.{minor}"
@@ -115,13 +119,13 @@ class Flash4Backend(FlashBackend):
     def compiled_calls(
         self, queries_per_key: int, *, is_causal: bool
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return a small call of each kind that is compiled separately.
+        """Return a small example of each kind of call that the package compiles separately.
 
-        Kinds differ in whether there are more than 256 segments, and whether the longest segment
-        fits into one tile of queries and one tile of keys. Tiles have 48 to 128 rows in backward;
-        in forward they have 128 to 256 rows, counted over the query heads that share a key head.
-        Heads of 256 on B200 have one more kind: more segments of one tile than half the
-        multiprocessors.
+        A call is given as the (queries, keys) of each of its segments. Kinds differ in whether
+        there are more than 256 segments, and in whether the longest segment fits into one tile of
+        queries and into one tile of keys. In backward tiles have 48 to 128 rows. In forward they
+        have 128 to 256 rows, counted over the query heads that share a key head. Heads of size 256
+        on a B200 have one more kind: more segments of a single tile than half the multiprocessors.
 
         Args:
             queries_per_key: Query heads per key head.
@@ -133,7 +137,7 @@ class Flash4Backend(FlashBackend):
         return tuple((one, *rest) for one in dict.fromkeys(longest) for rest in ((), short))
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
-        """Return why these scores are not supported, or None."""
+        """Return why the package cannot compute these scores on this GPU, or None if it can."""
         if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):
             return (
                 "its backward of heads of 256 has neither sliding windows nor caps "

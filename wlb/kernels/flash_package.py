@@ -1,7 +1,8 @@
 """Base of the three FlashAttention backends: checks and calls that the packages have in common.
 
-We call the functions below the packages' public ones, because only those separate forward from
-backward. They are private and may change, which `wlb.kernels.package` detects.
+We call the packages' private functions that their public ones use, because only the private ones
+have separate forward and backward calls. Their parameters may change between versions, which
+`wlb.kernels.package` detects.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZE_STEP = 8
 """Head sizes must be a multiple of this."""
 _CAUSAL = ("causal", "is_causal")
-"""Names that the packages use for the argument that masks later keys."""
-# Arguments of every function.
+"""Names that the packages use for the argument that makes the mask causal."""
+# Names of the arguments that all functions of all three packages take.
 _EVERY_CALL = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
     "softmax_scale",
@@ -30,28 +31,29 @@ _EVERY_CALL = (
 
 
 class FlashFunction(NamedTuple):
-    """A function of a package, and its arguments besides `_EVERY_CALL`."""
+    """A function of a package that we call, and its arguments besides `_EVERY_CALL`."""
 
-    name: str
-    by_name: tuple[str, ...]  # arguments whose values differ between calls
-    constants: Mapping[str, Any]  # arguments with fixed values, except for the mask
+    name: str  # name of the function in the package's module
+    by_name: tuple[str, ...]  # names of arguments that are tensors or depend on the backend
+    # Arguments with fixed values by name. The call may replace those of the mask and the cap.
+    constants: Mapping[str, Any]
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """Names of all arguments that we pass."""
+        """Names of all arguments that we pass to the function."""
         return (*_EVERY_CALL, *self.constants, *self.by_name)
 
 
 class FlashBackend:
-    """Base of the three backends.
+    """Base class of the backends for the three FlashAttention packages.
 
     Args:
         deterministic: Whether backward adds in a fixed order, which takes time and memory.
     """
 
-    backend: AttentionBackend
-    package: KernelPackage[FlashFunction]
-    takes_key_rows: bool = False
+    backend: AttentionBackend  # the backend's value of `kernels.attention`
+    package: KernelPackage[FlashFunction]  # the package, with its forward and backward function
+    takes_key_rows: bool = False  # see `wlb.kernels.op.Backend`
     least_max_q: int = 0  # smallest max_q that is passed to the package
 
     def __init__(self, *, deterministic: bool = False) -> None:
@@ -61,7 +63,16 @@ class FlashBackend:
     def why_not(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> str | None:
-        """Return why this backend cannot compute a run, or None. Cheap checks come first."""
+        """Return why this backend cannot compute a run, or None if it can.
+
+        Cheap checks come first; the last one imports the package.
+
+        Args:
+            device: Device of the run.
+            dtype: Dtype in which the run computes attention.
+            head_size: Size of a head.
+            scores: The mask's window and the cap on scores.
+        """
         if reason := wrong_tensors(device, dtype) or self.package.missing():
             return reason
         capability = compute_capability(device)
@@ -74,7 +85,10 @@ class FlashBackend:
     def lacks_package_only(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> bool:
-        """Return whether a proper installation of the package is all that this backend lacks."""
+        """Return whether this backend could compute a run if only its package were installed.
+
+        The arguments are those of `why_not`.
+        """
         capability = None if wrong_tensors(device, dtype) else compute_capability(device)
         if capability is None or self.wrong_device(*capability, head_size):
             return False
@@ -83,7 +97,7 @@ class FlashBackend:
         return (self.package.missing() or self.package.problem()) is not None
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
-        """Return why this GPU or head size is not supported, or None.
+        """Return why the package does not support this GPU or head size, or None if it does.
 
         Args:
             major: Major compute capability.
@@ -93,15 +107,22 @@ class FlashBackend:
         raise NotImplementedError
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
-        """Return why the package cannot compute these scores on this GPU, or None."""
+        """Return why the package cannot compute these scores on this GPU, or None if it can.
+
+        Args:
+            major: Major compute capability.
+            head_size: Size of a head.
+            scores: The mask's window and the cap on scores.
+        """
         return None
 
     def compiled_calls(
         self, queries_per_key: int, *, is_causal: bool
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return a small call of each kind, for a package that compiles a kernel per kind of call.
+        """Return a small example of each kind of call that the package compiles separately.
 
-        Each call is given as the (queries, keys) of its segments.
+        A call is given as the (queries, keys) of each of its segments. The result is empty for
+        packages that compile nothing during a run.
 
         Args:
             queries_per_key: Query heads per key head.
@@ -111,13 +132,13 @@ class FlashBackend:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The package's functions, loaded and checked once; UserError if there is a problem."""
+        """The package's functions by name, imported at first use; UserError if that fails."""
         return self.package.load()
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp."""
+        """Return attention's output [T, H, D] and log-sum-exp [H, T]."""
         function, _ = self.package.functions
         out_THD, lse_HT, *_ = self._call(function, (q_THD, k_SGD, v_SGD), segments, {})
         return out_THD, lse_HT
@@ -130,8 +151,8 @@ class FlashBackend:
         values |= {"lse": lse_HT, "deterministic": self.deterministic}
         if "dq" not in function.by_name:
             return self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
-        # The function writes into given tensors. They need not be zeroed, because kernels also
-        # write the rows of segments without queries.
+        # The function writes into tensors that we pass. They need not be zeroed, because the
+        # kernels write all rows, even those of segments without queries.
         dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
         values |= {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
         self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
@@ -162,24 +183,24 @@ class FlashBackend:
 
 
 def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why tensors of this device and dtype are not supported, or None."""
+    """Return why FlashAttention cannot compute tensors of this device and dtype, or None."""
     if device.type == "cuda" and dtype in DTYPES:
         return None
     return "bfloat16 and float16 on CUDA only"
 
 
 def wrong_head_size(head_size: int, largest: int) -> str | None:
-    """Return why this head size is not supported, or None."""
+    """Return why a kernel does not support this head size, or None; `largest` is its maximum."""
     if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
         return None
     return f"heads up to {largest} in steps of {HEAD_SIZE_STEP} only, not {head_size}"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return (major, minor) of this GPU; None if torch sees none, as on a login node."""
+    """Return a GPU's compute capability as (major, minor); None if torch sees no GPU here."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def before_ampere(major: int, minor: int) -> str | None:
-    """Return why a GPU older than Ampere is not supported, or None."""
+    """Return why a GPU of this compute capability is too old, or None from Ampere (8.0) on."""
     return f"compute capability 8.0 or newer only, not {major}.{minor}" if major < 8 else None

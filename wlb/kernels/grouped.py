@@ -1,8 +1,8 @@
-"""torch's grouped matrix products (experts times their rows), and how GPUs differ in them.
+"""torch's grouped matrix products (each expert times its rows), and differences between GPUs.
 
-In bfloat16 on Hopper and data centre Blackwell (compute capability 9.x and 10.x) one kernel
-computes all groups. On other GPUs and in float32 torch loops over groups on the host, which must
-read from the device where each group ends.
+In bfloat16 on Hopper and data centre Blackwell (compute capability 9.x and 10.x), one kernel
+computes the products of all experts. On other GPUs and in float32, torch loops over experts on the
+host, which must first read from the device where each expert's rows end.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from torch.nn.functional import grouped_mm
 from wlb.kernels.flash_package import compute_capability
 
 _ONE_KERNEL = (9, 10)
-"""Major compute capabilities of GPUs on which one kernel computes all groups."""
+"""Major compute capabilities of GPUs on which one kernel computes the products of all experts."""
 
 
 def weight_gradients(grads: Sequence[Tensor], x_MC: Tensor, ends_E: Tensor) -> list[Tensor]:
-    """Return gradients of stacks of weights, [E, F, C] each; zero for an expert without rows.
+    """Return the gradients of experts' weights, [E, F, C] each; zero for an expert without rows.
 
     Args:
-        grads: Gradients of the products of x with each stack, [M, F].
-        x_MC: Input rows, sorted by expert.
+        grads: For each weight [E, F, C] the gradient of its products with x_MC, [M, F].
+        x_MC: Input rows of the experts, sorted by expert.
         ends_E: Index after each expert's last row, int32.
     """
     made = [grouped_mm(grad_MF.t(), x_MC, offs=ends_E) for grad_MF in grads]
@@ -34,12 +34,12 @@ def weight_gradients(grads: Sequence[Tensor], x_MC: Tensor, ends_E: Tensor) -> l
 
 
 def may_leave_groups_unwritten(device: torch.device) -> bool:
-    """Return whether a product may leave the result of a group without rows uninitialised.
+    """Return whether the weight gradient of an expert without rows may be uninitialised memory.
 
-    This happened on Blackwell (https://github.com/pytorch/pytorch/issues/172439, open; CUTLASS 4.3
-    fixes it). Filling such groups with zeros reads and writes each gradient once, so it is done
-    only where it is needed. Only weight gradients are affected, because other products have no
-    output for a group without rows.
+    torch's grouped product does this on data centre Blackwell
+    (https://github.com/pytorch/pytorch/issues/172439, open; CUTLASS 4.3 fixes it). Filling such
+    gradients with zeros reads and writes all gradients once, so it is done only on these GPUs.
+    Other products are not affected, because they have no output for an expert without rows.
     """
     if device.type != "cuda":
         return False
@@ -48,9 +48,13 @@ def may_leave_groups_unwritten(device: torch.device) -> bool:
 
 
 def waits_for_host(device: torch.device, dtype: torch.dtype) -> str:
-    """Return a warning if products of experts make the host wait for the GPU, else "".
+    """Return a warning if the experts' products make the host wait for the GPU, else "".
 
-    Without a GPU on this machine only the dtype can be judged.
+    Without a GPU on this machine, only the dtype is checked.
+
+    Args:
+        device: Device of the run.
+        dtype: Dtype in which the run computes.
     """
     if device.type != "cuda":
         return ""

@@ -1,8 +1,8 @@
-"""The gated delta rule by the optional package flash-linear-attention, which has Triton kernels.
+"""The gated delta rule by the Triton kernels of the optional package flash-linear-attention.
 
-The package is imported at first use, and refused if its function differs from the one whose source
-was read (`KernelPackage`). We need initial states and sequences of different lengths, which some
-older versions do not have.
+The package is imported at first use. It is refused if its function does not take the arguments that
+we pass (`KernelPackage`): some older versions have no initial states or no sequences of different
+lengths.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from wlb.plan import UserError
 from wlb.spec import LinearBackend
 
 LARGEST_HEAD = 256
-"""Largest head size of keys; the kernels keep a whole head on chip."""
+"""Largest head size of keys that the kernels support, because they keep a whole head on chip."""
 
 
 class _Function(NamedTuple):
@@ -48,18 +48,18 @@ def choose_linear(
     deterministic: bool = False,
     compiled: bool = False,
 ) -> tuple[LinearBackend, str]:
-    """Choose the implementation of the linear layers' recurrence; never returns `auto`.
+    """Choose the implementation of linear attention's recurrence, and say why.
 
     Args:
         requested: The value of `kernels.linear`.
-        device: Where the run computes.
-        dtype: Dtype in which it computes.
-        head_size: Channels of a head of keys.
+        device: Device of the run.
+        dtype: Dtype in which the run computes.
+        head_size: Number of channels of a key head.
         deterministic: Whether a repeated step must give the same bits.
-        compiled: Whether layers are compiled.
+        compiled: Whether layers are compiled by torch.compile.
 
     Returns:
-        The backend, and a line for the run's log that says why.
+        The implementation (never `auto`), and a line for the run's log that says why.
 
     Raises:
         UserError: The package is requested and cannot compute the run.
@@ -88,7 +88,7 @@ def _line(backend: LinearBackend, reason: str) -> str:
 def _why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, *, deterministic: bool, compiled: bool
 ) -> str | None:
-    """Return why the package cannot compute a run, or None. Cheap checks come first."""
+    """Return why the package cannot compute a run, or None if it can. Cheap checks come first."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it computes bfloat16 and float16 on GPUs, not {dtype} on {device.type}"
     if head_size > LARGEST_HEAD:
@@ -109,14 +109,15 @@ def gated_delta_rule(
     """Compute the gated delta rule over packed spans with the package.
 
     Args:
-        rows: Queries and keys [T, G, K], values [T, H, V], logarithms of decays [T, H] and shares
-            [T, H]. Queries and keys are normalised, queries also scaled. G divides H.
-        cu_seqlens: First row of each span, and T; int64 on the device, shape [S + 1].
-        cu_seqlens_cpu: The same on the host, so that nothing waits for the device.
+        rows: Queries and keys [T, G, K], values [T, H, V], logarithms of decays [T, H], and
+            fractions beta [T, H] by which stored values are replaced. Queries and keys are
+            normalised, and queries also scaled. G divides H.
+        cu_seqlens: First row of each span, then T; int64 on the device, shape [S + 1].
+        cu_seqlens_cpu: The same values on the host, so that nothing waits for the device.
         state_SHKV: The state before each span. None means zeros.
 
     Returns:
-        Outputs [T, H, V] and the states behind the spans [S, H, K, V], in float32.
+        Outputs [T, H, V], and the states after the spans [S, H, K, V] in float32.
     """
     q, k, v, g, beta = (x[None] for x in rows)
     function: Any = PACKAGE.load()[_FUNCTION.name]

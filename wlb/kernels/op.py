@@ -1,10 +1,10 @@
-"""attend: causal attention of many packed segments in one call, on any backend.
+"""`attend`: causal attention of many packed segments in one call, by any attention kernel.
 
-Query i of a segment with Lq queries and Lk keys attends to keys [0, Lk - Lq + i], or to the latest
-of them with a sliding window. Scores are scaled by 1 / sqrt(D). Query head h uses key/value head
-h // (H / G).
+Query i of a segment with Lq queries and Lk keys attends to the keys 0 to Lk - Lq + i, or with a
+sliding window only to the last few of them. Scores are scaled by 1 / sqrt(D). Query head h uses
+key/value head h // (H / G).
 
-The layers of this file, from the bottom:
+This file has four layers, each of which uses the one before it:
 
 1. A `Backend` is one attention kernel, without autograd.
 2. `forward` and `backward` call a backend by its name, for any number of queries, and notify an
@@ -32,7 +32,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class SavedTensors(NamedTuple):
-    """Inputs and results of a forward call, which its backward needs."""
+    """The inputs and results of a forward call that its backward needs."""
 
     q_THD: Tensor
     k_SGD: Tensor
@@ -42,34 +42,38 @@ class SavedTensors(NamedTuple):
 
 
 class Backend(Protocol):
-    """One attention kernel, called without autograd and with at least one query (`forward`).
+    """One attention kernel, without autograd; it is only called with at least one query.
 
-    Forward and backward are separate calls, so the caller chooses which tensors are kept in
-    between: `attend_op` keeps its inputs, context parallelism only its local rows.
+    Forward and backward are separate calls, so the caller chooses which tensors it keeps in
+    between: `attend_op` keeps all inputs, and context parallelism keeps only the local rows.
     """
 
     @property
     def name(self) -> str:
-        """Name from `kernel_name`. A kernel whose sums may run in any order is registered twice."""
+        """The backend's key in `BACKENDS`, made by `kernel_name`.
+
+        A kernel that can run with and without deterministic sums is registered under two names.
+        """
         ...
 
     @property
     def takes_key_rows(self) -> bool:
-        """Whether it reads the keys of `Segments.key_rows` from a larger buffer.
+        """Whether the backend looks up keys in a larger buffer of rows (`Segments.key_rows`).
 
-        Such a backend returns the gradients of the buffer's rows. For other backends the caller
-        gathers the keys of each segment and adds up their gradients, because segments may share
-        keys. FlashAttention's varlen kernels are of this kind: they overwrite dK and dV.
+        Such a backend returns the gradients of the buffer's rows. For other backends, such as
+        FlashAttention's varlen kernels, the caller copies the keys of each segment out of the
+        buffer. It also adds up the gradients of keys that were copied from the same row, because
+        segments may share rows.
         """
         ...
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [T, H, D] and the log-sum-exp [H, T].
+        """Return the output [T, H, D] and the log-sum-exp [H, T] of each query's scores.
 
-        The second result has the shape of `empty_lse(q_THD)`; backends that do not compute it
-        return a placeholder, which only their backward reads.
+        Backends that do not compute the log-sum-exp return any tensor like `empty_lse(q_THD)`,
+        which only their own backward reads.
         """
         ...
 
@@ -79,11 +83,11 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {}
-"""Every backend by its name. `wlb.kernels.select` registers them."""
+"""All attention backends by name. `wlb.kernels.select` registers them."""
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which values of x are added: float32, or float64 for float64."""
+    """Return the dtype for sums of x's values: float32, or float64 if x is float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -93,19 +97,24 @@ def empty_lse(q_THD: Tensor) -> Tensor:
 
 
 def kernel_name(backend: str, *, deterministic: bool) -> str:
-    """Return the name of a backend that custom ops take.
+    """Return the key in `BACKENDS` of a backend, with or without deterministic sums.
 
-    It is a string, so a compiled graph contains it as a constant.
+    Custom ops take it as an argument. It is a string, so a compiled graph contains it as a
+    constant.
+
+    Args:
+        backend: Name of the backend without its variants, such as "sdpa".
+        deterministic: Whether backward adds in a fixed order.
     """
     return f"{backend}_deterministic" if deterministic else str(backend)
 
 
 @contextmanager
 def fixed_order(is_needed: bool) -> Iterator[None]:
-    """Make torch's operators inside deterministic, if `is_needed`.
+    """Make torch's operators in the block deterministic, if `is_needed`; else do nothing.
 
-    torch.use_deterministic_algorithms would also change compiler settings and make torch fill every
-    new tensor with NaN, which costs time and is of no use here.
+    torch.use_deterministic_algorithms would also change compiler settings, and would make torch
+    fill every new tensor with NaN, which costs time.
     """
     if not is_needed:
         yield
@@ -123,10 +132,10 @@ def fixed_order(is_needed: bool) -> Iterator[None]:
 
 
 class AttentionObserver(Protocol):
-    """Watches attention kernels, for example a clock."""
+    """Observes calls of attention kernels, for example to measure their time."""
 
     def attention(self, *, is_backward: bool) -> AbstractContextManager[object]:
-        """Return a context for the call of a backend's kernel."""
+        """Return a context in which a backend's forward or backward is called."""
         ...
 
 
@@ -137,13 +146,17 @@ _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """Return the context in which a kernel is called."""
+    """Return the observer's context for calling a kernel, which does nothing without observer."""
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 
 @contextmanager
 def observing(observer: AttentionObserver) -> Iterator[None]:
-    """Make `observer` watch every kernel inside; RuntimeError if there already is one."""
+    """Let `observer` observe every attention kernel that is called in the block.
+
+    Raises:
+        RuntimeError: There already is an observer.
+    """
     global _observer
     if _observer is not None:
         raise RuntimeError(f"attention is already observed by {_observer}; use one at a time")
@@ -157,7 +170,7 @@ def observing(observer: AttentionObserver) -> Iterator[None]:
 def forward(
     backend: str, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:
-    """Call Backend.forward, for any number of queries."""
+    """Call the forward of a backend, given by name; with no queries the results are empty."""
     if q_THD.shape[0] == 0:
         return attention_like(q_THD)
     with observed(is_backward=False):
@@ -165,7 +178,7 @@ def forward(
 
 
 def backward(backend: str, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-    """Call Backend.backward, for any number of queries; without queries gradients are zero."""
+    """Call the backward of a backend, given by name; with no queries the gradients are zero."""
     if grad_THD.shape[0] == 0:
         dq, dk, dv, *_ = (x.new_zeros(x.shape) for x in saved)
         return dq, dk, dv
@@ -180,7 +193,7 @@ def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
 
     Args:
         name: Name of the op.
-        fake: Makes tensors like the op's results, without computing them.
+        fake: Allocates tensors like the op's results without computing them, for tracing.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -192,12 +205,12 @@ def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
 
 
 def contiguous_like(*tensors: Tensor) -> list[Tensor]:
-    """Allocate contiguous tensors of the same shapes."""
+    """Allocate contiguous tensors with the shapes and dtypes of the given ones."""
     return [x.new_empty(x.shape) for x in tensors]
 
 
 def attention_like(q_THD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocate an output and a log-sum-exp for these queries."""
+    """Allocate attention's output and log-sum-exp for these queries."""
     return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
 
 
@@ -214,7 +227,20 @@ def attend_op(
     softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, D] and log-sum-exp [H, T]; only the output is differentiable."""
+    """Return attention's output [T, H, D] and log-sum-exp [H, T] (not differentiable).
+
+    Args:
+        q_THD: Queries of all segments.
+        k_SGD: Keys of all segments.
+        v_SGD: Values of all segments.
+        cu_seqlens_q: Offsets of queries, `Segments.cu_seqlens_q`.
+        cu_seqlens_k: Offsets of keys, `Segments.cu_seqlens_k`.
+        max_q: Most queries of a segment.
+        max_k: Most keys of a segment.
+        sliding: Size of the sliding window (`Scores.sliding`), 0 for none.
+        softcap: Cap on scores (`Scores.softcap`), 0 for none.
+        backend: Name of the attention kernel, a key of `BACKENDS`.
+    """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     _check_rows(q_THD, k_SGD, segments)
     out_THD, lse_HT = forward(backend, q_THD, k_SGD, v_SGD, segments)
@@ -237,7 +263,10 @@ def attend_backward_op(
     softcap: float,
     backend: str,
 ) -> Gradients:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v for `attend_op`, from the gradient of its output.
+
+    The other arguments are the inputs and results of `attend_op`.
+    """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     saved = SavedTensors(q_THD, k_SGD, v_SGD, out_THD, lse_HT)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
@@ -253,7 +282,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    # Nothing differentiated the output, and the log-sum-exp has no derivative.
+    # The output was not part of the loss, and the log-sum-exp has no derivative.
     if grad_THD is None:
         return (None,) * 10
     dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)
@@ -264,9 +293,10 @@ attend_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
-    """Raise UserError for offsets with which kernels would read out of bounds.
+    """Raise UserError if the segments do not have as many queries and keys as q and k have rows.
 
-    The check is skipped if it would have to wait for the device.
+    Kernels would otherwise read out of bounds. The check is skipped if the offsets are only on the
+    device, because reading them would wait for it.
     """
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
@@ -298,7 +328,7 @@ def attend(
 
 
 def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments) -> None:
-    """Check everything except the offsets, which `attend_op` compares with the rows."""
+    """Raise UserError if shapes, dtypes or devices do not fit; `attend_op` checks the offsets."""
     if segments.key_rows is not None:
         raise UserError(
             "attend takes the keys of each segment; segments with key_rows are for Backend.forward"

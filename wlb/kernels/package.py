@@ -1,7 +1,8 @@
-"""Optional packages of kernels: finding, checking and importing them late.
+"""Optional packages with GPU kernels: find them, check them, and import them when first used.
 
-A package is imported at first use, so wlb runs without any. The parameters of its functions are
-compared with the arguments that we pass, and a package that differs is refused with its version.
+wlb runs without any of these packages. On import, the parameters of a package's functions are
+compared with the arguments that we pass. If they differ, the package is refused with a message that
+names its version.
 """
 
 import importlib
@@ -15,20 +16,20 @@ from typing import Any, Generic, Protocol, TypeVar
 from wlb.plan import UserError
 
 Kernels = dict[str, Callable[..., Any]]
-"""Functions of a package by name."""
+"""A package's functions by name."""
 
 
 class CalledFunction(Protocol):
-    """A function of a package, with the names of the arguments that we pass."""
+    """A function of a package that we call, with the names of the arguments that we pass."""
 
     @property
     def name(self) -> str:
-        """Name of the function in the module."""
+        """Name of the function in the package's module."""
         ...
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """Names of the arguments that we pass."""
+        """Names of the arguments that we pass to the function."""
         ...
 
 
@@ -37,31 +38,34 @@ Called = TypeVar("Called", bound=CalledFunction)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPackage(Generic[Called]):
-    """A package and the functions of it that we call."""
+    """An optional package, and the functions of it that we call."""
 
     distribution: str  # name on the package index
     module: str  # module that has the functions
-    supported: str  # package and version whose sources were read
+    supported: str  # package and version for which our calls were written
     install: str  # command that installs it, for messages
     functions: tuple[Called, ...]
 
     @property
     def installed(self) -> str:
-        """Name and version of the installed package."""
+        """Name and version of the installed package, for messages."""
         try:
             return f"{self.distribution} {metadata.version(self.distribution)}"
         except metadata.PackageNotFoundError:
             return f"{self.module} (of no known version)"
 
     def missing(self) -> str | None:
-        """Return why the package is not there, or None; does not import it, which takes seconds."""
+        """Return a message if the package is not installed, else None.
+
+        The package is not imported for this, because an import takes seconds.
+        """
         root = self.module.partition(".")[0]
         if root in sys.modules or util.find_spec(root) is not None:
             return None
         return self._not_installed()
 
     def problem(self) -> str | None:
-        """Return why the package's functions cannot be called, or None."""
+        """Import the package; returns why its functions cannot be called, or None if they can."""
         try:
             self.load()
         except UserError as error:
@@ -77,7 +81,8 @@ class KernelPackage(Generic[Called]):
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            # The module itself or a parent is missing (another package may provide the parent).
+            # The package is not installed if the missing module is this module or one of its
+            # parents. (Another package may provide the parent.)
             if error.name and (self.module + ".").startswith(error.name + "."):
                 raise UserError(self._not_installed()) from error
             raise UserError(self._broken(error)) from error
@@ -104,7 +109,7 @@ class KernelPackage(Generic[Called]):
 
 
 def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
-    """Describe how the function's parameters differ from what we pass; empty if they do not."""
+    """Describe how a function's parameters differ from the arguments `passed`; "" if they fit."""
     required = _parameters(function)
     unknown = [name for name in passed if name not in required]
     lacking = [name for name, is_required in required.items() if is_required and name not in passed]
@@ -114,8 +119,9 @@ def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return whether each parameter is required, by name."""
-    # The Python signature of a torch custom op is (*args, **kwargs); only its schema has names.
+    """Return for each parameter of a function, by name, whether it is required."""
+    # The Python signature of a torch custom op is (*args, **kwargs). Only its schema has the names
+    # of parameters.
     op = getattr(function, "_opoverload", None)
     if op is not None:
         return {a.name: not a.has_default_value() for a in op._schema.arguments}

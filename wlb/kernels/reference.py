@@ -1,7 +1,8 @@
-"""Reference attention: the definition, in the dtype of its inputs. Tests run it in float64.
+"""Reference attention: the definition in plain torch, in the dtype of its inputs.
 
-Forward and backward each materialise the scores of one segment, num_heads * Lq * Lk numbers.
-Shapes: R = H / G query heads per key/value head; q and k index the queries and keys of one segment.
+Tests compare other backends with it, in float64. Forward and backward have the scores of one
+segment in memory, which are num_heads * queries * keys numbers. Shapes: R = H / G query heads per
+key/value head; q and k index the queries and keys of one segment.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from wlb.kernels.segments import Segments
 
 
 class ReferenceBackend:
-    """Attention by plain matrix products, one segment after the other."""
+    """Attention by plain matrix products, segment by segment."""
 
     name = "reference"
     takes_key_rows = False
@@ -22,7 +23,7 @@ class ReferenceBackend:
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp."""
+        """Return attention's output [T, H, D] and log-sum-exp [H, T]."""
         out_THD, lse_HT = torch.empty_like(q_THD), empty_lse(q_THD)
         for rows, keys in _slices(segments):
             v_kGD = v_SGD[keys]
@@ -34,10 +35,10 @@ class ReferenceBackend:
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-        """Return the gradients, by the chain rule through the definition.
+        """Return the gradients of q, k and v, by the chain rule.
 
-        The weights are computed from the saved log-sum-exp, because it may include keys of another
-        call that was merged with this one.
+        The softmax weights are computed from the saved log-sum-exp. This matters if the result was
+        merged with that of another call: the log-sum-exp then also covers the other call's keys.
         """
         q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
         delta_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
@@ -68,7 +69,7 @@ REFERENCE = ReferenceBackend()
 
 
 def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
-    """Yield the query rows and key rows of each segment that has queries."""
+    """Yield the slices of query rows and of key rows of each segment that has queries."""
     q, k = segments.offsets_q, segments.offsets_k
     for i in range(segments.num_segments):
         if q[i] < q[i + 1]:
@@ -76,9 +77,14 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(q_qHD: Tensor, k_kGD: Tensor, segments: Segments) -> tuple[Tensor, Tensor | None]:
-    """Return scores [G, R, q, k], and the derivative of the cap or None without a cap.
+    """Return a segment's scores [G, R, q, k], and the derivative of the cap (None without a cap).
 
     Scores of masked keys are minus infinity.
+
+    Args:
+        q_qHD: Queries of the segment.
+        k_kGD: Keys of the segment.
+        segments: Says whether the mask is causal, and has the window and the cap.
     """
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
     scores_GRqk, slope = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD), None

@@ -1,13 +1,13 @@
 """Attention by torch's scaled_dot_product_attention: for the CPU, and for float32 on CUDA.
 
-Segments of similar lengths form a class; lengths below 512 are rounded up for this. The rows of a
-class are gathered into one padded batch, which one call computes. Masks hide the padding, so
-results are exact; padding adds at most 41% of work. Segments with a sliding window are cut into
-blocks. Gradients of a key row that is used several times are added in float32 by gathers, in a
-fixed order.
+Segments of similar lengths form a **class**; lengths below 512 are rounded up for this. The rows of
+a class are copied into one padded batch, which one call of torch computes. Masks hide the padding,
+so results are exact; padding adds at most 41% of work. With a sliding window, segments are cut into
+blocks of queries. A key row may be copied several times, for example for several blocks. Its
+gradients are then added up in float32, in a fixed order.
 
-Shapes: B segments of Q query and K key rows in a class; P padded rows of all classes; N source
-rows.
+Shapes: B segments of Q query and K key rows in a class; P rows of all padded batches; N rows of the
+tensor (of queries or keys) from which they are copied, the source rows.
 """
 
 from collections.abc import Iterator
@@ -29,86 +29,101 @@ flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PADDED_BELOW = 512
 _LEAST_BLOCK, MOST_BLOCK = 128, 1024
-"""Bounds on the query rows of a sliding segment's block.
+"""Least and most query rows of the blocks into which a sliding window cuts segments.
 
-Within them a block has as many query rows as a query sees keys.
+Between these bounds a block has as many query rows as the window has keys.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rows:
-    """How rows are gathered into padded batches, and how gradients are brought back."""
+    """Indices that copy source rows into padded batches, and that bring gradients back.
 
-    # Source row of each padded row. Padding repeats the first row of its segment, so that a NaN
-    # stays in its segment. None if padded rows and source rows are the same.
+    A source row may be copied into several rows of the batches.
+    """
+
+    # Source row of each row of the batches. Padding repeats the first row of its segment, so that a
+    # NaN stays in its segment. None if the batches have exactly the source rows, in order.
     take_P: Tensor | None
-    padding: Tensor  # indices of padded rows that are padding
-    first_N: Tensor  # padded row in which each source row is used first
-    unused: Tensor  # source rows that are not used
-    more: tuple[tuple[Tensor, Tensor], ...]  # (source rows, padded rows) of second, third, ... uses
+    padding: Tensor  # indices of the batches' rows that are padding
+    first_N: Tensor  # for each source row the first row of the batches that is a copy of it
+    unused: Tensor  # source rows that are not copied
+    # for the second copies, for the third copies, and so on: (source rows, rows of the batches)
+    more: tuple[tuple[Tensor, Tensor], ...]
 
     def pad(self, x_N: Tensor, *, fill: float | None = None) -> Tensor:
-        """Return padded rows; padding is `fill`, or by default the first row of its segment."""
+        """Copy source rows into the padded batches' rows.
+
+        Args:
+            x_N: Source rows.
+            fill: Value of padding. None repeats the first row of the segment.
+        """
         if self.take_P is None:
             return x_N if x_N.stride(-1) == 1 else x_N.contiguous()
         padded = x_N.index_select(0, self.take_P)
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """Add up the uses of each source row, in float32 or wider if there are several."""
+        """Return for each source row the sum over its copies of their rows in y_P.
+
+        The sums are in float32 (or float64) if a source row has several copies.
+        """
         if self.take_P is None:
             return y_P
         total = y_P.index_select(0, self.first_N).index_fill_(0, self.unused, 0)
         if self.more:
             total = total.to(sum_dtype(y_P))
-        # The rows of one use are distinct, so plain indexing adds each once.
+        # The source rows of all second copies are distinct, and so on, so indexing adds each once.
         for rows, where in self.more:
             total.index_copy_(0, rows, total.index_select(0, rows) + y_P.index_select(0, where))
         return total
 
 
 class _Class(NamedTuple):
-    """Segments that one call computes."""
+    """Segments of similar lengths, which one call computes as a padded batch."""
 
     num_segments: int
     num_queries: int  # Q, padding included
     num_keys: int  # K, padding included
-    is_split: bool  # compute keys before the queries and keys at their positions separately
-    # Added to scores; shape [1, 1, Q, K] if all segments are alike. None if no mask is needed
-    # besides the causal one: the class is square, is split, or is not causal and has no padded
-    # keys.
+    # whether to make two calls: for the keys before the queries, and for the keys at the queries'
+    # positions (`prefixed_forward`)
+    is_split: bool
+    # Is added to scores; shape [1, 1, Q, K] if all segments have the same mask. None if the call
+    # needs no mask or only the simple causal one: because segments have as many keys as queries,
+    # because the call is split, or because it is not causal and has no padded keys.
     mask_B1QK: Tensor | None
-    is_causal: bool
+    is_causal: bool  # whether query i attends only to the keys up to i, by the kernel's own mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Classes:
-    """All classes of a call's segments, in the order of their padded rows."""
+    """All classes of a call's segments, in the order of their rows in the padded batches."""
 
     classes: tuple[_Class, ...]
     queries: _Rows
     keys: _Rows
 
     def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
-        """Return the queries of each class, [B, H, Q, D]."""
+        """Return the padded queries of each class, [B, H, Q, D]; padding is `fill` if given."""
         padded = self.queries.pad(x_THD, fill=fill)
         return self._batch(padded, [c.num_queries for c in self.classes])
 
     def batch_lse(self, lse_HT: Tensor) -> list[Tensor]:
-        """Return the log-sum-exp of each class, [B, H, Q]; infinity for padding.
+        """Return the log-sum-exp of each class, [B, H, Q], which is infinity for padding.
 
-        Padding then has weights of zero. It attends to keys that its segment's first row does not
-        see, so with that row's log-sum-exp its weights could be inf, and inf * 0 = NaN.
+        In backward, padded queries then have softmax weights of zero. With the log-sum-exp of the
+        first row of their segment, weights could be infinite, because padded queries attend to keys
+        to which the first row does not; and infinity * 0 is NaN.
         """
         rows = self.queries
         if rows.take_P is not None:
-            # Gather along dimension 1, because gathering rows of a transposed view is slow.
+            # Select along dimension 1, because selecting rows of a transposed view is slow.
             lse_HT = lse_HT.index_select(1, rows.take_P)
             lse_HT.index_fill_(1, rows.padding, float("inf"))
         return self._batch(lse_HT.t(), [c.num_queries for c in self.classes])
 
     def batch_keys(self, x_SGD: Tensor) -> list[Tensor]:
-        """Return the keys or values of each class, [B, G, K, D]."""
+        """Return the padded keys or values of each class, [B, G, K, D]."""
         return self._batch(self.keys.pad(x_SGD), [c.num_keys for c in self.classes])
 
     def _batch(self, padded: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -135,7 +150,7 @@ class SdpaBackend:
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp."""
+        """Return attention's output [T, H, D] and log-sum-exp [H, T]."""
         plan = _plan(q_THD, k_SGD, segments)
         call = _forward_on_cpu if q_THD.device.type == "cpu" else _forward_elsewhere
         if segments.scores.softcap:
@@ -214,13 +229,13 @@ def _backward_capped(
 
 
 def _repeat_heads(x_BGKD: Tensor, num_heads: int) -> Tensor:
-    """Repeat key heads, so that there is one for each query head."""
+    """Repeat key/value heads, so that there is one for each of `num_heads` query heads."""
     repeats = num_heads // x_BGKD.shape[1]
     return x_BGKD if repeats == 1 else x_BGKD.repeat_interleave(repeats, 1)
 
 
 def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
-    """Add up the gradients of repeated heads, in float32 or wider."""
+    """Add up the gradients of repeated key/value heads, in float32 (or float64)."""
     if x_BHKD.shape[1] == num_kv_heads:
         return x_BHKD
     return x_BHKD.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=sum_dtype(x_BHKD))
@@ -229,10 +244,11 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
 def _forward_elsewhere(
     c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a class with the kernel that torch chooses, and return zeros as log-sum-exp.
+    """Compute a class on CUDA with the kernel that torch chooses; returns output and zeros.
 
-    torch does not return the log-sum-exp. Heads are repeated, because the only float32 kernel whose
-    memory is linear in the length needs as many key heads as query heads.
+    The zeros stand for the log-sum-exp, which torch does not return. Key heads are repeated,
+    because the only float32 kernel whose memory is linear in the length needs as many key heads as
+    query heads.
     """
     k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     out_BHQD = F.scaled_dot_product_attention(
@@ -242,7 +258,10 @@ def _forward_elsewhere(
 
 
 def _backward_elsewhere(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Recompute forward and differentiate it. The gradient of the padding must be zero."""
+    """Return a class's gradients on CUDA, by recomputing forward and differentiating it.
+
+    The output's gradient must be zero for padding.
+    """
     q_BHQD, k_BGKD, v_BGKD, _, _ = saved
     repeated = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     leaves = [x.detach().requires_grad_() for x in (q_BHQD, *repeated)]
@@ -254,7 +273,7 @@ def _backward_elsewhere(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gr
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Enable autograd inside a custom op, where the dispatcher has switched it off."""
+    """Enable autograd in the block, inside a custom op, where torch has switched it off."""
     Key, Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (Key.AutogradFunctionality, Key.AutogradOther, Key.AutogradNestedTensor):
@@ -265,7 +284,7 @@ def _autograd() -> Iterator[None]:
 
 
 def _unbatch(parts: list[Tensor]) -> Tensor:
-    """Concatenate the padded rows of all classes, from [B, H, rows, ...] per class."""
+    """Concatenate the padded rows of all classes, [P, H, ...], from [B, H, rows, ...] per class."""
     rows = [x.transpose(1, 2).flatten(0, 1) for x in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -276,7 +295,13 @@ def _plan(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> _Classes:
 
 
 def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _Classes:
-    """Group segments into classes, and make the masks and indices of each."""
+    """Group segments into classes of similar lengths, and make the masks and indices of each.
+
+    Args:
+        segments: The segments of the call.
+        dtype: Dtype of queries, which masks must have.
+        num_key_rows: Number of rows of the tensor of keys.
+    """
     # 1. Group segments by rounded lengths and kind of mask.
     starts_q, lengths_q, starts_k, lengths_k = _blocks(segments)
     sliding, capped = segments.scores.sliding, segments.scores.softcap > 0
@@ -301,7 +326,7 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
             mask = _mask(keys_of, np.ones_like(keys_of), (num_q, num_k), device, dtype)
         is_causal = segments.is_causal and mask is None
         classes.append(_Class(len(who), num_q, num_k, is_split, mask, is_causal))
-    # 3. Make the indices that gather rows into padded batches.
+    # 3. Make the indices that copy rows into padded batches.
     queries = [(n, starts_q[who], lengths_q[who]) for (*_, n, _), who in members.items()]
     keys = [(n, starts_k[who], lengths_k[who]) for (*_, n), who in members.items()]
     is_shared = segments.key_rows is not None or sliding > 0 or capped
@@ -313,11 +338,14 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
 
 
 def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return starts and lengths of queries, then of keys, for each segment or block of one.
+    """Cut segments into blocks where needed; returns starts and lengths of queries and of keys.
 
-    A segment with more keys than the sliding window is cut into blocks of query rows with the keys
-    that they see, so its work is linear in its length. A segment with capped scores is cut so that
-    its scores fit into memory.
+    A segment with more keys than the sliding window is cut into blocks of query rows, each with the
+    keys to which these attend, so its work is linear in its length. A segment with capped scores is
+    cut so that its scores fit into memory. Other segments are one block.
+
+    Returns:
+        First query, number of queries, first key and number of keys of each block.
     """
     q, k = np.array(segments.offsets_q), np.array(segments.offsets_k)
     num_q, num_k = np.diff(q), np.diff(k)
@@ -338,7 +366,7 @@ def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
 
 
 def _rounded(length: int) -> int:
-    """Round up to 8, 12, 16, 24, 32, 48, ..., 512; longer lengths remain."""
+    """Round a segment's length up to 8, 12, 16, 24, 32, 48, ..., 512; keep longer lengths."""
     if length > _PADDED_BELOW:
         return length
     power = 1 << max(3, (length - 1).bit_length())
@@ -346,7 +374,7 @@ def _rounded(length: int) -> int:
 
 
 PADDED_LENGTHS = tuple(sorted({_rounded(n) for n in range(1, _PADDED_BELOW + 1)}))
-"""All rounded lengths. Segments of equal rounded lengths are computed together."""
+"""All lengths to which segments are padded. Segments of equal padded lengths form a class."""
 
 
 def _mask(
@@ -360,14 +388,23 @@ def _mask(
 ) -> Tensor:
     """Make a mask [B or 1, 1, Q, K] that is 0 where query i attends to key j, else -inf.
 
-    Query i sees the keys up to Lk - Lq + i; with `sliding`, only the last `sliding` of them. Padded
-    queries see what the last query sees, so that each row has a key. If each segment has one query,
-    only padded keys are masked. The mask is added and has the queries' dtype, because torch would
-    convert a bool mask in every call and keep the result.
+    Query i of a segment with Lq queries and Lk keys attends to the keys up to Lk - Lq + i. Padded
+    queries attend to the same keys as the last query, so that every row has a key. (For a mask that
+    hides only padded keys, the caller says that each segment has one query.) The mask is added to
+    scores and has the queries' dtype, because torch would convert a bool mask in every call.
+
+    Args:
+        keys_B: Number of keys of each segment, Lk.
+        queries_B: Number of queries of each segment, Lq.
+        shape: Padded numbers of queries and keys, (Q, K).
+        device: Device of the mask.
+        dtype: Dtype of the mask.
+        sliding: Size of the sliding window: a query attends only to the last `sliding` of its keys.
+            0 means all.
     """
     both = np.stack([keys_B, queries_B])
     if (both == both[:, :1]).all():
-        # All segments are alike, so one mask serves all.
+        # All segments have the same lengths, so one mask serves all.
         both = both[:, :1]
     keys_B11, queries_B11 = both[..., None, None]
     last_BQ1 = keys_B11 - queries_B11 + np.minimum(np.arange(shape[0])[:, None], queries_B11 - 1)
@@ -388,14 +425,14 @@ def _rows(
     row_of: np.ndarray | None = None,
     is_shared: bool = False,
 ) -> _Rows:
-    """Make the indices that gather rows into padded batches.
+    """Make the indices that copy source rows into padded batches.
 
     Args:
-        classes: (padded length, starts, lengths) of each class's segments.
+        classes: For each class the padded length, and the starts and lengths of its segments.
         num_rows: N, the number of source rows.
-        device: Where the indices are.
-        row_of: Source row of each position. None if positions are source rows.
-        is_shared: Whether rows may be used several times.
+        device: Device to which the indices are copied.
+        row_of: Source row of each position that `starts` counts. None if positions are source rows.
+        is_shared: Whether a source row may be copied several times.
     """
     takes: list[np.ndarray] = []
     reals: list[np.ndarray] = []
@@ -428,7 +465,16 @@ def _rows(
 def _uses(
     rows: np.ndarray, where: np.ndarray, *, is_shared: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (source rows, padded rows) of first uses, of second uses, and so on."""
+    """Group copies of rows into the first copy of each source row, the second copies, and so on.
+
+    Args:
+        rows: Source row of each copy.
+        where: Row of the padded batches that is this copy.
+        is_shared: Whether a source row may have several copies.
+
+    Returns:
+        For the first copies, for the second copies, and so on: (source rows, rows of the batches).
+    """
     if not is_shared:
         return [(rows, where)]
     order = np.argsort(rows, kind="stable")
@@ -441,9 +487,10 @@ def _uses(
 def prefixed_forward(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> tuple[Tensor, Tensor]:
     """Compute bottom-right causal attention on the CPU: output [B, H, Q, D], log-sum-exp [B, H, Q].
 
-    Makes two calls of the CPU's flash kernel and merges them by their log-sum-exps. The first has
-    the keys before the span, which all queries see. The second has the span itself and is causal.
-    One call with a mask of Q * K values would take 1.5 to 2 times as long.
+    The queries are the last Q of K positions. Two calls of the CPU's flash kernel are merged by
+    their log-sum-exps. The first call has the keys before the queries, to which all queries attend.
+    The second call has the keys at the queries' own positions and is causal. One call with a mask
+    of Q * K values would take 1.5 to 2 times as long.
     """
     prefix = k_BHKD.shape[2] - q_BHQD.shape[2]
     before, lse_before = flash_forward(q_BHQD, k_BHKD[:, :, :prefix], v_BHKD[:, :, :prefix])
@@ -456,7 +503,12 @@ def prefixed_forward(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> tuple[Te
 
 
 def prefixed_backward(grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Return the gradients of q, k and v; shapes of `saved` as in `prefixed_forward`."""
+    """Return the gradients of q, k and v for `prefixed_forward`.
+
+    Args:
+        grad_BHQD: Gradient of the output.
+        saved: Inputs and results of `prefixed_forward`.
+    """
     q, k, v, out, lse = saved
     prefix = k.shape[2] - q.shape[2]
     (dq, dk, dv), (dq_own, dk_own, dv_own) = (

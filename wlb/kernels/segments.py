@@ -1,9 +1,9 @@
 """Segments: where the attention segments of one variable-length call begin and end.
 
 The offsets exist twice: on the device for kernels, and on the host for backends that loop over
-segments. So no backend waits for the device. A custom op can take only tensors and numbers, so it
-cannot receive the host's offsets. Inside an op they are looked up by the identity of the device
-tensors instead (`Segments.of`). They live as long as cu_seqlens_q does.
+segments. So no backend must wait for the device. A custom op can take only tensors and numbers, so
+the host's offsets cannot be passed to it. Inside an op they are looked up in a dictionary whose
+keys are the device tensors (`Segments.of`). An entry lives as long as its tensor cu_seqlens_q.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +22,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
-    """What is known about segments on the host."""
+    """The data of `Segments` on the host, found by the device tensor cu_seqlens_q."""
 
-    cu_seqlens_k: TensorWeakRef  # the tensor that belongs to cu_seqlens_q
-    versions: tuple[int, int]  # in-place version counters of both tensors at creation
-    # Offsets of queries and keys; None until a backend has to read them from the device.
+    cu_seqlens_k: TensorWeakRef  # the tensor of key offsets that was made with cu_seqlens_q
+    # torch's in-place version counters of both tensors when this was made, to notice changes
+    versions: tuple[int, int]
+    # Offsets of queries and of keys; None until a backend has to read them from the device.
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
-    key_rows: np.ndarray | None = None  # row of each key in a larger buffer; None: rows in order
+    # row of each key in a larger buffer; None if the keys are all rows in order
+    key_rows: np.ndarray | None = None
     derived: dict[str, Any] = field(default_factory=dict)  # results of `Segments.derive` by name
 
 
-# The host's parts, by cu_seqlens_q. The cache is module-level because a custom op receives nothing
-# that could carry the host's part. It is weak, so it keeps no tensor alive.
+# The `HostPart` of each tensor cu_seqlens_q. The dictionary is module-level state because a custom
+# op can take no argument that carries a `HostPart`. Its keys are weak, so it keeps no tensor alive.
 _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -41,7 +43,8 @@ _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class Scores:
     """How a layer changes attention's scores, besides the causal mask."""
 
-    sliding: int = 0  # latest keys that a query sees, including its position; 0 means all
+    # number of latest keys, its own position included, that a query attends to; 0 means all
+    sliding: int = 0
     # A score s becomes softcap * tanh(s / softcap) before the mask is applied; 0 means no cap.
     softcap: float = 0.0
 
@@ -51,7 +54,7 @@ class Scores:
 
     @classmethod
     def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
-        """Return the scores of a model's layers, with or without a sliding window."""
+        """Return how a model's layers with (`slides`) or without a sliding window change scores."""
         return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
 
     def __str__(self) -> str:
@@ -66,13 +69,13 @@ PLAIN = Scores()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Offsets of one call's segments, made by `from_offsets`."""
+    """Where the segments of one attention call begin and end; make it with `from_offsets`."""
 
     cu_seqlens_q: torch.Tensor  # int32 on the device, shape [num_segments + 1]
     cu_seqlens_k: torch.Tensor  # int32 on the device, shape [num_segments + 1]
     max_q: int  # most queries of a segment
     max_k: int  # most keys of a segment
-    host: HostPart = field(repr=False)
+    host: HostPart = field(repr=False)  # the same offsets on the host
     # True: a segment's last keys are at the positions of its queries, and the mask is causal.
     # False: all keys come before all queries, as in a prefix, and each query sees all keys.
     is_causal: bool = True
@@ -89,11 +92,14 @@ class Segments:
         is_causal: bool = True,
         scores: Scores = PLAIN,
     ) -> "Segments":
-        """Make segments from offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two.
+        """Make segments from the offsets of their queries and keys.
+
+        For example cu_q = [0, 3, 5] and cu_k = [0, 3, 9] are two segments: one with 3 queries and 3
+        keys, and one with 2 queries and 6 keys.
 
         Args:
-            cu_q: Offsets of queries.
-            cu_k: Offsets of keys.
+            cu_q: Offsets of queries, shape [num_segments + 1].
+            cu_k: Offsets of keys, shape [num_segments + 1].
             device: Where the kernel runs.
             key_rows: For backends with `takes_key_rows`: key i is row key_rows[i] of a larger
                 buffer. None if the keys are all rows in order.
@@ -123,8 +129,8 @@ class Segments:
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
         on_device = copy_to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
-        # Clone the tensors. Compiled code saves views as new objects, which `of` would not
-        # recognise in backward.
+        # Clone the two rows, because compiled code saves views as new tensor objects for backward,
+        # and `of` would not recognise those.
         cu_seqlens_q, cu_seqlens_k = on_device[0].clone(), on_device[1].clone()
         host = HostPart(
             cu_seqlens_k=TensorWeakRef(cu_seqlens_k),
@@ -148,19 +154,19 @@ class Segments:
         *,
         is_causal: bool = True,
     ) -> "Segments":
-        """Find the segments for which these two tensors were made.
+        """Return the segments whose `from_offsets` made these two tensors.
 
-        For other tensors, such as copies or modified ones, segments are made without key_rows; a
-        backend that needs the offsets on the host then waits for the device.
+        For other tensors, such as copies or tensors changed in place, new segments without key_rows
+        are made. A backend that needs their offsets on the host then waits for the device.
 
         Args:
             cu_seqlens_q: Offsets of queries, on the device.
             cu_seqlens_k: Offsets of keys, on the device.
             max_q: Most queries of a segment.
             max_k: Most keys of a segment.
-            sliding: As in `Scores`.
-            softcap: As in `Scores`.
-            is_causal: As in `Segments`.
+            sliding: As `Scores.sliding`.
+            softcap: As `Scores.softcap`.
+            is_causal: As `Segments.is_causal`.
         """
         host = _HOST_PARTS.get(cu_seqlens_q)
         versions = _versions(cu_seqlens_q, cu_seqlens_k)
@@ -170,25 +176,25 @@ class Segments:
             host = HostPart(
                 cu_seqlens_k=TensorWeakRef(cu_seqlens_k), versions=versions, offsets=None
             )
-            # An unchanged cu_seqlens_q with other keys: leave the entry to the segments for which
-            # cu_seqlens_q was made.
+            # If cu_seqlens_q is known and unchanged but comes with another cu_seqlens_k, keep the
+            # entry of the segments with which cu_seqlens_q was made.
             if is_new:
                 _HOST_PARTS[cu_seqlens_q] = host
         scores = Scores(sliding=sliding, softcap=softcap)
         return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal, scores)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
-        """Return self, because `of` would not recognise copies of the tensors."""
+        """Return self, because `Segments.of` would not recognise copies of the tensors."""
         return self
 
     @property
     def offsets_q(self) -> tuple[int, ...]:
-        """Offsets of queries, on the host."""
+        """Offsets of queries, on the host; may have to wait for the device."""
         return self._offsets[0]
 
     @property
     def offsets_k(self) -> tuple[int, ...]:
-        """Offsets of keys, on the host."""
+        """Offsets of keys, on the host; may have to wait for the device."""
         return self._offsets[1]
 
     @property
@@ -200,12 +206,12 @@ class Segments:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int, float]:
-        """Arguments of a custom op, from which `of` restores these segments."""
+        """These segments as arguments of a custom op, which restores them with `Segments.of`."""
         return *self.lengths, self.scores.sliding, self.scores.softcap
 
     @property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Offsets of queries and keys, and the most queries and keys of a segment."""
+        """(cu_seqlens_q, cu_seqlens_k, max_q, max_k), the arguments of variable-length kernels."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k
 
     @property
@@ -229,7 +235,12 @@ class Segments:
         return self.offsets_k[-1]
 
     def derive(self, name: str, make: Callable[["Segments"], T]) -> T:
-        """Return make(self), computed once per name and shared by all layers."""
+        """Return make(self), which is computed once and then kept for all layers.
+
+        Args:
+            name: Key under which the result is kept; another function needs another name.
+            make: Computes the result from these segments.
+        """
         derived, name = self.host.derived, f"{name} {self.is_causal} {self.scores}"
         if name not in derived:
             derived[name] = make(self)
@@ -237,7 +248,7 @@ class Segments:
 
 
 def _versions(*tensors: torch.Tensor) -> tuple[int, int]:
-    """Return the in-place version counters of both; 0 for inference tensors, which have none."""
+    """Return torch's in-place version counters of two tensors; 0 for inference tensors."""
     q, k = (0 if x.is_inference() else x._version for x in tensors)
     return q, k
 
@@ -261,7 +272,7 @@ def _check(name: str, offsets: np.ndarray) -> None:
 def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
     if key_rows.shape != (num_keys,) or key_rows.dtype.kind not in "iu":
         raise UserError(
-            f"key_rows must be {num_keys} whole numbers, one a key, not {key_rows.dtype} of shape "
+            f"key_rows must be {num_keys} whole numbers, one per key, not {key_rows.dtype} of shape "
             f"{key_rows.shape}"
         )
     if key_rows.min(initial=0) < 0:
@@ -269,7 +280,7 @@ def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device; to a GPU asynchronously, from pinned memory."""
+    """Return a copy of an array on the device; copies to a GPU are asynchronous (pinned memory)."""
     tensor = torch.from_numpy(array)
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)

@@ -4,11 +4,10 @@
 
 1. flash_attention_3 is the fastest on Hopper (`kernels_profile/h100.json`) and runs only there.
 2. flash_attention_4 is made for Blackwell; on Hopper it is a pre-release.
-3. torch_varlen is in every CUDA build of torch and runs from Ampere on. It is assumed to work when
-a
-   run is prepared on a machine without GPUs.
+3. torch_varlen is in every CUDA build of torch and runs on Ampere and newer GPUs. When a run is
+   prepared on a machine without GPUs, it is assumed to work.
 4. flash_attention_2 has the same kernels, built separately.
-5. sdpa computes everything. It is the only one for float32 and for the CPU.
+5. sdpa can compute every run. It is the only backend for float32 and for the CPU.
 """
 
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ AUTO_ORDER = (
 """Backends in the order in which `auto` tries them."""
 
 
-# Backends that cannot compute every run, by name. Their `why_not` is asked first.
+# Backends that cannot compute every run, by name. Their method `why_not` says which they cannot.
 _CHECKED: dict[str, TorchVarlenBackend | FlashBackend] = {
     backend.name: backend
     for backend in (
@@ -56,12 +55,13 @@ BACKENDS.update(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A backend, and why it was chosen."""
+    """The attention backend of a run, and why it was chosen."""
 
     backend: AttentionBackend
     reason: str  # also says why no backend before it in AUTO_ORDER was chosen
-    deterministic: bool = False
-    # A sentence about a better backend for this GPU whose package is missing; else empty.
+    deterministic: bool = False  # whether its backward adds in a fixed order
+    # A sentence about a backend that would be better on this GPU but whose package is not
+    # installed. Empty if there is none.
     better: str = ""
 
     @property
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def line(self) -> str:
-        """The line for the run's log, and a second one if a better kernel is missing."""
+        """The line for the run's log, with a second line if a better kernel is not installed."""
         order = ", deterministic" if self.deterministic else ""
         line = f"attention kernel {self.backend}{order} ({self.reason})"
         return f"{line}\nWARNING: {self.better}" if self.better else line
@@ -79,7 +79,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Computed:
-    """The run that an attention kernel must compute."""
+    """The properties of a run that decide which attention kernels can compute it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class _Computed:
         return {name: getattr(self, name) for name in names}
 
     def why_not(self, backend: AttentionBackend) -> str | None:
-        """Return why a backend cannot compute this run, or None."""
+        """Return why a backend cannot compute this run, or None if it can."""
         checked = _CHECKED.get(kernel_name(backend, deterministic=self.deterministic))
         # sdpa can compute everything.
         if checked is None:
@@ -105,14 +105,17 @@ class _Computed:
         return checked.why_not(**self._arguments)
 
     def chosen(self, backend: AttentionBackend, reason: str) -> Choice:
-        """Return the choice of a backend, with a hint if a better one lacks only its package."""
+        """Make the `Choice` of a backend, with a hint if a better one needs only its package."""
         better = self._better_than(backend)
         return Choice(
             backend=backend, reason=reason, deterministic=self.deterministic, better=better
         )
 
     def _better_than(self, backend: AttentionBackend) -> str:
-        """Describe the first backend in AUTO_ORDER that this GPU lacks only the package for."""
+        """Return a sentence about a better backend that needs only a package to be installed.
+
+        Better are the backends before `backend` in AUTO_ORDER. Empty if there is none.
+        """
         for other in AUTO_ORDER[: AUTO_ORDER.index(backend)]:
             checked = _CHECKED[kernel_name(other, deterministic=self.deterministic)]
             if isinstance(checked, FlashBackend) and checked.lacks_package_only(**self._arguments):
@@ -165,7 +168,7 @@ def choose_backend(
     deterministic: bool = False,
     scores: Scores = PLAIN,
 ) -> Choice:
-    """Choose the backend of a run and say why; arguments as in `select_backend`."""
+    """Choose the attention backend of a run, and say why; arguments as in `select_backend`."""
     run = _Computed(
         device=device, dtype=dtype, head_size=head_size, deterministic=deterministic, scores=scores
     )

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """Sides of a kernel's tiles, in rows; 1 for kernels without tiles."""
+    """Sizes of an attention kernel's tiles, in query rows and keys; 1 for kernels without tiles."""
 
     forward_rows: int
-    """Query rows of a thread block in forward."""
+    """Query rows that a thread block computes in forward."""
     backward_rows: int
-    """Query rows of a tile in backward, whose thread blocks loop over query rows."""
+    """Query rows that a thread block in backward reads at a time; it loops over all query rows."""
     backward_keys: int
-    """Keys of a thread block in backward."""
+    """Keys that a thread block computes in backward."""
 
 
 _FLASH_2 = {
@@ -38,14 +38,18 @@ _TILES = {
     "torch_varlen": _FLASH_2,
     "flash_attention_2": _FLASH_2,
     "flash_attention_3": _FLASH_3,
-    # Not looked up in its sources; its prices have assumed 128 so far.
+    # An assumption, which was not checked in the package's sources.
     "flash_attention_4": {256: Tiles(128, 128, 128)},
 }
-"""Tiles by kernel, and by the largest head size that has them."""
+"""Tiles of each kernel, by the largest head size to which they apply."""
 
 
 def tiles_of(backend: str, head_dim: int) -> Tiles:
-    """Return the tiles of a kernel at a head size.
+    """Return the tile sizes of an attention kernel for heads of this size.
+
+    Args:
+        backend: Name of the kernel, without "_deterministic".
+        head_dim: Size of a head.
 
     Raises:
         ValueError: The kernel's tiles are not known, or heads are larger than 256.

@@ -1,8 +1,8 @@
 """Attention by torch's variable-length kernel (FlashAttention-2 inside torch), CUDA only.
 
-It computes float16 and bfloat16 without padding. torch.nn.attention.varlen.varlen_attn has no
-backward without autograd, so we call the two operators below it. Their first ten arguments are the
-same in torch 2.11 to 2.13.
+It computes float16 and bfloat16 without padding. The public function varlen_attn can run backward
+only through autograd, but we need a separate backward call. So we call the two operators that it
+uses. Their first ten arguments are the same in torch 2.11 to 2.13.
 """
 
 import torch
@@ -24,7 +24,7 @@ from wlb.plan import UserError
 
 MAX_HEAD_SIZE = 256
 """Largest head size of the kernel."""
-# Windows (left, right) around a query's position; -1 is unlimited.
+# Windows around a query's position: keys to the left and to the right; -1 means unlimited.
 _CAUSAL, _WITHOUT_MASK = [-1, 0], [-1, -1]
 
 
@@ -32,7 +32,8 @@ class TorchVarlenBackend:
     """torch's variable-length attention kernel.
 
     Args:
-        deterministic: Whether backward adds dQ in a fixed order, in several float32 copies of dQ.
+        deterministic: Whether backward adds dQ in a fixed order, which needs several float32 copies
+            of dQ.
     """
 
     takes_key_rows = False
@@ -44,9 +45,9 @@ class TorchVarlenBackend:
     def why_not(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> str | None:
-        """Return why this backend cannot compute a run, or None.
+        """Return why this backend cannot compute a run, or None if it can.
 
-        If torch sees no GPU here, the GPU is assumed to be new enough.
+        If torch sees no GPU on this machine, the run's GPU is assumed to be new enough.
         """
         if scores.softcap:
             return "torch's kernel cannot cap scores (attention_softcap)"
@@ -58,7 +59,7 @@ class TorchVarlenBackend:
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp."""
+        """Return attention's output [T, H, D] and log-sum-exp [H, T]."""
         _check(q_THD)
         out_THD, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
             q_THD, k_SGD, v_SGD, *segments.lengths, segments.is_causal, None, _window(segments)
@@ -67,7 +68,7 @@ class TorchVarlenBackend:
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
         """Return the gradients of q, k and v."""
-        # Without dropout, forward returns an RNG state of zeros, so pass zeros instead of saving
+        # Without dropout, forward returns an RNG state of zeros. Pass new zeros instead of saving
         # it.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
         mask = (segments.is_causal, rng_state, None, _window(segments))

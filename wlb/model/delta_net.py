@@ -4,8 +4,9 @@ The projections of each token go through a short causal convolution over the lat
 document, and then through the gated delta rule (`delta_rule`), which keeps one state per document.
 A gated norm and an output projection follow. Nothing passes from one document to another.
 
-If context parallelism cuts a document, a span needs what comes before it: the latest rows for the
-convolution, and the state. `Before` provides both. Without it, spans are whole documents.
+If context parallelism cuts a document, a span needs two things from the tokens before it: the last
+few rows, which the convolution reads, and the state. `Before` provides both. Without it, spans are
+whole documents.
 """
 
 from typing import Any, Protocol
@@ -20,19 +21,34 @@ from wlb.spec import LinearBackend, ModelSpec
 
 
 class Before(Protocol):
-    """Gives spans what comes before them; a layer calls `rows` first, then `states`."""
+    """Gives each span the rows and the state before it; a layer calls `rows`, then `states`."""
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """Return the latest rows before each span, shape [S, count, D]; missing ones are zero."""
+        """Return the last `count` rows of the document before each span, shape [S, count, D].
+
+        At a document's beginning, where there are no rows, they are zero.
+
+        Args:
+            rows_TD: The convolution's input rows on this process.
+            layout: Which rows form which span.
+            count: Number of earlier rows that the convolution reads.
+        """
         ...
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
-        """Return the state before each span, [S, H, K, V]; computes and exchanges summaries."""
+        """Return the state before each span, [S, H, K, V], from the summaries of earlier spans.
+
+        Args:
+            rule: Computes the summaries of this process's spans.
+            layout: Which rows form which span.
+        """
         ...
 
 
 class GatedDeltaNet(nn.Module):
-    """The layer. Its projections are separate, so that tensor parallelism can divide their heads.
+    """The gated delta net, which takes the place of attention in a layer.
+
+    Its projections are separate modules, so that tensor parallelism can divide their heads.
 
     Args:
         spec: Sizes and options of the model.
@@ -70,7 +86,7 @@ class GatedDeltaNet(nn.Module):
         Args:
             x_TC: Rows of the spans, one span after the other.
             layout: Which rows form which span.
-            before: Gives spans what comes before them. None if all are whole documents.
+            before: Gives each span the rows and state before it. None if all are whole documents.
             backend: The implementation of the recurrence; not `auto`.
         """
         own, linears = self.ops.own, (self.q_proj, self.k_proj, self.v_proj)
@@ -102,20 +118,28 @@ class GatedDeltaNet(nn.Module):
     def _convolved(
         self, rows_TD: Tensor, weights_DL: Tensor, layout: SpanLayout, before: Before | None
     ) -> Tensor:
-        """Convolve each row with the latest rows of its document, channel by channel."""
+        """Convolve each row with the rows before it in its document, channel by channel, [T, D].
+
+        Args:
+            rows_TD: Rows of the spans.
+            weights_DL: Weights of the convolution, for L rows.
+            layout: Which rows form which span.
+            before: Gives each span the rows before it. None if spans are whole documents.
+        """
         count, width = weights_DL.shape[1] - 1, rows_TD.shape[1]
         if before is None:
             latest = rows_TD.new_zeros(len(layout.lengths), count, width)
         else:
             latest = before.rows(rows_TD, layout, count)
-        # Make one sequence, with the rows before each span inserted in front of it.
+        # Make one sequence in which each span follows the rows before it.
         spans = rows_TD.split(list(layout.lengths))
         parts = [part for pair in zip(latest, spans, strict=True) for part in pair]
         if not parts:
-            # There are no rows, but keep both tensors in the graph.
+            # There are no rows, but let the result depend on both tensors: all ranks must run the
+            # same backward pass.
             return torch.cat([rows_TD, latest.flatten(0, 1)])
         made = conv1d(torch.cat(parts).t()[None], weights_DL[:, None], groups=width)[0].t()
-        # Drop the results that mix two spans: those whose window ends in the inserted rows.
+        # Drop the results at the inserted rows, because they mix two spans.
         ends = torch.tensor([count + n for n in layout.lengths]).cumsum(0).tolist()
         kept = [
             made[end - count - n : end - count] for end, n in zip(ends, layout.lengths, strict=True)
@@ -128,20 +152,24 @@ def _heads(rows_TF: Tensor, size: int) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Scale heads to unit length; the constant is the one in the models' published code."""
+    """Scale heads to unit length; the constant 1e-6 is that of the models' published code."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def initial_delta_net(name: str, shape: torch.Size, seed: int) -> Tensor | None:
-    """Make the initial value of a linear layer's parameter, as transformers does.
+    """Make the initial value of a gated delta net's parameter, as Hugging Face's transformers does.
 
-    Returns None for projections and for parameters of other layers. Decay rates are drawn from
-    [0, 16] and stored as logarithms; convolutions are initialised as torch's are.
+    Decay rates are drawn from [0, 16] and stored as logarithms. Convolutions are initialised like
+    torch's.
 
     Args:
         name: Name of the parameter.
-        shape: Its whole shape.
+        shape: The parameter's whole shape.
         seed: Seed of the run.
+
+    Returns:
+        The value. None for projections, and for parameters of other layers, which are initialised
+        elsewhere.
     """
     if ".linear_attn." not in f".{name}":
         return None

@@ -1,23 +1,26 @@
 """The gated delta rule over packed spans, in chunks (Yang et al. 2024, Gated Delta Networks).
 
-Each head has a state S, a k_dim x v_dim matrix that stores values under keys. At each token the
-state decays by exp(g). Then the value that the token's key reads from it is moved towards the
-token's value, by the share beta. The query reads the result:
+Each head has a state S, a matrix of shape [k_dim, v_dim] that stores values under keys. Each token
+changes the state in two steps. First the state is multiplied by exp(g), the decay. Then the value
+that it stores under the token's key is moved towards the token's value, by the fraction beta of the
+difference. The token's query reads its output from the new state:
 
     S <- exp(g) S;    S <- S + k beta (v - k^T S)^T;    o = q^T S
 
-To use matrix products we process chunks of 64 tokens at once. With decays G_i summed from the
-chunk's start, the outputs of a chunk and its last state follow from the state S that it begins
-with:
+To use matrix products, chunks of 64 tokens are computed at once. Let G be the sums of g from the
+chunk's start. The outputs of a chunk, and the state S' at its end, follow from the state S at its
+start:
 
     o = (exp(G) q - P W) S + P U,    S' = (exp(G_C) - K~^T W) S + K~^T U
 
-U and W solve one triangular system for values and keys, P holds the decayed products of queries and
-keys, and K~ the keys decayed to the chunk's end.
+U and W are the solutions of one triangular system, with values and keys on the right-hand side. P
+has the products of queries and keys with the decay between them, and K~ has the keys with the decay
+up to the chunk's end.
 
-The second equation is an affine map of S. So a whole span is an affine map of the state before it,
-which we call its **summary**. The summaries of a document's spans compose (`Summary.after`). That
-is why context-parallel ranks only exchange summaries.
+The second equation is an affine map of S. So the effect of a whole span on the state is an affine
+map, too, which we call the span's **summary**. Applying the summaries of a document's spans one
+after the other gives the state before any of its spans (`Summary.after`). Therefore
+context-parallel ranks need to exchange only summaries.
 
 Shapes: T tokens of all spans, S spans, N chunks, C tokens of a chunk, H heads, K and V dimensions
 of a key and a value.
@@ -36,29 +39,31 @@ from wlb.plan.sharding import ranges
 from wlb.spec import LinearBackend
 
 CHUNK = 64
-"""Tokens per chunk. Longer chunks mean more work inside a chunk, shorter ones more steps."""
+"""Tokens per chunk. Longer chunks mean more work within a chunk, shorter chunks more steps."""
 
 
 class SpanLayout(NamedTuple):
     """How the tokens of packed spans are divided into chunks, each of which belongs to one span.
 
-    The first chunks of all spans come first, then all second chunks, and so on. Step i computes the
-    i-th chunks of all spans together.
+    A chunk needs the state at the end of its span's previous chunk, so states are computed in
+    steps: step i computes the i-th chunk of every span that has one. Chunks are numbered in the
+    order of steps: first the first chunks of all spans, then all second chunks, and so on.
     """
 
-    lengths: tuple[int, ...]  # tokens of each span, in the order of the rows
-    slots_T: Tensor  # place of each token among the N * C places of all chunks
-    steps: tuple[Tensor, ...]  # for each step i the spans that have an i-th chunk
+    lengths: tuple[int, ...]  # number of tokens of each span, in the order of the rows
+    slots_T: Tensor  # index of each token in the chunks, which have N * C positions in all
+    steps: tuple[Tensor, ...]  # for each step i the numbers of the spans that have an i-th chunk
     sizes: tuple[int, ...]  # for each step the number of those spans; the sum is N
-    bounds: "SpanBounds"  # offsets of the spans, for kernels of other packages
+    bounds: "SpanBounds"  # offsets of the spans, for the kernels of flash-linear-attention
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SpanLayout":
-        """Return the layout of spans of these lengths, which follow each other."""
+        """Return the layout of spans that follow each other and have these numbers of tokens."""
         tokens = np.array(lengths, np.int64)
         chunks = -(-tokens // CHUNK)
         spans = [np.flatnonzero(chunks > i) for i in range(int(chunks.max(initial=0)))]
-        # Number the chunks step by step. A token's chunk and its place in it give its slot.
+        # Number the chunks step by step. A token's slot follows from its chunk's number and its
+        # position in the chunk.
         chunk_of = np.zeros((len(spans), tokens.size), np.int64)
         done = 0
         for step, members in enumerate(spans):
@@ -81,7 +86,7 @@ class SpanLayout(NamedTuple):
         return sum(self.sizes)
 
     def members(self, spans: np.ndarray) -> "SpanMembers":
-        """Select some spans, whose numbers must ascend."""
+        """Return the selection of some spans; their numbers `spans` must be in ascending order."""
         device = self.slots_T.device
         chunks = -(-np.array(self.lengths, np.int64)[spans] // CHUNK)
         all_chunks = -(-np.array(self.lengths, np.int64) // CHUNK)
@@ -103,13 +108,16 @@ class SpanLayout(NamedTuple):
         )
 
     def _rows_of(self, spans: np.ndarray) -> np.ndarray:
-        """Return the rows of the tokens of some spans."""
+        """Return the indices of the rows that belong to these spans, span by span."""
         ends = np.cumsum(np.array(self.lengths, np.int64))
         begins = ends - np.array(self.lengths, np.int64)
         return ranges(begins[spans], ends[spans])
 
     def chunked(self, rows_T: Tensor) -> Tensor:
-        """Arrange rows of tokens [T, H, ...] in chunks [N, H, C, ...]; unused places are zero."""
+        """Arrange rows of tokens [T, H, ...] in chunks [N, H, C, ...].
+
+        The rest of a span's last chunk is filled with zeros.
+        """
         shape = rows_T.shape[1:]
         places = rows_T.new_zeros(self.num_chunks * CHUNK, *shape)
         placed = places.index_copy(0, self.slots_T, rows_T)
@@ -120,42 +128,46 @@ class SpanBounds(NamedTuple):
     """Offsets of spans that follow each other."""
 
     on_device: Tensor  # first row of each span, then the number of rows; shape [S + 1]
-    on_host: Tensor  # a copy, so that nothing waits for the device
+    on_host: Tensor  # a copy on the host, so that reading it never waits for the device
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device | str) -> "SpanBounds":
-        """Compute the offsets of spans of these lengths."""
+        """Compute the offsets of spans that have these numbers of tokens."""
         bounds = np.append(0, np.cumsum(lengths)).astype(np.int64)
         return cls(_index(bounds, device), torch.from_numpy(bounds))
 
 
 class SpanMembers(NamedTuple):
-    """A selection of a layout's spans, renumbered from 0, and where their chunks are."""
+    """Some spans of a `SpanLayout`, renumbered from 0, and where to find their chunks and rows."""
 
     count: int  # number of selected spans
-    chunks: Tensor  # numbers of their chunks in the layout, step by step
+    chunks: Tensor  # numbers of the selected spans' chunks in the layout, step by step
     steps: tuple[Tensor, ...]  # for each step i the selected spans that have an i-th chunk
     sizes: tuple[int, ...]  # for each step the number of those spans
-    rows: Tensor  # rows of their tokens in the layout, span by span
+    rows: Tensor  # indices of the selected spans' rows in the layout, span by span
     bounds: SpanBounds  # offsets of the spans within `rows`
 
 
 class Summary(NamedTuple):
-    """The effect of spans on a state: S' = transition S + state."""
+    """The effect of each of S spans on the state before it: S' = transition S + state."""
 
     transition_SHKK: Tensor
-    state_SHKV: Tensor
+    state_SHKV: Tensor  # the state after a span whose state before it is zero
 
     def after(self, state_SHKV: Tensor) -> Tensor:
-        """Return the states behind the spans, given the states before them."""
+        """Return the states after the spans, given the states before them."""
         return self.transition_SHKK @ state_SHKV + self.state_SHKV
 
 
 class DeltaRule(Protocol):
-    """The rule applied to the rows of packed spans; only states before spans are missing."""
+    """The gated delta rule for given queries, keys, values and decays of packed spans.
+
+    Only the states before the spans are still open. An implementation may therefore compute
+    everything else once, before states are known.
+    """
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans: their effect on a state.
+        """Return the summaries of some spans, which are their effects on the state before them.
 
         A span without tokens leaves the state unchanged.
         """
@@ -171,20 +183,24 @@ class DeltaRule(Protocol):
 
 
 class Chunks(NamedTuple):
-    """What chunks compute that does not depend on the state before them."""
+    """The parts of all chunks that do not depend on the state before them (see the module).
 
-    reads_NHCK: Tensor  # exp(G) q - P W: times the state before, the part of the output it gives
-    own_NHCV: Tensor  # P U: the part of the output that comes from the chunk itself
+    The output of a chunk is reads @ (state before it) + own.
+    """
+
+    reads_NHCK: Tensor  # exp(G) q - P W
+    own_NHCV: Tensor  # P U, the part of the output that comes from the chunk's own tokens
     keys_NHCK: Tensor  # W
     values_NHCV: Tensor  # U
-    to_end_NHCK: Tensor  # K~, keys decayed to the chunk's end
-    decay_NH: Tensor  # exp(G_C), decay of the state over the chunk
+    to_end_NHCK: Tensor  # K~, the keys with the decay up to the chunk's end
+    decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """Yield the chunks of each step, for all spans or for a selection."""
+        """Yield for each step its chunks, either of all spans or of selected spans."""
         chunks = self
         if isinstance(of, SpanMembers):
-            # A selection is used for states, which do not depend on queries, so leave those out.
+            # Selections are used only to compute states. These do not depend on queries, so leave
+            # out the two tensors that contain queries.
             none = of.chunks[:0]
             chosen = (none, none, *(of.chunks,) * 4)
             chunks = Chunks(*(x.index_select(0, i) for x, i in zip(self, chosen, strict=True)))
@@ -193,10 +209,12 @@ class Chunks(NamedTuple):
         return (Chunks(*of_step) for of_step in zip(*parts, strict=True))
 
     def after(self, state_NHKV: Tensor, *, values: bool = True) -> Tensor:
-        """Return the states behind the chunks, given the states before them.
+        """Return the states after the chunks, given the states before them.
 
-        With `values` false, leave out what the chunks add, so that only the effect on the given
-        state remains.
+        Args:
+            state_NHKV: State before each chunk.
+            values: With False, leave out what the chunks' own values add to the state, so that the
+                result is linear in the given state.
         """
         read = self.keys_NHCK @ state_NHKV
         new = self.values_NHCV - read if values else -read
@@ -207,19 +225,20 @@ class Chunks(NamedTuple):
 def chunks_of(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, layout: SpanLayout
 ) -> Chunks:
-    """Compute the chunks of packed spans, in float32 or the wider dtype of the rows.
+    """Compute the parts of all chunks that do not depend on states, in the dtype of the rows.
 
     Args:
         q_THK: Queries, normalised and scaled.
         k_THK: Keys, normalised.
         v_THV: Values.
         g_TH: Logarithm of the decay, at most 0.
-        beta_TH: Share by which the stored value is replaced.
+        beta_TH: Fraction by which the stored value is replaced by the new one.
         layout: Which rows form which span.
     """
     q, k, v, g, beta = (layout.chunked(x) for x in (q_THK, k_THK, v_THV, g_TH, beta_TH))
-    # Decay from token j to token i of a chunk, for j <= i. Above the diagonal it could overflow. On
-    # the diagonal it is the constant 1: its gradients would cancel and leave only rounding errors.
+    # Decay from token j to token i of a chunk, for j <= i. Above the diagonal the exponential could
+    # overflow, so mask it. On the diagonal use the constant 1: computed as an exponential, its
+    # gradients would cancel and leave only rounding errors.
     summed = g.cumsum(-1)
     between = summed[..., :, None] - summed[..., None, :]
     below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril(-1)
@@ -244,20 +263,23 @@ def chunks_of(
 
 
 class ChunkedRule(NamedTuple):
-    """The rule in plain PyTorch: all chunks at once, then their states one after the other."""
+    """The gated delta rule in plain PyTorch.
+
+    It computes most of the work for all chunks at once, and then the states step by step.
+    """
 
     chunks: Chunks
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans: their effect on a state."""
+        """Return the summaries of some spans, which are their effects on the state before them."""
         chunks = self.chunks
         shape = (members.count, *chunks.keys_NHCK.shape[1::2])
         eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
         transition = eye.expand(*shape, shape[-1])
         state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
-        # Add an empty sum, so that the rows are in the graph even if no spans are selected: all
-        # ranks must run the same backward pass.
+        # Add an empty sum, so that the result depends on the rows even if no spans are selected.
+        # All ranks must run the same backward pass, because it contains collectives.
         state = state + chunks.values_NHCV[:0].sum()
         for spans, of_step in zip(members.steps, chunks.steps(members), strict=False):
             changed = of_step.after(transition.index_select(0, spans), values=False)
@@ -266,7 +288,11 @@ class ChunkedRule(NamedTuple):
         return Summary(transition, state)
 
     def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
-        """Return the outputs of all tokens, [T, H, V]."""
+        """Return the outputs of all tokens, [T, H, V].
+
+        Args:
+            state_SHKV: State before each span. None means zeros.
+        """
         chunks, layout = self.chunks, self.layout
         heads, values = chunks.values_NHCV.shape[1], chunks.values_NHCV.shape[-1]
         if state_SHKV is None:
@@ -278,16 +304,17 @@ class ChunkedRule(NamedTuple):
             parts.append(of_step.own_NHCV + of_step.reads_NHCK @ before)
             state_SHKV = state_SHKV.index_copy(0, spans, of_step.after(before))
         if not parts:
-            # There are no rows, but keep them in the graph: all ranks must run the same backward.
+            # There are no rows, but let the result depend on the inputs: all ranks must run the
+            # same backward pass.
             return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
         rows = torch.cat(parts).transpose(1, 2).reshape(-1, heads, values)
         return rows.index_select(0, layout.slots_T)
 
 
 class PackagedRule(NamedTuple):
-    """The rule by flash-linear-attention's kernels (`wlb.kernels.linear_package`).
+    """The gated delta rule by flash-linear-attention's kernels (`wlb.kernels.linear_package`).
 
-    Spans that need a summary are computed twice: once for their last state only.
+    Spans that need a summary are computed twice: once for the summary, once for the outputs.
     """
 
     q_TGK: Tensor
@@ -298,21 +325,23 @@ class PackagedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans: their effect on a state."""
+        """Return the summaries of some spans, which are their effects on the state before them."""
         keys = self.k_TGK.shape[-1]
         heads, values = self.v_THV.shape[1:]
         k, v, g, beta = (
             x.index_select(0, members.rows)
             for x in (self.k_TGK, self.v_THV, self.g_TH, self.beta_TH)
         )
-        # Columns of the state do not mix, so one call computes both parts. The first V columns have
-        # values and begin at zero; they become the state. K more columns have no values and begin
-        # as the identity; they become the transition.
+        # The rule never mixes columns of the state, so one call computes both parts of a summary.
+        # The first V columns have the values and begin at zero; at the end they are the summary's
+        # state. K more columns have zeros as values and begin as the identity; at the end they are
+        # the summary's transition.
         eye = torch.eye(keys, dtype=torch.float32, device=v.device)
         eye = eye.expand(members.count, heads, keys, keys)
         begin = torch.cat([eye.new_zeros(*eye.shape[:3], values), eye], -1)
         if not members.rows.shape[0]:
-            # The kernels do not accept zero rows; keep the rows in the graph nevertheless.
+            # The kernels do not accept zero rows. Let the result depend on the rows nevertheless,
+            # so that all ranks run the same backward pass.
             end = begin + v.sum()
         else:
             wide = torch.cat([v, v.new_zeros(*v.shape[:2], keys)], -1)
@@ -322,7 +351,11 @@ class PackagedRule(NamedTuple):
         return Summary(transition, state)
 
     def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
-        """Return the outputs of all tokens, [T, H, V]."""
+        """Return the outputs of all tokens, [T, H, V].
+
+        Args:
+            state_SHKV: State before each span. None means zeros.
+        """
         rows = (self.q_TGK, self.k_TGK, self.v_THV, self.g_TH, self.beta_TH)
         if not self.v_THV.shape[0]:
             empty = self.v_THV.float()
@@ -336,12 +369,12 @@ def delta_rule(
     backend: LinearBackend,
     dtype: torch.dtype,
 ) -> DeltaRule:
-    """Return the rule over packed spans, by the chosen implementation.
+    """Return the gated delta rule over packed spans, in the chosen implementation.
 
     Args:
-        rows: Queries and keys [T, G, K], normalised, queries also scaled; values [T, H, V];
-            logarithms of decays [T, H], at most 0; shares beta [T, H]. G divides H. At least
-            float32.
+        rows: Queries and keys [T, G, K], normalised, and queries also scaled; values [T, H, V];
+            logarithms of decays [T, H], at most 0; fractions beta [T, H]. All are in float32 or
+            float64. G, the number of key heads, divides H.
         layout: Which rows form which span.
         backend: The implementation; not `auto`.
         dtype: Dtype in which the package reads queries, keys and values. The torch implementation

@@ -1,6 +1,6 @@
-"""Operators that treat each row by itself: norms, RoPE and gated MLPs.
+"""Operators that compute each row separately: norms, RoPE and the gate of MLPs.
 
-Each exists as plain torch code, which defines it, and as a fused Triton kernel
+Each exists twice: as plain torch code, which defines the result, and as a fused Triton kernel
 (`wlb.kernels.fused`). Where autograd would save more tensors than backward needs, a custom function
 saves fewer and recomputes the rest. Shapes: T rows, C channels, H heads, D head size, F width of
 the MLP.
@@ -19,23 +19,27 @@ from wlb.spec import Activation, ModelSpec, RopeKind, RopeScaling
 
 
 class ZeroCentredNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in float32."""
+    """RMSNorm that multiplies by 1 + weight in float32, as Gemma's; weights start at zero."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Return x with its last axis normalised."""
         return normalise(self, x, self.weight)
 
 
 def norm_of(spec: ModelSpec, width: int) -> nn.RMSNorm:
-    """Make an RMSNorm of `width` channels, with weights around one (LLaMA) or zero (Gemma)."""
+    """Make the model's RMSNorm over `width` channels: weight (LLaMA) or 1 + weight (Gemma)."""
     made = ZeroCentredNorm if spec.zero_centred_norms else nn.RMSNorm
     return made(width, eps=spec.norm_eps)
 
 
 def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool = False) -> Tensor:
-    """Apply `norm` with the given weight to rows [T, C] or heads [T, H, C].
+    """Apply an RMSNorm to rows [T, C] or heads [T, H, C], with a weight that the caller gives.
 
-    The weight may be a local part of the module's weight. With `fused` a Triton kernel computes it.
+    Args:
+        norm: The module, which says which norm it is and its eps. Its weight is not read.
+        x_TC: Rows or heads.
+        weight_C: The weight as a plain tensor, such as the local part of a DTensor.
+        fused: Use one Triton kernel.
     """
     if isinstance(norm, ZeroCentredNorm):
         assert norm.eps is not None
@@ -53,14 +57,17 @@ def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool =
 
 
 def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm, rounded once, and the reciprocal root mean square of each row, [..., 1]."""
+    """Return RMSNorm with 1 + weight, rounded once, and 1 / RMS of each row, [..., 1]."""
     wide = x.to(sum_dtype(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * (1 + weight_C.to(wide.dtype))).to(x.dtype), rstd
 
 
 class _AroundZero(torch.autograd.Function):
-    """`_around_zero` that saves the rows in their dtype; autograd would save them in float32."""
+    """`_around_zero` as an autograd function that saves the rows in x's dtype.
+
+    Plain autograd would save them in float32, which takes twice the memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -82,14 +89,16 @@ class _AroundZero(torch.autograd.Function):
 def inverse_frequencies(
     spec: ModelSpec, device: torch.device | str = "cpu", *, slides: bool = False
 ) -> Tensor:
-    """Return the angle per position of each pair of channels, float32, shape [D / 2].
+    """Return RoPE's angle per position for each pair of channels, in float32, shape [D / 2].
 
-    D counts the rotated channels of a head. Pairs are in Hugging Face's layout (rotate-half).
+    D is the number of rotated channels of a head. Channels i and i + D / 2 are a pair, as in
+    Hugging Face's code (rotate-half).
 
     Args:
         spec: Sizes and options of the model.
-        device: Where the result is.
-        slides: Whether it is for layers with a sliding window, which may have another base.
+        device: Device of the result.
+        slides: Whether the angles are for layers with a sliding window, which may have another RoPE
+            base.
     """
     steps = torch.arange(0, spec.rotated_size, 2, dtype=torch.float64, device=device)
     if slides and spec.sliding_rope_theta:
@@ -111,7 +120,11 @@ def _scaled(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale as Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend between."""
+    """Scale RoPE's frequencies as Llama 3.1 does.
+
+    Frequencies with long wavelengths are divided by `factor`, those with short wavelengths are
+    kept, and in between the two are blended.
+    """
     wavelength = 2 * math.pi / frequency
     low, high = scaling.bounds
     blend = (scaling.original_context / wavelength - low) / (high - low)
@@ -120,15 +133,21 @@ def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Scale as YaRN (Peng et al., 2023).
+    """Scale RoPE's frequencies as YaRN does (Peng et al., 2023).
 
-    The first pairs turn often within the original context and are kept. The last ones are divided
-    by `factor`. The pairs in between are blended linearly.
+    The first pairs of channels, which make many turns within the original context, keep their
+    frequencies. The frequencies of the last pairs are divided by `factor`. In between the two are
+    blended linearly.
+
+    Args:
+        frequency: Angle per position of each pair of channels.
+        theta: Base of RoPE.
+        scaling: Parameters of the scaling.
     """
     num_pairs = frequency.shape[0]
 
     def pair_of(turns: float) -> float:
-        """Return the (fractional) number of the pair that makes this many turns in the context."""
+        """Return the fractional index of the pair that makes `turns` turns in the context."""
         wavelength = scaling.original_context / turns
         return num_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
@@ -143,16 +162,24 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
+    """Return RoPE's tables of cos and sin, float32, each [T, 1, D / 2].
+
+    Args:
+        positions_T: Position of each row in its document.
+        inverse: Angle per position of each pair of channels (`inverse_frequencies`).
+    """
     angles = positions_T.float()[:, None, None] * inverse
     return angles.cos(), angles.sin()
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
-    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32.
+    """Apply RoPE in float32: rotate channel pairs (i, i + D / 2) of each head by the row's angles.
 
-    D is twice the number of columns of cos and sin. Further channels of a head are not rotated.
-    With `fused` a Triton kernel computes it.
+    Args:
+        x_THD: Queries or keys. If a head has more than D channels, the others are not rotated.
+        cos: Table of cosines, [T, 1, D / 2] (`rope_tables`).
+        sin: Table of sines.
+        fused: Use one Triton kernel.
     """
     rotated = 2 * cos.shape[-1]
     if rotated < x_THD.shape[-1]:
@@ -168,10 +195,15 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> T
 def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, fused: bool = False) -> Tensor:
     """Compute SwiGLU or GeGLU (tanh approximation): activation(gate) * up, all [T, F].
 
-    Saves only gate and up. Autograd would also save activation(gate), a fourth tensor of the MLP's
-    width beside gate, up and the product. Backward recomputes it in the same dtype, so gradients
-    are bit-equal. With `fused` a Triton kernel computes it and saves the same two tensors. Under
-    torch.compile the compiler chooses what is saved.
+    Only gate and up are saved for backward. Autograd would also save activation(gate), a further
+    tensor of the MLP's width. Backward recomputes it in the same dtype, so gradients are equal to
+    the bit. Under torch.compile the compiler chooses what is saved.
+
+    Args:
+        gate_TF: Output of the gate projection.
+        up_TF: Output of the up projection.
+        activation: SiLU or GELU.
+        fused: Use one Triton kernel, which saves the same two tensors.
     """
     if fused:
         return fused_gated(gate_TF, up_TF, activation == Activation.GELU_TANH)

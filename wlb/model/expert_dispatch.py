@@ -1,11 +1,12 @@
-"""Dispatch and combine of the rows of a layer with experts: the protocol, and one for one process.
+"""Sends rows to the processes of their experts and back: the protocols, and the local version.
 
-A `Way` is the routing of one micro-batch in one layer. Its `there` sends rows to the experts and
-brings their outputs back; its `back` does the same with gradients. Experts are divided into stages,
-so that the rows of one stage travel while those of another are computed.
+A `Way` is the routing of one micro-batch's rows in one layer. It has two round trips (`Trip`). In
+forward, `there` sends rows to the experts and brings their outputs back. In backward, `back` sends
+the outputs' gradients to the experts and brings the rows' gradients back. Experts are divided into
+stages, so that the rows of one stage travel while another stage is computed.
 
-Autograd cannot hold rows that are still in transfer. It sees an empty tensor in their place, and
-the rows are in a `Trip`, which frees each part when it has been read.
+Autograd must not see rows that are still in transfer. It sees an empty tensor in their place, and
+the rows themselves are in a `Trip`, which frees each part when it has been read.
 
 Shapes: as in `wlb.model.expert_layer`.
 """
@@ -19,21 +20,29 @@ from torch import Tensor
 
 
 class StageRows(NamedTuple):
-    """The part of a stage that this process computes."""
+    """The experts of one stage in this process, and the rows that they compute."""
 
-    experts: slice  # experts of the stage among the process's experts
-    rows: slice  # their rows among the M rows that the process computes
-    ends: Tensor  # index after each expert's last row, counted from `rows.start`; int32
+    experts: slice  # which of the process's experts belong to the stage
+    rows: slice  # which of the M rows that the process computes belong to these experts
+    ends: Tensor  # for each expert the index after its last row, counted from `rows.start`; int32
 
 
 class Trip(Protocol):
-    """One round trip of rows: to their experts, and the results back.
+    """One round trip: rows travel to their experts, and the results travel back.
 
-    In backward the gradients of the results travel to the experts, and those of the rows back.
+    Calls come in this order: `send`, `start`, then `arrived` and `answer` for each stage, `whole`,
+    and `answers` for each stage. In backward the "rows" are the gradients of the outputs, and the
+    "results" are the gradients of the rows.
     """
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Take the rows of x that will travel, in the order of `Way.order_N`; `start` sends."""
+        """Copy the rows that `start` will send.
+
+        Args:
+            x: Rows to select from.
+            rows_N: Index in x of each row that travels, in the order of `Way.order_N`.
+            scores_N: Score of each of these rows. None sends no scores.
+        """
         ...
 
     def start(self) -> None:
@@ -41,97 +50,113 @@ class Trip(Protocol):
         ...
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for a stage's rows and scores, and return them, expert by expert."""
+        """Wait for the rows and scores that arrive in a stage; returns them sorted by expert."""
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores of all stages, [M, ...], and release them.
+        """Return the rows and scores that arrived in all stages, [M, ...], and drop references.
 
         The results of `arrived` are parts of these tensors.
         """
         ...
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Start to send a stage's results back; their order is the one in which rows arrived."""
+        """Start to send a stage's results back to the processes that sent the rows.
+
+        Args:
+            stage: Number of the stage.
+            x: A result for each row, in the order in which `arrived` returned the rows.
+            scores: Gradients of scores. None in forward.
+        """
         ...
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for a stage's results, and return them in the order of `Way.order_N`."""
+        """Wait for the results that come back in a stage; returns them in `Way.order_N`'s order."""
         ...
 
 
 class Way(Protocol):
     """The routing of a micro-batch's rows to experts in one layer, for forward and backward."""
 
-    counts_E: Tensor  # rows of each expert
-    # Rows to send, stage by stage, as indices into the N rows (row i // K is a token's row).
+    counts_E: Tensor  # number of this process's rows that chose each expert
+    # The order in which the N copies of rows are sent, stage by stage. Copy i is of row i // K.
     order_N: Tensor
-    starts_late: bool  # recomputing the layer starts `back`, see `FirstPass`
+    # whether `back` is started by the layer's recomputation instead of by backward (`FirstPass`)
+    starts_late: bool
 
     @property
     def there(self) -> Trip:
-        """The trip of forward: rows out, outputs back."""
+        """The round trip of forward: rows travel to experts, and outputs travel back."""
         ...
 
     @property
     def back(self) -> Trip:
-        """The trip of backward: gradients of outputs out, gradients of rows back."""
+        """The round trip of backward: output gradients to experts, row gradients back."""
         ...
 
     @property
     def ends_E(self) -> Tensor:
-        """Index after the last row of each of the process's experts, int32."""
+        """For each of this process's experts the index after its last row of M rows, int32."""
         ...
 
     def begin(self) -> None:
-        """Learn the numbers of rows, for which the host may have to wait, and start `there`."""
+        """Find out how many rows come from and go to each process, and start the trip `there`.
+
+        The host may have to wait for these numbers.
+        """
         ...
 
     @property
     def stages(self) -> Sequence[StageRows]:
-        """The parts that this process computes; known after `begin`."""
+        """For each stage, which of this process's experts compute which rows; after `begin`."""
         ...
 
     @property
     def sent(self) -> Sequence[slice]:
-        """The rows of each stage as slices of `order_N`; known after `begin`."""
+        """For each stage the slice of `order_N` with the rows to send; known after `begin`."""
         ...
 
     def again(self) -> "Way":
-        """Return the routing for recomputing the layer in backward; nothing is counted again.
+        """Return the routing for recomputing the layer in backward, which sends the same rows.
 
-        Its `begin` also starts `back` of this routing, after its own rows, which are needed first.
+        Its `begin` does not exchange numbers of rows. It starts to send the rows and then, because
+        backward needs them next, starts the trip `back` of this first routing.
         """
         ...
 
 
 class ExpertExchange(Protocol):
-    """Makes the routing of rows to the processes of their experts."""
+    """Makes the routing (`Way`) of rows to the processes that have their experts."""
 
     def way(self, chosen_TK: Tensor, num_experts: int) -> Way:
-        """Return the routing for each row's chosen experts, [T, K]."""
+        """Return the routing of a micro-batch's rows in one layer.
+
+        Args:
+            chosen_TK: Numbers of the experts that each row has chosen.
+            num_experts: Number of experts of the layer, E.
+        """
         ...
 
 
 class LocalTrip:
-    """The round trip of rows whose experts are in this process: one stage, no transfer."""
+    """The round trip if all experts are in this process: one stage, and nothing is sent."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Select the rows, in the order of their experts."""
+        """Select the rows, sorted by expert."""
         self._rows = [(x.index_select(0, rows_N), scores_N)]
 
     def start(self) -> None:
         """Do nothing, because nothing travels."""
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores."""
+        """Return the selected rows and their scores."""
         return self._rows[0]
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores, and release them."""
+        """Return the selected rows and their scores, and drop the references to them."""
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
@@ -139,7 +164,7 @@ class LocalTrip:
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return the results, and release them."""
+        """Return the stored results, and drop the reference to them."""
         return self._rows.pop()
 
 
@@ -154,30 +179,36 @@ class LocalWay:
         self.stages = (StageRows(slice(0, ends_E.shape[0]), self.sent[0], ends_E),)
 
     def begin(self) -> None:
-        """Do nothing: the numbers of rows are known."""
+        """Do nothing, because all numbers of rows are known."""
 
     def again(self) -> "LocalWay":
-        """Return the same routing for recomputing the layer."""
+        """Return an equal routing for recomputing the layer in backward."""
         return LocalWay(self.order_N, self.ends_E)
 
 
 class LocalExperts:
-    """The exchange of a process that has all experts."""
+    """Routing for a process that has all experts, so that no rows are sent."""
 
     def way(self, chosen_TK: Tensor, num_experts: int) -> LocalWay:
-        """Return the routing for each row's chosen experts, [T, K]."""
+        """Return the routing of a micro-batch's rows in one layer.
+
+        Args:
+            chosen_TK: Numbers of the experts that each row has chosen.
+            num_experts: Number of experts of the layer, E.
+        """
         return LocalWay(*sorted_by_expert(chosen_TK, num_experts))
 
 
 def sorted_by_expert(expert_TK: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert, then by token.
+    """Sort the N = T * K copies of rows that experts compute, by expert and then by token.
 
     Args:
-        expert_TK: Experts of each token.
+        expert_TK: Numbers of the K experts of each token.
         num: Number of experts, E.
 
     Returns:
-        The order, [N], and the index after each expert's last row, int32, [E].
+        The order as indices into the N copies, and for each expert the index after its last copy in
+        this order, int32, [E].
     """
     sorted_N, order_N = expert_TK.flatten().sort(stable=True)
     every_E = torch.arange(num, device=expert_TK.device)
@@ -191,15 +222,16 @@ def inverse_of(order_N: Tensor) -> Tensor:
 
 
 class FirstPass:
-    """What a layer's first forward pass keeps for its recomputation in backward.
+    """What a layer's first forward pass keeps for the layer's recomputation in backward.
 
-    The recomputation uses the experts that the first pass chose. It must not choose again: its
-    products may round differently, and rows would then go to other experts than those of the first
-    pass.
+    The recomputation uses the experts that the first pass chose. It must not choose them itself,
+    because its products may round differently, and a row might then go to another expert than in
+    the first pass.
 
-    If a whole layer is recomputed, the trip of backward (`Way.back`) starts by itself. If only its
-    second half is, the recomputation starts that trip right behind its rows (`Way.again`), because
-    little else would run while the gradients travel.
+    If a whole layer is recomputed, backward starts the trip of gradients (`Way.back`) when it
+    reaches the layer, and attention is recomputed while they travel. If only the layer's second
+    half is recomputed, little would run meanwhile. Then the recomputation itself starts that trip,
+    right after it has started to send its rows (`Way.again`).
 
     Args:
         whole_layer: Whether the whole layer is recomputed, not just its second half.
@@ -213,11 +245,11 @@ class FirstPass:
     def keep(self, way: Way, chosen_TK: Tensor) -> None:
         """Store the routing and the chosen experts, [T, K]."""
         way.starts_late = not self.whole_layer
-        # int16 is enough for the 4,096 experts that a model may have.
+        # Save memory: int16 is enough, because a model has at most 4,096 experts.
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 
     def kept(self) -> tuple[Way, Tensor]:
-        """Return the routing of the recomputation, and the chosen experts, [T, K]."""
+        """Return the routing for the recomputation, and the experts chosen by the first pass."""
         assert self._way is not None
         assert self._chosen_TK is not None
         return self._way.again(), self._chosen_TK.long()
@@ -227,11 +259,11 @@ class FirstPass:
 def during_pass(
     set_first: Callable[[FirstPass | None], None], first: FirstPass, *, is_second: bool
 ) -> Generator[None]:
-    """Surround one of the passes of a checkpointed call.
+    """Return a context for the first pass or the recomputation of a call under torch's checkpoint.
 
     Args:
         set_first: Called with `first` when the pass begins and with None when it ends.
-        first: What the first pass keeps.
+        first: The record that the first pass fills and the recomputation reads.
         is_second: Whether the pass is the recomputation.
     """
     first.is_over = is_second

@@ -1,8 +1,8 @@
 """A mixture of experts in place of a layer's MLP: router, grouped products, shared experts.
 
-It is dropless: an expert computes every row that chooses it. The order of rows is always (expert,
-source rank, token), so sums never depend on timing. A row's score multiplies the expert's hidden
-values instead of its output, so backward does not need the outputs.
+The mixture drops no tokens: an expert computes every row that chooses it. Rows are always sorted by
+(expert, source rank, token), so sums never depend on timing. A row's score multiplies the expert's
+hidden values instead of its output, so backward does not need the outputs.
 
 Shapes: T real rows, K experts per token, N = T K rows sent to experts, E experts, C channels, F
 hidden size of an expert, M rows received for this process's experts, P of them in one stage
@@ -23,7 +23,7 @@ from wlb.plan import digest
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
 BALANCE = "mlp.balance"
-"""Last part of the name of `MixtureMlp.balance`, a buffer that checkpoints store."""
+"""End of the names of `MixtureMlp.balance`, the buffers that checkpoints store with the weights."""
 BIAS_RATE = 1e-3
 """Change of an expert's bias per step with `experts.balance = bias`, as in DeepSeek-V3.
 
@@ -32,7 +32,7 @@ A larger rate balances sooner but oscillates more.
 
 Compute = Callable[[], Sequence[Tensor]]
 Defer = Callable[[Sequence[Tensor], Compute], None]
-"""Takes parameters and a function that computes their gradients, and calls it later."""
+"""A function that takes parameters and a function for their gradients, which it calls later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class ExpertRows:
     """What layers with experts need to know about a micro-batch."""
 
     num: int  # real rows of this process; padding follows them and goes to no expert
-    # Weight of one row in the auxiliary loss and the z-loss. Both are means over all rows of a
-    # step, whether or not they have a label.
+    # Weight of one row in the auxiliary loss and the z-loss: 1 / (rows of the step on all ranks).
+    # So both losses are means over all rows of a step, whether or not the rows have a label.
     row_weight: float = 1.0
-    # Rows of each expert, shape [E], by layer. Layers fill it in; when a layer is recomputed it
-    # writes the same numbers.
+    # By layer, the number of rows that chose each expert, shape [E]. Layers fill it in during
+    # forward; a recomputed layer writes the same numbers once more.
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
@@ -57,11 +57,11 @@ class MatrixStack(nn.Module):
 
 
 class GroupedMlp(nn.Module):
-    """SwiGLU MLPs of experts, each applied to its rows."""
+    """The SwiGLU MLPs of a layer's experts; each expert computes the rows that chose it."""
 
-    defer: Defer | None = (
-        None  # computes gradients of the weights later; None computes them at once
-    )
+    # Called in backward with the computation of the weights' gradients, to run it later. None
+    # computes them in backward.
+    defer: Defer | None = None
 
     def __init__(self, experts: ExpertsSpec, width: int) -> None:
         super().__init__()
@@ -69,19 +69,22 @@ class GroupedMlp(nn.Module):
         self.gate_proj = MatrixStack(experts.num, hidden, width)
         self.up_proj = MatrixStack(experts.num, hidden, width)
         self.down_proj = MatrixStack(experts.num, width, hidden)
-        # Returns this process's part of a parameter; parallelism replaces it.
+        # Returns this process's part of a parameter. Expert parallelism replaces this function.
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
 
     def forward(self, under_way: Tensor, way: Way, *, needs_outputs: bool = True) -> Tensor:
-        """Compute the rows that `way` brings, stage by stage, and send the results back.
+        """Compute the rows that arrive at this process's experts, and send the results back.
+
+        Rows arrive, and results leave, through `way`, stage by stage.
 
         Args:
             under_way: An empty tensor that stands for the rows in autograd's graph.
             way: The routing of the rows.
-            needs_outputs: False when a layer is recomputed and only backward's inputs are needed.
+            needs_outputs: False if the layer is recomputed only to get the tensors that backward
+                needs, so that no results are sent.
 
         Returns:
-            An empty tensor that stands for the results.
+            An empty tensor that stands for the results in autograd's graph.
         """
         stacks = (self.gate_proj, self.up_proj, self.down_proj)
         # Read the parameters in every forward, because FSDP replaces a module's parameters.
@@ -94,7 +97,7 @@ class GroupedMlp(nn.Module):
 
 
 class _GroupedSwiGlu(torch.autograd.Function):
-    """Saves the rows, gate and up; backward recomputes the other hidden values."""
+    """The SwiGLU of `GroupedMlp`; saves rows, gate and up, and recomputes the rest in backward."""
 
     @staticmethod
     def forward(
@@ -129,7 +132,8 @@ class _GroupedSwiGlu(torch.autograd.Function):
         x_MC, scores_M, *products, gate, up, down = ctx.saved_tensors
         way: Way = ctx.way
         way.back.start()
-        # Buffers for the rows of all stages, so that each weight's gradient is one product.
+        # Allocate buffers for the rows of all stages, so that each weight's gradient is one
+        # product.
         hidden_MF, dgate_MF, dup_MF = (
             x_MC.new_empty(x_MC.shape[0], gate.shape[1]) for _ in range(3)
         )
@@ -146,13 +150,14 @@ class _GroupedSwiGlu(torch.autograd.Function):
                 dhidden_PF.mul_(up_PF), gate_PF, grad_input=dgate_MF[rows]
             )
             del product_PF, dhidden_PF
-            # Argument 4 is `under_way`: the gradients of the rows are wanted.
+            # Argument 4 is `under_way`, which stands for the rows: compute their gradients if
+            # needed.
             if ctx.needs_input_grad[4]:
                 dx_PC = grouped_mm(dgate_MF[rows], gate[experts], offs=ends)
                 dx_PC.add_(grouped_mm(dup_MF[rows], up[experts], offs=ends))
                 way.back.answer(i, dx_PC, dscores_P)
                 del dx_PC
-        # The weights' gradients below run while the last stage's rows travel back.
+        # Compute the weights' gradients while the last stage's rows travel back.
         grad_MC, ends_E = way.back.whole()[0], way.ends_E
 
         def of_down() -> list[Tensor]:
@@ -171,9 +176,10 @@ class _GroupedSwiGlu(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each row once for each of its experts and gives the copies to `way` to send.
+    """Copies each row once for each of its K experts, and passes the copies to `way` to send.
 
-    Returns an empty tensor, as `GroupedMlp` does, because the rows may still be in transfer.
+    Returns an empty tensor that stands for the rows in autograd's graph, because they may still be
+    in transfer.
     """
 
     @staticmethod
@@ -200,7 +206,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Sums the outputs of each row's experts after `way` has brought them back, [T, C]."""
+    """Waits for the experts' outputs that `way` brings back, and sums them for each row, [T, C]."""
 
     @staticmethod
     def forward(ctx: Any, way: Way, per_token: int, width: int, under_way: Tensor) -> Tensor:
@@ -220,9 +226,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns the scores unchanged; backward also sends a gradient of one into `loss`.
+    """Returns the scores unchanged, and in backward gives `loss` a gradient of one.
 
-    The loss is therefore trained although no pipeline stage returns it.
+    This adds an auxiliary loss to the training loss, although the layer does not return it.
     """
 
     @staticmethod
@@ -235,20 +241,22 @@ class _WithLoss(torch.autograd.Function):
 
 
 class MixtureMlp(nn.Module):
-    """A mixture of experts.
+    """A mixture of experts: a router, the experts, and optionally experts that process all tokens.
 
     Args:
         spec: Sizes and options of the model.
         ops: How weights are applied (`wlb.model.llama.Ops`).
-        shared: An MLP that processes all tokens, or None.
+        shared: An MLP that processes all tokens (shared experts), or None.
 
     Attributes:
-        balance: Each expert's bias, or its share of the previous step's tokens, depending on
-            `ExpertBalance`. The auxiliary loss uses the shares over all ranks, which are known one
-            step late; that way it is the same in every layout.
-        exchange: Sends rows to the processes of their experts (`wlb.parallel.expert_parallel`).
-        load: Rows of each expert in the last step, over all ranks.
-        slowest: Rows of the EP rank that had most, summed over the step's micro-batches.
+        balance: A value for each expert, shape [E]. With `ExpertBalance.BIAS` it is the bias of the
+            router. With an auxiliary loss it is the expert's share of the tokens of the previous
+            step on all ranks. The loss uses the previous step because shares over all ranks are
+            known only after a step; so it is the same in every parallel layout.
+        exchange: Sends rows to the processes that have their experts
+            (`wlb.parallel.expert_parallel`).
+        load: Number of rows of each expert in the most recent step, over all ranks; None before.
+        slowest: Rows of the EP rank with most rows, summed over that step's micro-batches.
     """
 
     balance: Tensor
@@ -271,16 +279,18 @@ class MixtureMlp(nn.Module):
             self.register_buffer("balance", torch.zeros(self.spec.num))
 
     def forward(self, x_TC: Tensor, rows: ExpertRows | None = None) -> Tensor:
-        """Return the residual branch of x, [T, C].
+        """Return the mixture's output, [T, C], which the layer adds to its residual stream.
 
-        x may end with padding rows, whose results are zero without shared experts.
+        Args:
+            x_TC: Rows. Padding rows at the end are computed by shared experts only.
+            rows: Which rows are real, and where rows are counted. None means that all are real.
         """
         num = x_TC.shape[0] if rows is None else rows.num
         way, scores_TK = self._choose(x_TC[:num], rows)
         if rows is not None:
             rows.counts[self] = way.counts_E
-        # Issue all work that does not depend on the numbers of rows before `begin`, in which the
-        # host waits for those numbers.
+        # In `begin` the host waits until it knows how many rows go to which rank. Before that,
+        # issue all work that does not depend on these numbers, so that the GPU is busy meanwhile.
         under_way: Any = _Spread.apply(way, x_TC[:num], scores_TK)
         shared_TC = None if self.shared_experts is None else self._shared(x_TC)
         way.begin()
@@ -290,7 +300,7 @@ class MixtureMlp(nn.Module):
         return out_TC if shared_TC is None else out_TC + shared_TC
 
     def _shared(self, x_TC: Tensor) -> Tensor:
-        """Return the output of the shared experts, times the token's gate if there is one."""
+        """Return the shared experts' output, multiplied by each token's gate if there is one."""
         assert self.shared_experts is not None
         made_TC = self.shared_experts(x_TC)
         if self.shared_expert_gate is None:
@@ -298,7 +308,14 @@ class MixtureMlp(nn.Module):
         return linear(x_TC, self.ops.weight(self.shared_expert_gate)).sigmoid() * made_TC
 
     def _choose(self, x_TC: Tensor, rows: ExpertRows | None) -> tuple[Way, Tensor]:
-        """Return the routing of x's rows to their experts, and their scores, [T, K]."""
+        """Return the routing of rows to their experts, and the scores of these experts, [T, K].
+
+        A recomputed layer uses the experts that its first pass chose.
+
+        Args:
+            x_TC: Rows without padding.
+            rows: As in `forward`.
+        """
         first = self._first
         if first is not None and first.is_over:
             way, chosen_TK = first.kept()
@@ -311,10 +328,11 @@ class MixtureMlp(nn.Module):
 
     @property
     def _needs_outputs(self) -> bool:
-        """Whether this pass must compute outputs of experts.
+        """Whether this pass must compute the outputs of experts.
 
-        A recomputed pass needs them only if a later operator saves them for backward. That is the
-        norm of the branch, which belongs to a recomputed layer but not to its second half alone.
+        A first pass must. A recomputation needs them only if a later operator saves them for
+        backward. Only the norm at the end of the branch does so, and it is recomputed only with the
+        whole layer, not with the layer's second half.
         """
         first = self._first
         if first is None or not first.is_over:
@@ -322,9 +340,13 @@ class MixtureMlp(nn.Module):
         return self._has_branch_norms and first.whole_layer
 
     def passes(self, *, whole_layer: bool) -> tuple[Any, Any]:
-        """Return `context_fn` of torch's checkpoint for a call that contains this module.
+        """Return the two contexts that torch's checkpoint wants from its `context_fn`.
 
-        See `FirstPass` for what the contexts do.
+        The first one surrounds the first forward pass, and the second one the recomputation. They
+        make the recomputation use the experts that the first pass chose (see `FirstPass`).
+
+        Args:
+            whole_layer: Whether the whole layer is recomputed, or only its second half.
         """
         first = FirstPass(whole_layer=whole_layer)
         return (
@@ -338,12 +360,13 @@ class MixtureMlp(nn.Module):
     def route(
         self, x_TC: Tensor, rows: ExpertRows | None = None, chosen_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return each row's scores, float32, and its experts' numbers, both [T, K].
+        """Choose K experts for each row; returns their scores in float32 and their numbers, [T, K].
 
         Args:
             x_TC: Rows.
-            rows: Needed for the auxiliary and z-loss; None leaves them out.
-            chosen_TK: Experts chosen by an earlier pass. None chooses them here.
+            rows: The micro-batch, whose weight of a row the auxiliary and z-loss need. None leaves
+                these losses out.
+            chosen_TK: Numbers of the experts that an earlier pass chose. None chooses them here.
         """
         logits_TE = linear(x_TC, self.ops.weight(self.gate)).float()
         is_softmax = self.spec.scoring == Scoring.SOFTMAX
@@ -361,7 +384,12 @@ class MixtureMlp(nn.Module):
         return scores_TK, chosen_TK  # pyright: ignore[reportReturnType]
 
     def _loss(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor | None:
-        """Return the auxiliary loss plus the z-loss, summed over rows; None without either."""
+        """Return the auxiliary loss plus the z-loss, summed over rows; None if both are off.
+
+        Args:
+            logits_TE: Logits of the router.
+            scores_TE: Scores, which are the softmax or sigmoid of the logits.
+        """
         losses: list[Tensor] = []
         if self.spec.balance == ExpertBalance.AUX_LOSS:
             is_softmax = self.spec.scoring == Scoring.SOFTMAX
@@ -374,7 +402,7 @@ class MixtureMlp(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Update `balance` from the last step's load; call it after the optimizer's update."""
+        """Update `balance` from the most recent step's `load`; call it after the optimizer."""
         if self.load is None or self.spec.balance == ExpertBalance.NONE:
             return
         load = self.load.double()
@@ -388,16 +416,16 @@ Initial = Callable[[str, torch.Size, int], Tensor]
 
 
 def initial_experts(name: str, shape: torch.Size, first: int, seed: int, one: Initial) -> Tensor:
-    """Make the initial values of consecutive experts of a stack, shape [n, out, in].
+    """Make the initial weights of consecutive experts of a layer, shape [n, out, in].
 
-    Each expert's value depends only on the parameter's name, the expert's number and the seed.
+    An expert's weights depend only on the parameter's name, the expert's number and the seed.
 
     Args:
         name: Name of the parameter.
         shape: Shape of the result.
         first: Number of the first expert.
         seed: Seed of the run.
-        one: Makes one expert's matrix from a name, a shape and a seed.
+        one: A function that makes one expert's matrix from a name, a shape and a seed.
     """
     made = [one(name, shape[1:], digest("expert", first + i, seed)) for i in range(shape[0])]
     return torch.stack(made)

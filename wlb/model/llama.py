@@ -1,11 +1,11 @@
-"""A decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
+"""A decoder over packed rows, without batch axis, with the weight names of Hugging Face.
 
 Hidden states are [T, C]: T rows and C channels. Inputs that depend on the micro-batch (rotary
-tables, attention, labels) come in a `Rows` record. The model is LLaMA's; fields of `ModelSpec` add
-the parts of Qwen and Gemma.
+tables, attention, labels) come in a `Rows` record. The model is LLaMA's; options of `ModelSpec` add
+features of Qwen and Gemma.
 
-A module never applies its weights itself but asks an `Ops` object to. The base class `Ops` just
-calls the modules, and tensor parallelism overrides it.
+Nothing in this file communicates. Modules do not apply their weights directly but call methods of
+an `Ops` object. The base class `Ops` calls the modules, and tensor parallelism overrides it.
 """
 
 import math
@@ -31,29 +31,30 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Attend(Protocol):
     """Attention over a micro-batch's rows, in three calls so that communication can overlap.
 
-    A layer calls `begin` with k and v, and computes q while the exchange of keys runs. It passes
-    the result to `attend`. The second result of `attend` goes to `add`, the last operation of the
-    layer. Backward starts there, so it can exchange k and v early.
+    A layer calls `begin` with k and v, computes q while the exchange of keys runs, and passes the
+    result of `begin` to `attend`. It passes the second result of `attend` to `add`, the layer's
+    last operation. The layer's backward begins with that operation, so the exchange of k and v for
+    backward can start early.
     """
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any:
-        """Start to exchange k and v; the result goes to `attend`."""
+        """Start to exchange k and v between CP ranks, and return what `attend` takes as `begun`."""
         ...
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Any) -> tuple[Tensor, Any]:
-        """Return the output, [T, H, D], and the last argument of `add`."""
+        """Return attention's output, [T, H, D], and what `add` takes as `attended`."""
         ...
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: Any, /) -> Tensor:
-        """Return x_TC + y_TC, the layer's output."""
+        """Return x_TC + y_TC, the layer's output; `attended` is the second result of `attend`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalAttend:
-    """Attention whose keys are all on this process; calls `call(q_THD, k_TGD, v_TGD)`."""
+    """Attention in one process, which needs no exchange of keys; implements `Attend`."""
 
-    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]  # computes attention from q, k and v
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Do nothing, because there is no exchange."""
@@ -61,7 +62,7 @@ class LocalAttend:
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: None
     ) -> tuple[Tensor, None]:
-        """Return the output, [T, H, D], and None."""
+        """Return attention's output, [T, H, D], and None."""
         return self.call(q_THD, k_TGD, v_TGD), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
@@ -74,32 +75,34 @@ class LayerRows(NamedTuple):
 
     cos: Tensor  # table of RoPE, shape [T, 1, D / 2]
     sin: Tensor  # table of RoPE, shape [T, 1, D / 2]
-    attend: Attend
+    attend: Attend  # computes attention over the micro-batch
 
 
 class LinearRows(NamedTuple):
     """What linear-attention layers need of a micro-batch."""
 
     layout: SpanLayout  # which rows form which span of a document
-    before: Before | None  # gives spans what comes before them; None if all are whole documents
+    # gives each span the state and rows before it; None if all spans are whole documents
+    before: Before | None
     backend: LinearBackend = LinearBackend.TORCH  # implementation of the recurrence; not `auto`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs of a forward pass besides the tokens or hidden states."""
+    """Inputs of a micro-batch's forward pass besides its tokens or hidden states."""
 
     cos: Tensor  # as in `LayerRows`, for layers without a sliding window
     sin: Tensor
     attend: Attend
     labels: Tensor | None = None  # shape [T]; only on the last pipeline stage
     loss_scale: float = 1.0  # the last stage multiplies the summed loss by this
-    experts: ExpertRows | None = None  # for layers with experts; with None they route padding too
+    # for layers with experts; with None they treat padding like real rows
+    experts: ExpertRows | None = None
     sliding: LayerRows | None = None  # for layers with a sliding window
     linear: LinearRows | None = None  # for linear-attention layers
 
     def of(self, *, slides: bool) -> LayerRows:
-        """Return the inputs of layers with or without a sliding window."""
+        """Return the inputs of attention layers with (`slides`) or without a sliding window."""
         if not slides:
             return LayerRows(self.cos, self.sin, self.attend)
         assert self.sliding is not None, "the model has layers with a sliding window"
@@ -107,29 +110,30 @@ class Rows:
 
 
 class Ops:
-    """How layers apply their weights; `wlb.parallel` subclasses it for tensor parallelism."""
+    """Applies the weights of layers; `wlb.parallel` subclasses it for tensor parallelism."""
 
     vocabulary: VocabularyShard = WHOLE  # part of the vocabulary on this process
     fused: bool = False  # compute norms, RoPE and gated MLPs with one Triton kernel each
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
-        """Look up the embeddings of tokens."""
+        """Return the embeddings of tokens, [T, C]."""
         return embedding(tokens_T)
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
-        """Apply RMSNorm to the last axis, of rows [T, C] or of heads [T, H, D]."""
+        """Apply RMSNorm to the last axis of x_TC, which has rows [T, C] or heads [T, H, D]."""
         # Call the module where possible, because torch's parallelize_module may have added hooks.
         return normalise(norm, x_TC, norm.weight, fused=True) if self.fused else norm(x_TC)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Apply linear layers to the same rows, lazily: each when the caller takes its result.
+        """Return an iterator over the outputs of linear layers that all read the same rows.
 
-        They are column-parallel under tensor parallelism.
+        Each layer is computed when the caller takes its output. With tensor parallelism these
+        layers are column-parallel.
         """
         return (linear(x_TC) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply the linear layer that ends a residual branch; it is row-parallel under TP."""
+        """Apply the last linear layer of a residual branch; with TP it is row-parallel."""
         return linear(x_TC)
 
     def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
@@ -142,19 +146,28 @@ class Ops:
 
 
 class Attention(nn.Module):
-    """Self-attention with RoPE and grouped heads; options add norms, gates and partial rotation."""
+    """Self-attention with RoPE and grouped key/value heads.
+
+    Options of `spec` add norms of Q and K, an output gate, and RoPE on only some channels.
+
+    Args:
+        spec: Sizes and options of the model.
+        ops: How weights are applied.
+        slides: Whether the layer has a sliding window.
+    """
 
     def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
         self.query_factor, self.turned_factor = spec.query_factor(slides=slides), 1.0
         if spec.rotary_share != 1.0:
-            # RoPE's scaling multiplies only the scores of rotated channels, so it goes into their
-            # tables instead of into the queries.
+            # If only some channels are rotated, the factor of RoPE's scaling applies to these
+            # channels alone. So multiply the RoPE tables by it instead of the whole queries.
             self.turned_factor = spec.rope_scaling.score_factor
             self.query_factor /= self.turned_factor
         self.has_gate = spec.attention_gate
-        # With a gate, the columns of each head are its queries, then its gate.
+        # With an output gate, q_proj has for each head the columns of its queries, then of its
+        # gate.
         columns = spec.q_dim * (1 + spec.attention_gate)
         self.q_proj = nn.Linear(spec.hidden_size, columns, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
@@ -164,7 +177,7 @@ class Attention(nn.Module):
         self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
-        """Return the residual branch, and the last argument of `Attend.add`."""
+        """Return attention's residual branch [T, C], and what `Attend.add` takes as `attended`."""
         # Do not bind q, k and v to names, so that they are freed when the call returns.
         gates: list[Tensor] = []
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows, gates))
@@ -175,9 +188,15 @@ class Attention(nn.Module):
     def _project(
         self, x_TC: Tensor, rows: LayerRows, gates: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Compute k and v, start their exchange, and compute q while it runs.
+        """Compute k and v, start their exchange, and compute q while the exchange runs.
 
-        If the layer has an output gate, it is appended to `gates`.
+        Args:
+            x_TC: Normalised input of the layer.
+            rows: Inputs of the micro-batch.
+            gates: If the layer has an output gate, its values are appended to this list.
+
+        Returns:
+            q, k, v and the result of `Attend.begin`.
         """
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
@@ -210,7 +229,7 @@ class Attention(nn.Module):
 
 
 def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
-    """Make the norms of Q and K: over each head, over all heads of a row, or None."""
+    """Make the norms of Q and K, over each head or all heads of a row; (None, None) if none."""
     if not spec.norms_keys:
         return None, None
     sizes = (spec.q_dim, spec.kv_dim) if spec.qk_norm_rows else (spec.head_size, spec.head_size)
@@ -229,21 +248,21 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(hidden_size, width, bias=False)
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        """Return the residual branch."""
+        """Return the MLP's residual branch, [T, C]."""
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
         made = gated(gate, up, self.activation, fused=self.ops.fused)
         return self.ops.fan_in(made, self.down_proj)
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer.
+    """A decoder layer: attention (or linear attention), then an MLP (or a mixture of experts).
 
     Args:
         spec: Sizes and options of the model.
         ops: How weights are applied.
-        slides: Whether its attention has a sliding window.
-        has_experts: Whether it has a mixture of experts instead of an MLP.
-        is_linear: Whether it has a gated delta net instead of attention.
+        slides: Whether the layer's attention has a sliding window.
+        has_experts: Whether the layer has a mixture of experts instead of an MLP.
+        is_linear: Whether the layer has a gated delta net (linear attention) instead of attention.
     """
 
     def __init__(
@@ -258,7 +277,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops, self.slides, self.has_experts = ops, slides, has_experts
         self.input_layernorm = norm_of(spec, spec.hidden_size)
-        # A layer has one of the two. Their names are those of Hugging Face's checkpoints.
+        # A layer has one of these two modules, named as in Hugging Face's checkpoints.
         self.self_attn = None if is_linear else Attention(spec, ops, slides=slides)
         self.linear_attn = GatedDeltaNet(spec, ops) if is_linear else None
         # Hugging Face uses this name for two norms: Gemma's is applied to attention's output,
@@ -281,10 +300,14 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """Return x plus attention's branch, and the last argument of `Attend.add`.
+        """Return x plus the branch of attention, and what `Attend.add` takes as `attended`.
 
-        With `ends`, the sum is made by `Attend.add`, so that in backward the exchange of k and v
-        starts here. The second result is then None.
+        Args:
+            x_TC: Residual stream.
+            rows: Inputs of the micro-batch.
+            ends: Whether to compute the sum by `Attend.add`, so that the exchange of k and v for
+                backward starts at the end of this half of the layer. The second result is then
+                None.
         """
         mine, normed_TC = rows.of(slides=self.slides), self.ops.norm(self.input_layernorm, x_TC)
         if self.self_attn is not None:
@@ -300,7 +323,14 @@ class DecoderLayer(nn.Module):
         return x_TC + branch_TC, attended
 
     def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
-        """Return the branch of the MLP; a separate method so that it alone can be recomputed."""
+        """Return the branch of the norm and the MLP, [T, C].
+
+        This is a separate method so that recomputation can be limited to it.
+
+        Args:
+            x_TC: Residual stream.
+            experts: Which rows are real, for a layer with experts.
+        """
         norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
         normed_TC = self.ops.norm(norm, x_TC)
         routes_rows = experts is not None and self.has_experts
@@ -317,7 +347,15 @@ def _mixture(spec: ModelSpec, ops: Ops) -> MixtureMlp:
 
 
 class Decoder(nn.Module):
-    """A range of layers; the first stage also has the embedding, the last one the final norm."""
+    """The decoder layers of one pipeline stage, with embedding or final norm where they belong.
+
+    Args:
+        spec: Sizes and options of the model.
+        layers: Numbers of the stage's layers.
+        ops: How weights are applied.
+        is_first: Whether the stage has the embedding.
+        is_last: Whether the stage has the final norm.
+    """
 
     def __init__(
         self, spec: ModelSpec, layers: range, ops: Ops, *, is_first: bool, is_last: bool
@@ -343,7 +381,7 @@ class Decoder(nn.Module):
         if self.embed_tokens is not None:
             x = self.ops.embed(self.embed_tokens, x)
             if self.embedding_scale != 1.0:
-                # Gemma was trained with a factor that is rounded to the dtype of the rows.
+                # Gemma was trained with a factor that was rounded to the dtype of the activations.
                 x = x * _rounded(self.embedding_scale, x.dtype)
         for layer in self.layers.values():
             x = layer(x, rows)
@@ -364,11 +402,11 @@ class Llama(nn.Module):
         spec: Sizes and options of the model.
         layers: Layers of the stage, possibly none. None means all layers.
         is_first: Whether the stage has the embedding.
-        is_last: Whether the stage has the final norm, the head and the loss. A tied head is the
-            embedding itself if the stage has both; otherwise it is a parameter with the same
-            values, which `wlb.parallel.tied` keeps equal.
-        ops: How weights are applied. None calls the modules.
-        loss_chunk: Rows whose logits are in memory at a time.
+        is_last: Whether the stage has the final norm, the head and the loss. With tied embeddings,
+            the head is the embedding itself if the stage has both; otherwise it is a second
+            parameter, whose values `wlb.parallel.tied` keeps equal.
+        ops: How weights are applied. None applies them without parallelism.
+        loss_chunk: Number of rows whose logits are in memory at a time.
     """
 
     def __init__(
@@ -392,14 +430,14 @@ class Llama(nn.Module):
 
     @property
     def head(self) -> nn.Linear | nn.Embedding:
-        """The module whose weight gives the logits; only on the last stage."""
+        """The module whose weight is the output head; exists only on the last stage."""
         assert self.is_last
         found = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert found is not None
         return found
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """Run the stage.
+        """Run the stage's forward pass.
 
         Args:
             x: Tokens [T] on the first stage, rows [T, C] on others.
@@ -429,18 +467,19 @@ def initial_weight(
 ) -> Tensor:
     """Make the whole initial value of a parameter, in float32 on the CPU.
 
-    The value depends only on name and seed, so every layout starts from the same model. (A GPU's
-    generator would give other numbers.) Matrices are normal with `spec.init_std`; those that end a
-    residual branch are scaled by 1 / sqrt(2 * num_layers), as in GPT-2. Norms are one (zero if they
-    are zero-centred), biases zero, and a tied head equals the embedding. Parameters of
-    linear-attention layers are made by `initial_delta_net`.
+    The value depends only on name and seed, so every parallel layout starts from the same model.
+    (A GPU's generator would give other numbers.) Matrices are drawn from a normal distribution with
+    standard deviation `spec.init_std`; those at the end of a residual branch are multiplied by
+    1 / sqrt(2 * num_layers), as in GPT-2. Norms are one (zero if they are zero-centred), biases are
+    zero, and a tied head equals the embedding. Parameters of linear-attention layers are made by
+    `initial_delta_net`.
 
     Args:
         name: Name of the parameter.
-        shape: Its whole shape, or for experts [number of experts, out, in].
+        shape: The parameter's whole shape; for experts [number of experts to make, out, in].
         spec: Sizes and options of the model.
         seed: Seed of the run.
-        first_expert: Number of the first expert to make.
+        first_expert: Number of the first expert to make. Unused for other parameters.
     """
     if (made := initial_delta_net(name, shape, seed)) is not None:
         return made

@@ -22,15 +22,15 @@ def local_rows(
     labels: Tensor | None = None,
     loss_scale: float = 1.0,
 ) -> Rows:
-    """Make the inputs of documents that begin at `offsets`.
+    """Make the model's inputs for packed documents in one process, besides the tokens.
 
     Args:
         spec: Sizes and options of the model.
-        offsets: Offsets of the documents, shape [documents + 1]. [0, 3, 5] are two documents, of 3
-            and 2 tokens.
+        offsets: Where documents begin and end, shape [documents + 1]. For example [0, 3, 5] means
+            two documents, of 3 and 2 tokens.
         backend: Name of the attention kernel, a key of `wlb.kernels.BACKENDS`.
         labels: Target of each row, shape [T]. None if no loss is computed.
-        loss_scale: Factor of the summed loss.
+        loss_scale: The model multiplies the summed loss by this.
     """
     device = torch.device("cpu") if labels is None else labels.device
     lengths = np.diff(np.asarray(offsets)).tolist()

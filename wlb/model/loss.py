@@ -1,9 +1,9 @@
-"""The output head and cross-entropy in one function, a chunk of rows at a time.
+"""The output head and cross-entropy in one function, which processes a chunk of rows at a time.
 
-The logits of a whole micro-batch never exist. For each chunk, forward computes the logits, the
-summed loss, and also the gradients of the rows and the head. It can do so because the loss is a
-plain sum: its gradients are known up to one factor, by which backward multiplies them. The cost is
-one float32 copy of the head's gradient, kept until backward.
+The logits of a whole micro-batch are never in memory together. For each chunk, forward computes the
+logits, the summed loss, and already the gradients of the rows and of the head. This is possible
+because the loss is a plain sum: its gradients are known up to one factor, and backward only
+multiplies them by that factor. The cost is the head's gradient in float32, kept until backward.
 
 Shapes: T rows, C channels, V vocabulary entries of this shard.
 """
@@ -24,10 +24,11 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyShard:
-    """The vocabulary entries of this process: all, unless tensor parallelism divides them."""
+    """This process's part of the vocabulary, which is all of it without tensor parallelism."""
 
     offset: int = 0  # number of the shard's first entry
-    # The functions below communicate among the n processes that divide the vocabulary.
+    # These functions communicate among the n processes that divide the vocabulary. The defaults,
+    # for one process, return their argument.
     gather: Callable[[Tensor], Tensor] = _same  # all-gather of rows, [T / n, C] -> [T, C]
     scatter: Callable[[Tensor], Tensor] = _same  # reduce-scatter of gradients, [T, C] -> [T / n, C]
     all_max: Callable[[Tensor], Tensor] = _same  # all-reduce (maximum) of shape [T]
@@ -64,7 +65,7 @@ class _HeadLoss(torch.autograd.Function):
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, weight_VC, out=dx[rows])
                 dweight += dlogits.t() @ x[rows]
-            # Free this chunk's gradient before the next chunk's logits are made.
+            # Free this chunk's gradient before the next chunk's logits are allocated.
             del dlogits
         if dx is not None and dweight is not None:
             ctx.save_for_backward(vocabulary.scatter(dx), dweight)
@@ -92,17 +93,27 @@ def _chunk(
     vocabulary: VocabularyShard,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a chunk, float32, and the gradient of its logits, [T, V]."""
+    """Return the summed loss of a chunk of rows, float32, and the gradient of its logits, [T, V].
+
+    Args:
+        x_TC: Rows of the chunk.
+        weight_VC: This process's shard of the head.
+        labels_T: Target of each row; rows with IGNORE do not count.
+        vocab_size: Number of vocabulary entries without padding.
+        vocabulary: The part of the vocabulary that `weight_VC` has.
+        softcap: Cap on logits, 0 for none.
+    """
     logits = (x_TC @ weight_VC.t()).float()
     size, share = logits.shape[1], None
     if softcap:
         share = (logits / softcap).tanh()
         torch.mul(share, softcap, out=logits)
-    # Give entries that pad the vocabulary probability zero, so that they never change the loss.
+    # Set the logits of entries that only pad the vocabulary to -inf, so that their probability is
+    # zero.
     real = max(0, min(size, vocab_size - vocabulary.offset))
     logits[:, real:] = float("-inf")
-    # Cross-entropy over the shards: each knows its part of the sum of exponentials, and one of
-    # them knows the logit of the target.
+    # Compute cross-entropy over all shards of the vocabulary. Each shard has its part of the sum of
+    # exponentials, and one shard has the logit of a row's target.
     peak = vocabulary.all_max(logits.amax(-1))
     logits -= peak[:, None]
     local = labels_T - vocabulary.offset
@@ -135,10 +146,10 @@ def head_loss(
 
     Args:
         x_TC: This process's rows, after the final norm.
-        weight_VC: Its shard of the head.
+        weight_VC: This process's shard of the head.
         labels_T: Target of each row; rows with IGNORE do not count.
-        vocab_size: Vocabulary entries without padding.
-        chunk: Rows whose logits are in memory at a time.
+        vocab_size: Number of vocabulary entries without padding.
+        chunk: Number of rows whose logits are in memory at a time.
         vocabulary: The part of the vocabulary that `weight_VC` has.
         softcap: Cap on logits, see `capped`. 0 means none.
     """

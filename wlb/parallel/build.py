@@ -66,7 +66,7 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 
 
 def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
-    """Choose the implementation of linear attention's recurrence; returns it and a line for the log.
+    """Return the implementation of linear attention's recurrence, and a line for the log.
 
     Raises:
         UserError: The configured implementation cannot compute the run.

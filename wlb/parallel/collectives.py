@@ -1,4 +1,6 @@
-"""Collectives along the row axis as functional ops, and `agree`, which compares ranks' arguments.
+"""Collectives that gather, scatter or exchange rows, and `agree`, which compares ranks' arguments.
+
+All are functional ops: they return new tensors.
 
 The ops of `torch.ops._c10d_functional` have the same names in torch 2.11 to 2.13, and torch.compile
 can trace them. Raw c10d calls inside a traced autograd.Function silently give zero gradients on
@@ -17,7 +19,7 @@ from wlb.plan import UserError, digest
 _ops = torch.ops._c10d_functional
 
 _MOST_OF_ERROR, _MOST_OF_VALUE = 512, 64
-"""Characters of a rank's error, and of one of its values, that a message shows at most."""
+"""Most characters of a rank's error, and of one of its values, that an error message shows."""
 
 
 class Group(Protocol):
@@ -25,11 +27,11 @@ class Group(Protocol):
 
     @property
     def group_name(self) -> str:
-        """Name by which torch finds the group."""
+        """The name by which torch's functional collectives find the group."""
         ...
 
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks in the group."""
         ...
 
 
@@ -64,10 +66,10 @@ def start_all_to_all(
     """Start to exchange rows with all ranks; `wait` before use.
 
     Args:
-        x: Rows to send, sorted by receiving rank.
-        received: Number of rows from each rank. They arrive sorted by rank.
-        sent: Number of rows to each rank.
-        group: The ranks.
+        x: Rows to send, sorted by the rank that receives them.
+        received: Number of rows that come from each rank. They arrive sorted by rank.
+        sent: Number of rows that go to each rank.
+        group: The group of ranks.
     """
     return _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group.group_name)
 
@@ -78,26 +80,28 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: G
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Return a reduced copy of `x`; op is "sum" or "max"."""
+    """Return `x` reduced over the ranks of the group, as a new tensor; op is "sum" or "max"."""
     return wait(_ops.all_reduce(x.contiguous(), op, group.group_name))
 
 
 def agree(
     declared: Mapping[str, Any], problem: Exception | None, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise the same error on all ranks if one has a problem or if their values differ.
+    """Raise the same error on all ranks if one rank has a problem or if their values differ.
 
-    Without it, the others would wait in a collective for a rank that has raised. Ranks that agree
-    exchange only 8 bytes each, on the group's CPU backend if it has one.
+    This is a collective call. If a rank raised its error alone, the others would wait for it in
+    their next collective. If there is no error, ranks exchange only 8 bytes each, on the group's
+    CPU backend if it has one.
 
     Args:
-        declared: Values by name, with the same names on every rank. They are compared as text.
+        declared: This rank's values by name, with the same names on every rank. They are compared
+            as text.
         problem: This rank's error, or None.
-        group: The ranks. With None this process is alone.
+        group: The group of ranks. None if this process is alone.
 
     Raises:
-        UserError: With every rank's message, or the values that differ.
-        ValueError: A problem is not a UserError.
+        UserError: Ranks have UserErrors, whose messages are joined, or some values differ.
+        ValueError: A rank has an error of another kind.
     """
     if group is None:
         if problem is not None:
@@ -113,7 +117,7 @@ def agree(
     if isinstance(problem, ValueError) and str(problem):
         error = str(problem)
     own = (error and error[:_MOST_OF_ERROR], isinstance(problem, UserError), values)
-    # Some rank has a problem or other values: gather the texts for a message.
+    # A rank has a problem, or values differ. Gather all errors and values for the message.
     by_rank: list[Any] = [None] * group.size()
     dist.all_gather_object(by_rank, own, group=group)
     errors = {rank: by_rank[rank] for rank in range(group.size()) if by_rank[rank][0] is not None}

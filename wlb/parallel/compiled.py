@@ -1,15 +1,16 @@
 """torch.compile of decoder layers: one graph serves all lengths and all layers of a kind.
 
 A layer's forward is compiled without graph breaks, because attention, tensor-parallel products and
-fused kernels are custom ops. Two kinds of layers are compiled in part. Of a layer with experts only
-attention's half is, because the host reads how many rows each rank gets. Of a linear-attention
-layer only the MLP is, because its recurrence has as many steps as the longest document has chunks.
+fused kernels are custom ops. Two kinds of layers are compiled only in part. In a layer with experts
+only the attention half is compiled, because in the other half the host must read how many rows each
+rank gets. In a linear-attention layer only the MLP is compiled, because the number of steps of the
+recurrence depends on the longest document.
 
 Lengths are the only symbolic sizes. A run compiles one graph for training and one for evaluation of
 each kind of layer. It compiles one more if a rank can have a single row (torch specialises on size
-1), and one more if FSDP's hooks pass views between layers. CUDA graphs are not used, because they
-are recorded per length. Zero-bubble schedules are not supported: their weight queue outlives the
-memory of compiled code.
+1), and one more if FSDP's hooks pass views between layers. CUDA graphs are not used, because each
+length would need its own. Zero-bubble schedules are not supported: they keep tensors in a queue
+after compiled code has freed or reused its memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,15 +27,21 @@ from wlb.model.expert_layer import MixtureMlp
 from wlb.plan import UserError
 
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"reorder_for_peak_memory": False}}
-"""Options of compiler backends.
+"""Options of compiler backends, by backend.
 
-Without this one, inductor may move the start of a gather next to its wait, because that takes less
-memory, and may reorder collectives.
+With reorder_for_peak_memory, inductor may move the start of a gather right before its wait, because
+that takes less memory. Communication would then not overlap with computation. It may also reorder
+collectives.
 """
 
 
 def compile_layers(stage: Llama, backend: str) -> None:
-    """Make torch.compile compile each layer of `stage`, in place, at its first call."""
+    """Let torch.compile compile each decoder layer of `stage` when it is first called, in place.
+
+    Args:
+        stage: The stage.
+        backend: Name of torch.compile's backend, such as "inductor".
+    """
     for layer in stage.model.layers.values():
         has_experts = isinstance(layer.mlp, MixtureMlp)
         if layer.linear_attn is not None:
@@ -49,9 +56,10 @@ def compile_layers(stage: Llama, backend: str) -> None:
 def _compile_whole(layer: Any, backend: str) -> None:
     forward = layer.forward
 
-    # Define a new function for each layer, because torch limits the graphs of one function.
+    # Define a new function for each layer, because torch limits the number of graphs per function.
     def whole(x_TC: Tensor, rows: Rows) -> Tensor:
-        # Keep head_size static; otherwise RoPE divides once per element to compute its index.
+        # Make head_size a constant. If it were symbolic, RoPE's compiled code would need an integer
+        # division per element to compute indices.
         comptime.force_static(layer.self_attn.head_size)
         return forward(x_TC, rows)
 
@@ -59,11 +67,11 @@ def _compile_whole(layer: Any, backend: str) -> None:
 
 
 def _compile_attention(layer: Any, backend: str) -> None:
-    """Compile the first half of a layer with experts.
+    """Compile the first half of a layer with experts: its norm and attention.
 
-    Backward then starts to gather K and V at the end of this half instead of the end of the layer.
-    The gathered rows reach attention as gradients while they are still in transfer, and torch may
-    copy gradients that cross the end of a graph.
+    In backward, the gather of K and V then starts at the end of this half instead of the end of the
+    layer, so it is inside the compiled graph. It must be: the gathered rows are passed to attention
+    as gradients while they are still in transfer, and torch may copy gradients that enter a graph.
     """
     first_half = layer.first_half
 
@@ -98,9 +106,10 @@ def _traced(function: Any, backend: str) -> Any:
 
 
 def _mark_residual(x_TC: Tensor) -> None:
-    """Mark the number of rows as dynamic and the width as static.
+    """Mark a layer's input: its number of rows is dynamic, and its width is static.
 
-    Otherwise torch specialises on a number of rows that happens to equal the model's width.
+    Otherwise torch would compile a special graph when the number of rows happens to equal the
+    width.
     """
     base = x_TC._base  # not None if FSDP's hooks pass a view of the residual stream
     for residual in [x_TC] if base is None else [x_TC, base]:
@@ -111,13 +120,19 @@ def _mark_residual(x_TC: Tensor) -> None:
 def _compiled(
     layer: Any, traced: Callable[[Tensor, Rows], Tensor], backend: str
 ) -> Callable[[Tensor, Rows], Tensor]:
-    """Compile `traced`, a function that starts with the beginning of `layer`."""
+    """Return the compiled form of a function of a layer's input, which marks lengths as dynamic.
+
+    Args:
+        layer: The layer.
+        traced: The function to compile: the layer's forward, or its first half.
+        backend: Name of torch.compile's backend.
+    """
     compiled = _traced(traced, backend)
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         _mark_residual(x_TC)
-        # Mark the tables here and not in the thread that makes them, because mark_static has
-        # another meaning while this thread compiles.
+        # Mark the tables here instead of in the thread that makes them: while this thread compiles,
+        # mark_static would have another meaning in that thread.
         cos, sin, _ = rows.of(slides=layer.slides)
         for table in (cos, sin):
             mark_static(table, [1, 2])
@@ -127,11 +142,11 @@ def _compiled(
 
 
 def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
-    """Mark lengths as independent symbolic sizes.
+    """Tell torch.compile that the lengths of a micro-batch's tensors are symbolic and independent.
 
     Args:
-        tables: Tables of RoPE.
-        indices: Tensors that only custom ops read.
+        tables: Tables of RoPE, whose first axis is the number of rows.
+        indices: Index tensors, which only custom ops read; all their sizes are symbolic.
     """
     for tensor in indices:
         for dim in range(tensor.dim()):
@@ -141,15 +156,19 @@ def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
 
 
 def num_graphs() -> int:
-    """Return how many graphs this process has compiled.
+    """Return how many graphs this process has compiled so far.
 
-    On a CPU each takes as long as tens of steps.
+    Compiling one takes long: on a CPU as long as tens of small steps.
     """
     return counters["stats"]["unique_graphs"]
 
 
 def refuse_uncompilable(backend: str, device: torch.device) -> None:
-    """Compile a tiny function for `device`, which takes a second.
+    """Check that torch.compile works here, by compiling a tiny function, which takes a second.
+
+    Args:
+        backend: Name of torch.compile's backend.
+        device: Device of the run.
 
     Raises:
         UserError: The backend is unknown or cannot compile for the device.

@@ -1,9 +1,10 @@
 """Use every communicator once before the first step, in an order that cannot deadlock.
 
-NCCL connects ranks at the first call of each kind, which takes seconds. In the middle of a schedule
-other ranks would wait meanwhile, and two communicators that connect in different orders on two
-ranks would deadlock. torch makes the communicators when the mesh is built (`device_id` in
-`wlb.parallel.world.init`), but does not connect them. This has not run on a GPU.
+NCCL connects the ranks of a communicator at the first call of each kind, which takes seconds. If
+that happened in the middle of a schedule, other ranks would wait meanwhile. If two ranks connected
+two communicators in different orders, they would deadlock. torch makes the communicators when the
+mesh is built (`device_id` in `wlb.parallel.world.init`), but does not connect them. This file has
+not run on a GPU.
 """
 
 import time
@@ -18,17 +19,17 @@ from wlb.parallel import collectives
 from wlb.parallel.mesh import EP, Mesh, used_groups
 
 _ROWS = {"cpu": (1,), "cuda": (1, 1 << 21)}
-"""Float64 values of a call, by device.
+"""Sizes of the calls that are made, in float64 values, by device.
 
-NCCL chooses its algorithm by size, and connects for it, so a small call (8 bytes) and a large one
-(16 MiB) are made.
+NCCL chooses its algorithm by size, and makes the connections that the algorithm needs. So a small
+call (8 bytes) and a large one (16 MiB) are made.
 """
 
 
 class Warmed(NamedTuple):
-    """Numbers of what `warm` has connected, and the time it took."""
+    """How many communicators `warm` has connected, and how long it took."""
 
-    communicators: int  # communicators that this rank used
+    communicators: int  # number of this rank's communicators
     links: int  # number of them that are links to neighbours in the pipeline
     seconds: float  # time of all calls together
 
@@ -38,9 +39,9 @@ class BrokenCommunicator(RuntimeError):
 
 
 def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
-    """Use the communicators of `mesh` once, and wait for them. A collective call.
+    """Use every communicator of `mesh` once, and check the results. This is a collective call.
 
-    All ranks take the axes in the same order, so no two communicators can wait for each other.
+    All ranks use the communicators in the same order, so no two of them can wait for each other.
 
     Args:
         mesh: The ranks.
@@ -54,7 +55,7 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
     checks: list[tuple[str, Tensor, Tensor]] = []
     used = used_groups(mesh)
     for name, group in used:
-        # Skip links, which carry only transfers; `_exchange` checks them.
+        # Skip links between pipeline ranks, which never run collectives. `_exchange` checks them.
         if name not in mesh.links:
             checks += checked_collectives(name, group, mesh.device)
     if all_to_all and mesh.parallel.cp > 1:
@@ -63,7 +64,7 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
         checks += checked_all_to_all(EP, mesh.experts.get_group(EP), mesh.device)
     exchanged = list(_exchange(mesh))
     checks += exchanged
-    # Read all values at once, after everything has been issued.
+    # Read all results from the device at once, after all calls have been issued.
     values = torch.stack([torch.stack(pair) for _, *pair in checks]).tolist() if checks else []
     wrong = [
         f"{name}: {found} for {due}"
@@ -81,7 +82,12 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
 def checked_collectives(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run each kind of collective at the sizes of `_ROWS`.
+    """Run an all-reduce, all-gather and reduce-scatter at each size of `_ROWS`.
+
+    Args:
+        name: Name of the group, for messages.
+        group: The group.
+        device: This rank's device.
 
     Yields:
         The call's name, its result and the expected result; both are float64 scalars on the device.
@@ -101,10 +107,15 @@ def checked_collectives(
 def checked_all_to_all(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run an all-to-all at the sizes of `_ROWS`, which connects each pair of ranks.
+    """Run an all-to-all at each size of `_ROWS`, which connects each pair of ranks.
+
+    Args:
+        name: Name of the group, for messages.
+        group: The group.
+        device: This rank's device.
 
     Yields:
-        As `checked_collectives`.
+        The call's name, its result and the expected result; both are float64 scalars on the device.
     """
     size, rank = group.size(), dist.get_rank(group)
     due = torch.tensor(size * (size - 1) / 2, dtype=torch.float64, device=device)
@@ -116,10 +127,13 @@ def checked_all_to_all(
 
 
 def _exchange(mesh: Mesh) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Exchange a value over each link of the pipeline, in both directions.
+    """Exchange a value with each neighbour in the pipeline, in both directions.
 
-    A rank has at most one link of each kind, and all ranks take the kinds in the same order. Both
-    directions are one batch, which NCCL starts as a whole.
+    A rank has at most one link of each kind, and all ranks use the kinds in the same order. The
+    send and the receive over a link are one batch, which NCCL starts as a whole.
+
+    Yields:
+        As `checked_collectives`.
     """
     for kind, link in mesh.links.items():
         if link.size() == 1:

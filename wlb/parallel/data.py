@@ -1,10 +1,11 @@
 """Data parallelism: FSDP2 over dp x cp, with gradients summed instead of averaged.
 
 The loss is already divided by the number of targets of the step on all ranks, so gradients only
-need to be added. They are reduced once per step, after the last micro-batch. Until then parameters
-stay gathered (see `gathered_once` in `pipeline`), unless `fsdp.reshard_after_forward` saves memory
-at the price of traffic. With HSDP (`fsdp.shard_size`) gradients are reduce-scattered within each
-copy of the parameters and then summed over copies.
+need to be added up. They are reduced once per step, after the last micro-batch. Until then
+parameters stay gathered (see `gathered_once` in `pipeline`). With `fsdp.reshard_after_forward` they
+are dropped after each pass and gathered for the next one, which saves memory and costs traffic.
+With HSDP (`fsdp.shard_size`) gradients are reduce-scattered within each copy of the parameters and
+then summed over copies.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,16 +34,16 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
     Args:
         stage: The stage, without storage.
         mesh: The ranks.
-        dtype: Dtype of computation. Parameters are float32 and gathered in this dtype.
+        dtype: Dtype of computation. Parameters are stored in float32 and gathered in this dtype.
         fsdp: The `[fsdp]` section of the configuration.
     """
     if not needs_fsdp(mesh, dtype):
         return
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
-        # Do not cast inputs, because they have the right dtypes. A cast would traverse Rows at
-        # every layer and round its rotary tables, whose angles of thousands of radians need
-        # float32.
+        # Do not let FSDP cast inputs, because they already have the right dtypes. A cast would
+        # traverse the `Rows` record at every layer and round its rotary tables, which must be
+        # float32 because their angles are thousands of radians.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -53,17 +54,18 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         for i, held in experts_of(stage).items()
     }
     # Experts are sharded over other ranks than the rest of their layer, so FSDP gathers them
-    # separately; in both passes they follow their layer.
+    # separately. In forward and backward their gather follows the gather of their layer.
     units = [
         [fully_shard(layer, **reshards, **options), *([experts[i]] if i in experts else [])]
         for i, layer in stage.model.layers.items()
     ]
     layers = [module for unit in units for module in unit]
-    # Keep embedding and head gathered: backward needs the head right after forward.
+    # Keep embedding and head gathered after forward, because backward needs the head right then.
     whole = fully_shard(stage, reshard_after_forward=False, **options)
     for module in [*layers, whole]:
-        # Force plain sums. With only the divide factor FSDP2 would reduce by PREMUL_SUM, which
-        # Gloo does not have (https://github.com/pytorch/pytorch/pull/155915).
+        # Make FSDP2 sum gradients without dividing them. If only the divide factor were set, FSDP2
+        # would use the reduction PREMUL_SUM, which Gloo does not have
+        # (https://github.com/pytorch/pytorch/pull/155915).
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _gather_ahead(whole, units)
@@ -74,10 +76,11 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
 def share_streams(stages: Iterable[nn.Module]) -> None:
     """Make FSDP use the same streams for all stages of a rank. Call it before their first pass.
 
-    To FSDP a stage is a root with four streams, and torch's caching allocator never gives memory
-    that one stream freed to another. torch's `share_comm_ctx` does not fit: it makes new streams
-    whenever another root begins, and it also shares the recorded order of forward passes, which one
-    stage's last backward pass clears while other stages still prefetch by it.
+    FSDP treats each stage as a root module with four CUDA streams of its own. torch's caching
+    allocator does not reuse memory across streams, so separate streams would need more memory.
+    torch's `share_comm_ctx` cannot be used: it makes new streams whenever another root begins, and
+    it also shares the recorded order of forward passes. One stage's last backward pass clears that
+    order while other stages still need it to prefetch.
     """
     streams: dict[str, Any] = {}
     for stage in stages:
@@ -87,14 +90,14 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
 
 
 class _SharedStreams(FSDPCommContext):
-    """A root's communication state that uses the streams of the root that began first."""
+    """FSDP's communication state of one root module, with streams that all roots share."""
 
     def __init__(self, streams: dict[str, Any]) -> None:
         super().__init__()
         self._streams = streams
 
     def lazy_init(self, device: torch.device) -> None:
-        """Make the streams, or take those that another root has made."""
+        """Make the streams, or use the streams that another root module has made."""
         super().lazy_init(device)
         for name, stream in list(vars(self).items()):
             if name.endswith("_stream"):
@@ -102,7 +105,11 @@ class _SharedStreams(FSDPCommContext):
 
 
 def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
-    """Return whether parameters are divided or computed in another dtype than float32."""
+    """Return whether stages must be wrapped in FSDP2.
+
+    This is so if several ranks share parameters, or if `dtype`, the dtype of computation, is not
+    float32 and parameters must be cast.
+    """
     divided = mesh.fsdp_size > 1
     if mesh.experts is not None:
         divided |= mesh.experts[EXPERT_SHARD].size() > 1
@@ -112,13 +119,13 @@ def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
 def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
     """Make each module prefetch the next one: in order in forward, in reverse in backward.
 
-    By default torch posts a gather when its module begins. That is too late if the host lags, as in
-    a step's first micro-batch. In backward torch prefetches the module that ran before in forward,
-    which is not always the next layer if several micro-batches are in flight.
+    By default FSDP starts to gather a module's parameters when the module begins. That is too late
+    if the host lags behind the GPU, as in a step's first micro-batch. In backward, FSDP prefetches
+    by the order of the most recent forward pass, which may be another micro-batch's.
 
     Args:
-        stage: The whole stage, which begins both passes.
-        units: Modules that are gathered for each layer.
+        stage: The whole stage, which is gathered first in both passes.
+        units: For each layer the FSDP modules to gather: the layer, and its experts if any.
     """
     forward, backward = (
         [stage, *(module for unit in order for module in unit)] for order in (units, units[::-1])
@@ -130,29 +137,38 @@ def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
 
 
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
-    """Keep layers gathered only while they compute.
+    """Make FSDP gather a layer's parameters for each pass, and drop them after the pass.
 
-    torch's pipeline runtime gathers whole stages before their passes and drops the parameters after
-    a step's last one, so we exclude the layers from it.
+    torch's pipeline runtime gathers a whole stage before its first pass in a step and drops the
+    parameters after the last one. This function makes these two calls skip the layers.
+
+    Args:
+        stage: The whole stage.
+        layers: The FSDP modules of the layers.
     """
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
-    # FSDP's `unshard` returns a handle with a method `wait`; there is nothing to wait for.
+    # FSDP's `unshard` returns a handle with a method `wait`. Return one that does not wait.
     nothing = SimpleNamespace(wait=lambda: None)
     for layer in layers:
         setattr(layer, "unshard", lambda **_: nothing)  # noqa: B010
 
 
 def shard_start(num_rows: int, mesh: Mesh) -> int:
-    """Return the first row of this rank's shard of a parameter; FSDP2 splits axis 0."""
+    """Return the first row (on axis 0) of this rank's FSDP2 shard of a parameter.
+
+    Args:
+        num_rows: Size of the parameter's axis 0.
+        mesh: The ranks.
+    """
     return min(num_rows, mesh.shard_rank * -(-num_rows // mesh.shard_size))
 
 
 def widen_gradients(stage: nn.Module) -> None:
-    """Accumulate the gradients of a separate weight pass in the dtype of reductions.
+    """Accumulate the gradients of a weight-gradient pass in float32, FSDP's dtype of reductions.
 
-    FSDP does so after a module's backward pass. The weight passes of zero-bubble schedules run
-    later, several in a row, and would add up bfloat16 gradients in bfloat16.
+    FSDP does this itself after a module's backward pass. The weight-gradient passes of zero-bubble
+    schedules run later, and without this call several of them would add up in bfloat16.
     """
     for module in stage.modules():
         if not isinstance(module, FSDPModule):
@@ -169,10 +185,10 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
     """Add up the gradients of parameters that several TP ranks hold (tp > 1).
 
     Call it once, after a step's last backward pass. A rank's norms see only 1/tp of the rows, and a
-    copy of a KV head sees only some of its query heads, so each rank has one term of the gradient.
-    FSDP is led to believe that these gradients are equal on all copies (`TensorParallelOps.norm`),
-    because it would otherwise make one all-reduce per parameter. Here one all-reduce adds up all
-    norms, and another one all copied KV heads.
+    copy of a KV head sees only some of its query heads, so each rank has one term of a gradient's
+    sum. These parameters are declared as replicated (`TensorParallelOps.norm`), so that FSDP does
+    not make one all-reduce per parameter. Instead one all-reduce here adds up the gradients of all
+    norms, and another one those of all copied KV heads.
 
     Args:
         parameters: This rank's parameters by name. Their gradients are changed in place.
@@ -209,11 +225,11 @@ def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tenso
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Clip gradients to `max_norm`.
+    """Scale gradients so that their global norm is at most `max_norm`, in place.
 
     Args:
-        parameters: Parameters whose gradients are scaled in place.
-        norm: Global norm of the gradients.
+        parameters: Parameters whose gradients are scaled.
+        norm: Global norm of the gradients, over all ranks.
         max_norm: Largest norm allowed. 0 disables clipping.
     """
     if max_norm and norm > max_norm:

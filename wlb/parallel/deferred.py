@@ -1,9 +1,10 @@
 """Weight gradients that are computed later than the backward pass, for zero-bubble schedules.
 
-Linear layers put (input, output gradient) into a queue. torch's schedule takes the queue through
-`dw_builder` and fills bubbles with its work. torch has a split of its own, but it handles autograd
-functions wrongly (https://github.com/pytorch/pytorch/issues/166577, 170277, 174017). Norms,
-embedding and head compute their weight gradients in the first pass.
+In the backward pass, linear layers put their input and output gradient into a queue. torch's
+schedule takes the queue through `dw_builder`, and computes the weight gradients when a rank would
+otherwise be idle. torch can also split backward itself, but it handles autograd functions wrongly
+(https://github.com/pytorch/pytorch/issues/166577, 170277, 174017). Norms, embedding and head
+compute their weight gradients in the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from wlb.model import Ops
 Begin = Callable[[], Tensor]
 """Starts a collective and returns its result, which is still in transfer."""
 Compute = Callable[[Tensor | None], Sequence[Tensor]]
-"""Returns the gradients of some weights, from the result of `Begin` or None."""
+"""Returns the gradients of some weights; its argument is the result of `Begin`, or None."""
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """Returns the product of an input and a weight."""
 Differentiate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -26,7 +27,7 @@ Differentiate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class WeightQueue:
-    """Weight gradients of the current backward pass that are not computed yet."""
+    """Queue of the weight gradients of the current backward pass that are not computed yet."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Sequence[Tensor], Begin | None, Compute]] = []
@@ -38,16 +39,15 @@ class WeightQueue:
 
         Args:
             parameters: The weights.
-            compute: Returns the local gradient of each of them, given the result of `begin`.
-            begin: Starts a collective whose result `compute` needs; None if it needs none. It is
-                called one entry ahead, so that the collective hides behind the gradients computed
-                before.
+            compute: Returns this rank's gradient of each weight, given the result of `begin`.
+            begin: Starts a collective whose result `compute` needs. None if it needs none. It is
+                called before the previous entry is computed, so that the collective runs meanwhile.
         """
         if any(parameter.requires_grad for parameter in parameters):
             self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue, and return a function that computes and accumulates its gradients."""
+        """Empty the queue; returns a function that computes its gradients and accumulates them."""
         waiting, self._waiting = self._waiting, []
 
         def begin_next() -> Tensor | None:
@@ -77,19 +77,30 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 class Product(torch.autograd.Function):
-    """Computes multiply(x, weight) and saves nothing; backward only stores its gradient.
+    """Computes multiply(x, weight), but saves nothing and leaves its backward to another function.
 
-    The gradient goes to grads[i]. The node that produced x (`_Input`) saves x and runs the backward
-    pass. An autograd function saves tensors at the end of its forward. If this one saved x,
-    activation recompute would have to repeat a layer's last product and its collective just to save
-    it.
+    The autograd function that comes before it (`_Input`) saves x and computes the gradients. The
+    backward of this function only stores the product's gradient in grads[i].
+
+    The reason is activation recompute, which stops when all tensors that backward needs are saved.
+    An autograd function saves tensors at the end of its forward. If this function saved x,
+    recompute would have to run a layer's last product, with its collective, only to save x.
     """
 
     @staticmethod
     def forward(
         ctx: Any, multiply: Multiply, grads: dict[int, Tensor], i: int, x: Tensor, weight: Tensor
     ) -> Tensor:
-        """Return the product."""
+        """Return multiply(x, weight).
+
+        Args:
+            ctx: Autograd's context.
+            multiply: Computes the product.
+            grads: Where backward stores the product's gradient.
+            i: The key under which it is stored.
+            x: Input.
+            weight: Weight.
+        """
         ctx.grads, ctx.i = grads, i
         return multiply(x, weight)
 
@@ -101,7 +112,7 @@ class Product(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """Saves x and weight for the `Product` that follows, and runs its backward pass."""
+    """Saves x and weight for the `Product` that follows, and computes the gradients of both."""
 
     @staticmethod
     def forward(
@@ -118,14 +129,22 @@ class _Input(torch.autograd.Function):
 
 
 def plain_product(x_TC: Tensor, weight_FC: Tensor) -> Tensor:
-    """Return x_TC times the transposed weight, [T, F]."""
+    """Return x_TC times the transposed weight, without a collective, [T, F]."""
     return x_TC @ weight_FC.t()
 
 
 def product(
     x: Tensor, weight: Tensor, *, multiply: Multiply, differentiate: Differentiate
 ) -> Tensor:
-    """Return multiply(x, weight) with gradients from differentiate(gradient, x, weight)."""
+    """Return multiply(x, weight), and in backward let `differentiate` compute the gradients.
+
+    Args:
+        x: Input.
+        weight: Weight.
+        multiply: Returns the product of input and weight.
+        differentiate: Returns the gradients of input and weight, from the output's gradient, input
+            and weight.
+    """
     grads: dict[int, Tensor] = {}
     saved_x = _Input.apply(differentiate, grads, x, weight)
     out: Tensor = Product.apply(multiply, grads, 0, saved_x, weight.detach())  # pyright: ignore[reportAssignmentType]
@@ -133,17 +152,20 @@ def product(
 
 
 class DeferringOps(Ops):
-    """The plain layers, but linear layers put their weight gradients into `queue`."""
+    """Applies layers without tensor parallelism; linear layers defer their weight gradients.
+
+    They put the computation of weight gradients into `queue`.
+    """
 
     def __init__(self) -> None:
         self.queue = WeightQueue()
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Apply linear layers to the same rows, lazily."""
+        """Return an iterator that applies each linear layer to x_TC when its output is taken."""
         return (self.fan_in(x_TC, linear) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply a linear layer."""
+        """Apply a linear layer, whose weight gradient is computed later."""
         # Read the parameter in every forward, because FSDP replaces a module's parameters.
         parameter = linear.weight
 

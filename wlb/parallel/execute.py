@@ -1,9 +1,9 @@
 """Executor: runs the forward and backward passes of a planned step on this rank.
 
-The executor follows a `PipelinePlan` and makes no decisions. It reads this rank's tokens and labels,
-makes the index tensors and rotary tables of each micro-batch once, and runs the pipeline, or a
-plain loop if there is one pipeline rank. Only first-stage ranks read tokens, and only last-stage
-ranks read labels.
+The executor follows a `PipelinePlan` and makes no decisions. It reads this rank's tokens and
+labels, makes the index tensors and rotary tables of each micro-batch once, and runs the pipeline,
+or a plain loop if there is one pipeline rank. Only first-stage ranks read tokens, and only
+last-stage ranks read labels.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,15 +1,15 @@
-"""All-to-alls of experts' rows in stages; each hides behind the products of the stage before.
+"""Expert parallelism's all-to-alls of rows, in stages: one stage travels while another is computed.
 
-The host reads the numbers of rows once per layer and micro-batch. Meanwhile the GPU copies rows
-into their order and computes shared experts. Backward sends gradients the same way and reads
-nothing.
+The host must know how many rows travel between each pair of ranks, which it reads from the GPU once
+per layer and micro-batch. Meanwhile the GPU sorts rows by expert and computes shared experts.
+Backward sends gradients the same way and reads nothing from the GPU.
 
 Stage s has the s-th part of every rank's experts, so each expert's rows are computed in one call,
-in the order (expert, source rank, token). All ranks of a group make the same calls, even without
-rows.
+in the order (expert, source rank, token). All ranks of an EP group make the same calls, even if
+they have no rows.
 
-Shapes: R ranks of a group, S stages, H experts of a rank, P rows of a stage; other letters as in
-`wlb.model.expert_layer`.
+Shapes: R ranks of an EP group, S stages, H experts of a rank, P rows of a stage; other letters as
+in `wlb.model.expert_layer`.
 """
 
 from collections.abc import Sequence
@@ -25,17 +25,20 @@ from wlb.model.expert_dispatch import StageRows, inverse_of, sorted_by_expert
 from wlb.parallel.collectives import start_all_to_all, wait
 
 Numbers = list[list[int]]
-"""Numbers of rows by stage and rank, [S, R]."""
+"""Numbers of rows by stage and rank: S lists of R numbers."""
 
 
 class RowsBetween(NamedTuple):
-    """Numbers of rows exchanged with each rank of a group."""
+    """How many rows this rank exchanges with each rank of its EP group, in each stage."""
 
-    received: Numbers  # rows from each rank
-    sent: Numbers  # rows to each rank
+    received: Numbers  # numbers of rows from each rank
+    sent: Numbers  # numbers of rows to each rank
 
     def bounds(self) -> tuple[list[slice], list[slice]]:
-        """Return each stage's slice of all received rows, and of all sent rows."""
+        """Return the slice of each stage in all received rows, and in all sent rows.
+
+        Rows of the stages follow each other.
+        """
         received, sent = (
             [slice(*pair) for pair in pairwise(accumulate(map(sum, numbers), initial=0))]
             for numbers in self
@@ -44,10 +47,10 @@ class RowsBetween(NamedTuple):
 
 
 def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
-    """Read how many rows of a layer come from and go to each rank.
+    """Convert a layer's numbers of received and sent rows from a tensor to lists.
 
     Args:
-        numbers_2SR: Received and sent rows by stage and rank, on the host.
+        numbers_2SR: Numbers of received rows, then of sent rows, by stage and rank; on the host.
         rank: This rank in the group. Unused here; `wlb.rehearse`, whose tensors have no values,
             replaces this function by one that needs it.
     """
@@ -56,11 +59,20 @@ def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
 
 
 _ALIGNMENT = 16
-"""Bytes that a score adds to its row; kernels move rows of multiples of 16 bytes fastest."""
+"""Bytes that are added to a row to carry its score.
+
+A score needs fewer, but kernels copy rows fastest if their sizes are multiples of 16 bytes.
+"""
 
 
 def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
-    """Select rows of x and append the bits of their scores, so that both travel in one call."""
+    """Return selected rows of x with their scores appended, so that both travel in one all-to-all.
+
+    Args:
+        x: Rows.
+        index_P: Which rows to select.
+        scores_P: Score of each selected row; its bits are stored in extra columns. None adds none.
+    """
     if scores_P is None:
         return x.index_select(0, index_P)
     width = x.shape[1]
@@ -72,11 +84,11 @@ def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
 
 
 def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Separate the rows of `_select`, as a view, from their scores.
+    """Separate what `_select` has combined: returns the rows, as a view, and their scores.
 
     Args:
-        packed: Rows with their scores.
-        score_type: Dtype of the scores. None if there are none.
+        packed: Rows with their scores in extra columns.
+        score_type: Dtype of the scores. None if rows have no scores.
     """
     if score_type is None:
         return packed, None
@@ -89,10 +101,11 @@ def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tens
 class StagedTrip:
     """One round trip of rows to experts on other ranks, in stages, by all-to-alls.
 
-    The result of an all-to-all keeps the buffer that it reads alive until it is waited for.
+    Implements `wlb.model.expert_dispatch.Trip`. Buffers that are being sent need no reference here:
+    the result of an all-to-all keeps them alive until it is waited for.
 
     The trip has no reference to the `StagedWay` that contains it. In a reference cycle both would
-    live until the next garbage collection, which runs only every 50 steps.
+    live until the next garbage collection, which a run starts only every 50 steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, choice: "_Choice") -> None:
@@ -104,7 +117,13 @@ class StagedTrip:
         self._back: list[tuple[Tensor, torch.dtype | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Copy the rows that will travel, and their scores."""
+        """Copy the rows that `start` will send, and their scores.
+
+        Args:
+            x: Rows to select from.
+            rows_N: Indices of the rows that travel, in the order of `Way.order_N`.
+            scores_N: Score of each of them. None sends no scores.
+        """
         self._leaving = _select(x, rows_N, scores_N)
         self._score_type = None if scores_N is None else scores_N.dtype
 
@@ -119,7 +138,7 @@ class StagedTrip:
         self._leaving = None
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for a stage's rows and scores, and sort them by expert."""
+        """Wait for a stage's rows and scores, and return them sorted by expert."""
         arriving, self._arriving[stage] = self._arriving[stage], None
         assert arriving is not None
         arriving, order_P = wait(arriving), self._choice.order_of(stage)
@@ -140,41 +159,49 @@ class StagedTrip:
         return torch.index_select(x, 0, order_P, out=x_MC[rows]), scores_P
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores of all stages, and release them."""
+        """Return the received rows and scores of all stages, and drop the references to them."""
         assert self._whole is not None
         whole, self._whole, self._arriving = self._whole, None, []
         return whole
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Start to send a stage's results back, in the order in which rows arrived."""
+        """Start to send a stage's results back.
+
+        Args:
+            stage: Number of the stage.
+            x: Results, sorted by expert as `arrived` returned the rows.
+            scores: Gradients of scores. None in forward.
+        """
         inverse_P = self._choice.inverse_of(stage)
         if scores is not None:
             scores = scores.index_select(0, inverse_P)
-        # On the way back, numbers of sent and received rows are exchanged.
+        # On the way back a rank sends as many rows as it received, and the other way round.
         sent, received = (numbers[stage] for numbers in self._choice.known)
         leaving = _select(x, inverse_P, scores)
         back = start_all_to_all(leaving, received, sent, self._group)
         self._back.append((back, None if scores is None else scores.dtype))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for a stage's results."""
+        """Wait for the results of a stage that experts send back, and return them."""
         back, score_type = self._back.pop(0)
         return _apart(wait(back), score_type)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """Where a micro-batch's rows of a layer go; shared by the first pass and the recomputation.
+    """Which rows of a micro-batch go to which experts of a layer.
 
-    The fields from `between` on are known when the host has read the numbers of rows.
+    The layer's first forward pass and its recomputation in backward share this record. The fields
+    from `between` to the end are set when the host has read the numbers of rows.
     """
 
     order_N: Tensor  # as in `Way`
     counts_E: Tensor  # as in `Way`
-    arriving_RH: Tensor  # rows for each of this rank's experts, by the rank they come from
-    # Received and sent rows, on the host. Released when read, because pinned memory is scarce.
+    arriving_RH: Tensor  # number of rows from each rank for each of this rank's experts
+    # Numbers of received and sent rows, on the host. None after they are read, because pinned
+    # memory is scarce.
     numbers_2SR: Tensor | None
-    copied: torch.cuda.Event | None  # passes when `numbers_2SR` is on the host; None on the CPU
+    copied: torch.cuda.Event | None  # recorded after the copy to `numbers_2SR`; None on the CPU
     between: RowsBetween | None = None
     sent: list[slice] = field(default_factory=list[slice])  # rows of each stage in `order_N`
     stages: list[StageRows] = field(default_factory=list[StageRows])
@@ -184,30 +211,33 @@ class _Choice:
 
     @property
     def known(self) -> RowsBetween:
-        """The numbers of rows; only after the host has read them."""
+        """`between`, the numbers of rows; an error if the host has not read them yet."""
         assert self.between is not None, "rows may travel only after their numbers are read"
         return self.between
 
     def order_of(self, stage: int) -> Tensor:
-        """Return the order that sorts a stage's rows by expert, counted from its first row."""
+        """Return the order that sorts a stage's arriving rows by expert; its first row is row 0."""
         assert self.order_M is not None
         rows = self.stages[stage].rows
         return _within(self.order_M[rows], rows)
 
     def inverse_of(self, stage: int) -> Tensor:
-        """Return the inverse of `order_of`."""
+        """Return the inverse permutation of `order_of`."""
         assert self.inverse_M is not None
         rows = self.stages[stage].rows
         return _within(self.inverse_M[rows], rows)
 
 
 class StagedWay:
-    """The routing of rows to experts on other ranks, in stages.
+    """The routing of a micro-batch's rows to experts on other ranks, in stages.
+
+    Implements `wlb.model.expert_dispatch.Way`.
 
     Args:
-        group: Ranks of the EP group.
-        choice: Where rows go.
-        first: The routing of the first pass, if this is the one of the recomputation.
+        group: The EP group.
+        choice: Which rows go to which experts.
+        first: None for the layer's first forward pass. For a recomputation of the layer, the
+            routing of the first pass.
     """
 
     def __init__(
@@ -219,25 +249,30 @@ class StagedWay:
         self.there, self.back = StagedTrip(group, choice), StagedTrip(group, choice)
 
     def begin(self) -> None:
-        """Learn the numbers of rows, and start `there`; the recomputation also starts `back`."""
+        """Read the numbers of rows on the host, and start to send rows to their experts.
+
+        In a recomputation the numbers are already known. It then also starts to send the gradients
+        of the results, which backward needs next.
+        """
         if self._first is not None:
             self.there.start()
             self._first.back.start()
             return
         received = self._read()
         self.there.start()
-        # Compute the order of rows while those of the first stage travel.
+        # Compute the order that sorts arriving rows while the first stage's rows travel.
         self._arrange(received)
 
     def _read(self) -> list[slice]:
-        """Wait for the numbers of rows, and return each stage's slice of arriving rows.
+        """Wait for the numbers of rows, and return each stage's slice of all arriving rows.
 
-        This is the only place where the host waits, once per layer.
+        Only here does the host wait for the GPU, once per layer and micro-batch.
         """
         choice = self._choice
         if choice.copied is not None:
             choice.copied.synchronize()
-            # That made the host wait for the side stream; now make the current stream wait, too.
+            # `synchronize` made the host wait for the side stream. Make the current stream wait,
+            # too.
             choice.copied.wait()
         assert choice.numbers_2SR is not None, "numbers of rows are read once"
         choice.between = rows_between(choice.numbers_2SR, rank=dist.get_rank(self.group))
@@ -271,12 +306,12 @@ class StagedWay:
 
     @property
     def sent(self) -> Sequence[slice]:
-        """The rows of each stage as slices of `order_N`."""
+        """For each stage the slice of `order_N` with the rows that this rank sends."""
         return self._choice.sent
 
     @property
     def stages(self) -> Sequence[StageRows]:
-        """The parts that this rank computes."""
+        """For each stage, which of this rank's experts compute which rows."""
         return self._choice.stages
 
     @property
@@ -287,17 +322,19 @@ class StagedWay:
 
 
 def _within(places: Tensor, rows: slice) -> Tensor:
-    """Turn places among all rows into places among `rows`."""
+    """Convert indices of all rows into indices within the slice `rows`."""
     return places - rows.start if rows.start else places
 
 
 class ExpertAllToAll:
-    """The `ExpertExchange` of a group of ranks with equally many experts each.
+    """Routes rows to experts on all ranks of an EP group; each rank has equally many experts.
+
+    Implements `wlb.model.expert_dispatch.ExpertExchange`.
 
     Args:
-        group: Ranks of the EP group.
-        stages: Stages of the exchange, a divisor of the experts of a rank.
-        side: A stream that copies to the host; None on the CPU.
+        group: The EP group.
+        stages: Number of stages, a divisor of a rank's number of experts.
+        side: A CUDA stream on which numbers of rows are copied to the host; None on the CPU.
     """
 
     def __init__(
@@ -306,7 +343,12 @@ class ExpertAllToAll:
         self.group, self.stages, self.side = group, stages, side
 
     def way(self, chosen_TK: Tensor, num_experts: int) -> StagedWay:
-        """Exchange the numbers of rows, and return the routing."""
+        """Exchange with all ranks how many rows each expert gets, and return the routing.
+
+        Args:
+            chosen_TK: Numbers of the experts that each row has chosen.
+            num_experts: Number of experts of the layer, E.
+        """
         size, stages = self.group.size(), self.stages
         if stages > 1:
             # Renumber experts by (stage, rank, expert of the rank), so that sorting by expert
@@ -334,17 +376,24 @@ class ExpertAllToAll:
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Wait for `arriving_E`, and copy the numbers of rows to the host.
 
-        On a GPU the copy runs on the side stream, beside work that the current stream is given from
-        now on, until the returned event.
+        On a GPU both happen on the side stream, while the current stream computes. The returned
+        event says when the copy is complete.
+
+        Args:
+            arriving_E: Number of rows from each rank for each of this rank's experts, still in
+                transfer.
+            counts_E: Number of rows that this rank sends to each expert.
 
         Returns:
-            Received and sent rows by stage and rank, [2, S, R], and the event, or None on the CPU.
+            The numbers of received and sent rows by stage and rank, [2, S, R], and the event (None
+            on the CPU).
         """
         if self.side is None:
             return self._numbers(wait(arriving_E), counts_E), None
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            # Only the side stream waits for the collective; the current one waits for the event.
+            # Only the side stream waits for the collective. The current stream will wait for the
+            # event.
             numbers_2SR = self._numbers(wait(arriving_E), counts_E)
             copied = torch.cuda.Event()
             on_host = numbers_2SR.to("cpu", non_blocking=True)

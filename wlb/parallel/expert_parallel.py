@@ -1,12 +1,12 @@
 """Expert parallelism: experts are divided over dp x cp x tp, and all-to-alls bring rows to them.
 
-A group has `parallel.ep` ranks, neighbours in (dp, cp, tp) order. Its ranks have equal parts of a
-layer's experts. Ranks of different groups that have the same experts share them by FSDP, which also
-adds up their gradients; with HSDP (`fsdp.shard_size`) it does so within each copy of the parameters
-and then over copies.
+An EP group has `parallel.ep` ranks, which are neighbours in (dp, cp, tp) order. Each rank has an
+equal part of a layer's experts. Ranks of different EP groups that have the same experts shard them
+by FSDP, which also adds up their gradients; with HSDP (`fsdp.shard_size`) it does so within each
+copy of the parameters and then over copies.
 
-In each layer the ranks exchange the numbers of rows, then rows and scores
-(`wlb.parallel.expert_exchange`). Ranks of a group run the same schedule, so they make the same
+In each layer the ranks of an EP group first tell each other how many rows they send, and then send
+rows and scores (`wlb.parallel.expert_exchange`). They run the same schedule, so they make the same
 calls in the same order, even a rank without rows.
 """
 
@@ -28,21 +28,24 @@ from wlb.parallel.mesh import EP, EXPERT_SHARD, Mesh
 from wlb.parallel.tensor import local_tensor
 
 _EXPERTS = ".experts."
-"""Part of the names of parameters that are stacks of experts."""
+"""Part of a parameter's name by which a stack of experts is recognised."""
 
 
 def is_expert(name: str) -> bool:
-    """Return whether the parameter of this name is a stack of experts."""
+    """Return whether the parameter of this name has the weights of all experts of a layer."""
     return _EXPERTS in name
 
 
 def mixtures_of(stage: nn.Module) -> list[MixtureMlp]:
-    """Return the layers with experts of a stage, in order."""
+    """Return a stage's mixtures of experts, in the order of the layers."""
     return [module for module in stage.modules() if isinstance(module, MixtureMlp)]
 
 
 def experts_of(stage: Llama) -> dict[str, GroupedMlp]:
-    """Return the experts of a stage by layer; FSDP shards these modules over other ranks."""
+    """Return the modules with a stage's experts, by layer number.
+
+    FSDP shards these modules over other ranks than the rest of their layer.
+    """
     layers = stage.model.layers.items()
     return {i: layer.mlp.experts for i, layer in layers if isinstance(layer.mlp, MixtureMlp)}
 
@@ -50,15 +53,17 @@ def experts_of(stage: Llama) -> dict[str, GroupedMlp]:
 def divide_experts(
     stage: Llama, mesh: Mesh, queue: WeightQueue | None, *, num_stages: int = 1
 ) -> None:
-    """Give each layer its exchange, and leave only this rank's experts in each stack.
+    """Set up expert parallelism in all layers of `stage` that have experts, in place.
 
-    The stacks have no storage yet.
+    Each layer gets the object that sends rows to other ranks (`ExpertAllToAll`), and keeps only
+    this rank's experts. The parameters have no storage yet.
 
     Args:
         stage: The stage.
         mesh: The ranks.
-        queue: Receives weight gradients of experts. None computes them in backward.
-        num_stages: Stages of the exchange.
+        queue: Receives the computation of experts' weight gradients, to run it later. None computes
+            them in backward.
+        num_stages: Number of stages of each all-to-all.
     """
     side = torch.cuda.Stream() if mesh.device.type == "cuda" and mesh.parallel.ep > 1 else None
     for mixture in mixtures_of(stage):
@@ -85,10 +90,10 @@ def _defer(queue: WeightQueue, parameters: Sequence[Tensor], compute: Any) -> No
 
 
 def held_experts(num: int, mesh: Mesh) -> range:
-    """Return the experts of this rank's position in its EP group, before FSDP shards them.
+    """Return the numbers of this rank's experts as expert parallelism divides them, before FSDP.
 
     Args:
-        num: Experts of a layer.
+        num: Number of experts of a layer.
         mesh: The ranks.
     """
     each = num // mesh.parallel.ep
@@ -98,14 +103,14 @@ def held_experts(num: int, mesh: Mesh) -> range:
 
 
 def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
-    """Return the experts whose weights this rank stores.
+    """Return the numbers of the experts whose weights this rank stores between steps.
 
-    FSDP2 splits axis 0, so the last ranks may have fewer.
+    FSDP2 splits the axis of experts evenly, rounded up, so the last ranks may have fewer.
 
     Args:
-        num: Experts of a layer.
+        num: Number of experts of a layer.
         mesh: The ranks.
-        is_sharded: Whether FSDP shards them.
+        is_sharded: Whether FSDP shards the experts.
     """
     held = held_experts(num, mesh)
     if not is_sharded:
@@ -117,20 +122,20 @@ def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
 
 
 def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
-    """Return the mesh that FSDP2 shards experts over, including the axis of copies, if any."""
+    """Return the mesh over which FSDP2 shards experts; with HSDP it has an axis of copies."""
     assert mesh.experts is not None
     axes = tuple(axis for axis in mesh.expert_axes if axis != EP)
     return mesh.experts[axes]
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Set each layer's `load` and `slowest` of the step, summed over all ranks of the layer.
+    """Set `load` and `slowest` of each layer with experts: the step's row counts over all ranks.
 
-    All ranks call it once, after a step's last backward pass.
+    All ranks call this once, after a step's last backward pass.
 
     Args:
         stages: This rank's stages.
-        rows: The inputs of each micro-batch, in which layers have counted rows.
+        rows: The inputs of each micro-batch. In them the layers have counted the rows of experts.
         mesh: The ranks.
     """
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]
@@ -143,7 +148,7 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
     counts_LE = counts_BLE.sum(0)
     ranks_BLR = counts_BLE.unflatten(-1, (mesh.parallel.ep, -1)).sum(-1)
     counts_LE, ranks_BLR = _added(mesh, EP, counts_LE, ranks_BLR)
-    # In each micro-batch and layer, an EP group waits for its rank with most rows.
+    # In each micro-batch and layer, an EP group waits for its rank with the most rows.
     slowest_L = ranks_BLR.amax(-1).sum(0)
     for axis in mesh.expert_axes:
         if axis != EP:
@@ -153,7 +158,7 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
 
 
 def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
-    """Sum tensors over an axis of the mesh of experts, in one all-reduce."""
+    """Return the tensors summed over one axis of the mesh of experts, in one all-reduce."""
     assert mesh.experts is not None
     group = mesh.experts.get_group(axis)
     if group.size() == 1:
@@ -164,24 +169,26 @@ def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
 
 
 def num_load_values(num_layers: int, ep: int) -> int:
-    """Return the number of values in `load_values`."""
+    """Return the number of values that `load_values` returns."""
     return 2 * num_layers + ep
 
 
 def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor | None:
-    """Return how unevenly experts were loaded in the last step, in float64.
+    """Return how unevenly experts were loaded in the most recent step, in float64.
 
     The values are, one after the other:
 
-    - for each layer of the whole model, the rows of its most loaded expert over the mean expert's;
-    - for each layer, the rows of the slowest EP rank of each micro-batch over the mean rank's;
-    - for each EP rank, its rows in all layers.
+    - for each layer of the whole model, the rows of its most loaded expert divided by the mean over
+      experts;
+    - for each layer, the rows of the EP rank with most rows, summed over micro-batches, divided by
+      the mean over EP ranks;
+    - for each EP rank, its rows in all layers of this rank's stages.
 
-    They are 0 for layers of other stages.
+    Values of layers that are not in `stages` are 0, so a sum over pipeline ranks gives all layers.
 
     Args:
         stages: This rank's stages.
-        num_layers: Layers of the whole model.
+        num_layers: Number of layers of the whole model.
         mesh: The ranks.
 
     Returns:
@@ -211,7 +218,11 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 
 
 def rebalance(stages: Iterable[nn.Module]) -> None:
-    """Update the biases or shares of all layers from the last step's load, after its update."""
+    """Update the experts' balance buffers of all layers; call it after the optimiser's update.
+
+    The buffers are biases or shares of tokens (`MixtureMlp.balance`), which follow from the load in
+    the most recent step.
+    """
     for stage in stages:
         for mixture in mixtures_of(stage):
             mixture.rebalance()

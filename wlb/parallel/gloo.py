@@ -1,9 +1,10 @@
-"""Gloo process groups with one worker thread each that connect ranks at their first message.
+"""Make Gloo process groups use one worker thread each, and connect ranks at their first message.
 
-torch starts two workers, which corrupt the heap: both write the name of their last collective into
-one string without a lock (`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known).
-After minutes a rank dies with SIGSEGV or SIGABRT. tests/parallel/gloo_race.py reproduces it. torch
-ignores `pg_options` for Gloo, so we wrap the constructor. This file imports nothing of wlb.
+By default torch starts two worker threads per group. They corrupt the heap: both write the name of
+their last collective into one string without a lock (`ProcessGroupGloo::runLoop`, torch 2.13.0; no
+upstream issue known). After minutes a rank dies with SIGSEGV or SIGABRT, which
+tests/parallel/gloo_race.py reproduces. torch ignores `pg_options` for Gloo, so we wrap the
+constructor of the groups. This file imports nothing else of wlb.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
-"""Address of the loopback interface."""
+"""Address of the loopback interface, over which ranks of one machine can communicate."""
 
 
 def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) -> None:
-    """Give every Gloo group that is created from now on a single worker and lazy connections.
+    """Give every Gloo group that is created from now on one worker thread and lazy connections.
 
-    A lazy connection is made when it is first used; otherwise all ranks connect with each other at
-    once. A second call replaces the first.
+    A lazy connection is made when two ranks first communicate. Otherwise all pairs of ranks connect
+    when the group is created. Another call of this function replaces the settings of this one.
 
     Args:
-        interfaces: Network interfaces to bind, as in GLOO_SOCKET_IFNAME.
-        loopback: Without interfaces: bind the loopback interface instead of the host's address.
+        interfaces: Names of the network interfaces to use, as in GLOO_SOCKET_IFNAME.
+        loopback: If `interfaces` is empty, use the loopback interface instead of the host's
+            address.
     """
     if not dist.is_gloo_available():
         return
@@ -43,7 +45,7 @@ def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) ->
     def with_one_worker(
         group: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
     ) -> None:
-        # Leave options alone that the caller has given.
+        # Do not change options that the caller has given.
         if not isinstance(timeout, gloo._Options):
             options = gloo._Options()
             options._devices = devices()

@@ -1,4 +1,4 @@
-"""Which rank is where on the axes of the mesh, and which ranks a pipeline's links join. No torch."""
+"""Which rank is where in the mesh, and which ranks the links of a pipeline join. No torch."""
 
 import numpy as np
 

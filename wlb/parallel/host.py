@@ -72,8 +72,8 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
     """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, theirs = 1, torch.empty_like(x)
-    # In round k, a rank whose number has bit k set sends to the rank that is lower by 2^k and is then
-    # done.
+    # In round k, a rank whose number has bit k set sends to the rank that is lower by 2^k and is
+    # then done.
     while step < size:
         if rank & step:
             dist.send(x, dst=rank - step, group=group)

@@ -38,10 +38,10 @@ HSDP = ("replicate", "shard")
 EXPERT_COPIES, EXPERT_SHARD, EP = "expert_replicate", "expert_shard", "ep"
 """The three axes into which the mesh of experts divides the ranks of dp x cp x tp.
 
-Ranks along EP have different experts. Ranks along EXPERT_SHARD have FSDP shards of the same experts.
-Ranks along EXPERT_COPIES have copies of the same shards; this axis exists only with HSDP. As in
-torchtitan, HSDP copies experts together with the other parameters, so the ranks of an EP group
-belong to one copy.
+Ranks along EP have different experts. Ranks along EXPERT_SHARD have FSDP shards of the same
+experts. Ranks along EXPERT_COPIES have copies of the same shards; this axis exists only with HSDP.
+As in torchtitan, HSDP copies experts together with the other parameters, so the ranks of an EP
+group belong to one copy.
 """
 KV_HEAD, KV_COPY = "kv_head", "kv_copy"
 """The two axes into which tp is divided if there are more TP ranks than KV heads.
@@ -140,12 +140,12 @@ class Mesh:
 
     @property
     def link_before(self) -> dist.ProcessGroup:
-        """The group of this rank and the previous pipeline rank; the first's previous is the last."""
+        """The group of this rank and the previous pipeline rank; the last precedes the first."""
         return self._link((self.at.pp - 1) % self.parallel.pp)
 
     @property
     def link_after(self) -> dist.ProcessGroup:
-        """The group of this rank and the next pipeline rank; the last one's next is the first."""
+        """The group of this rank and the next pipeline rank; the first follows the last."""
         return self._link(self.at.pp)
 
     def _link(self, link: int) -> dist.ProcessGroup:
@@ -224,7 +224,8 @@ def _group_of(parts: list[list[int]], name: str) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if world.bound_device_id is not None:
-        # With NCCL, one ncclCommSplit makes the communicators of all parts, as torch does for a mesh.
+        # With NCCL, one ncclCommSplit makes the communicators of all parts, as torch does for a
+        # mesh.
         made = dist.split_group(split_ranks=parts, group_desc=name)
     else:
         own = next(part for part in parts if dist.get_rank() in part)
@@ -263,7 +264,7 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
 
 
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
-    """Set the timeout of collectives in all groups of a mesh, or without it in the groups of all ranks.
+    """Set the timeout of collectives, in all groups of a mesh or in the groups of all ranks.
 
     Otherwise torch gives each new group a timeout of half an hour, whatever timeout the default
     group has.

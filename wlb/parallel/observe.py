@@ -1,7 +1,8 @@
 """Protocols for watching a rank execute a step: which chunk runs, and how long its parts take.
 
-The executor reports each chunk (one pass of one micro-batch in one stage) to a `Progress` and a
-`Timer`. They are implemented in `wlb.launch.position` and `wlb.train.telemetry.clock`.
+A **chunk** is one pass (forward, backward or weight gradients) of one micro-batch in one pipeline
+stage. The executor reports each chunk to a `Progress` and a `Timer`. They are implemented in
+`wlb.launch.position` and `wlb.train.telemetry.clock`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from wlb.model import Llama
 
 
 class Pass(StrEnum):
-    """Kind of a chunk."""
+    """What a micro-batch's pass in a stage computes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -23,43 +24,58 @@ class Pass(StrEnum):
 
 
 class Part(StrEnum):
-    """Part of a chunk to which time is counted."""
+    """The parts of the model between which a timer divides the time of a pass."""
 
     ATTENTION = "attention"  # attention kernels
     LAYERS = "layers"  # the rest of the decoder layers, and the final norm
     EMBEDDING = "embedding"
     HEAD = "head"  # output head and loss; its forward pass also computes their gradients
-    # Forward kernels of attention inside a backward pass. Other recomputed work counts as layers.
+    # forward kernels of attention that run in a backward pass, because activations are recomputed;
+    # other recomputed work counts as LAYERS
     RECOMPUTE = "recompute"
 
 
 class Cell(NamedTuple):
-    """One chunk of a schedule."""
+    """The key of one chunk: one pass of one micro-batch in one pipeline stage."""
 
     kind: Pass
-    stage: int
-    micro_batch: int  # index in the pipeline's plan
+    stage: int  # index of the pipeline stage
+    micro_batch: int  # index of the micro-batch in the pipeline's plan
 
 
 class Progress(Protocol):
-    """Receives each chunk as it begins."""
+    """Receives each chunk (a micro-batch's pass in a stage) as it begins on this rank."""
 
     def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None:
-        """Receive the chunk that begins now."""
+        """Note that this chunk begins now.
+
+        Args:
+            kind: A value of `Pass`.
+            stage: Index of the pipeline stage.
+            micro_batch: Index of the micro-batch in the pipeline's plan.
+        """
         ...
 
 
 class Timer(Protocol):
-    """Times the chunks of a step."""
+    """Measures the time of each chunk (a micro-batch's pass in a stage) of a step, by `Part`."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context for all chunks of a training step; nothing outside is timed."""
+        """Return a context in which all chunks of a training step run; only they are timed."""
         ...
 
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = ...
     ) -> AbstractContextManager[None]:
-        """Return a context for a chunk; its time counts as `first` until `switch` is called."""
+        """Return a context in which one chunk runs.
+
+        Args:
+            kind: What the pass computes.
+            stage: Index of the pipeline stage.
+            micro_batch: Index of the micro-batch in the pipeline's plan.
+            first: The part of the model with which the pass begins. Time counts as this part until
+                `switch` is called.
+        """
         ...
 
     def switch(self, part: Part) -> None:
@@ -69,19 +85,26 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """Observers of a rank's chunks; either may be missing."""
+    """The observers of a rank's chunks (a micro-batch's pass in a stage); either may be None."""
 
     progress: Progress | None = None
     timer: Timer | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context for all chunks of a training step."""
+        """Return a context in which all chunks of a training step run."""
         return nullcontext() if self.timer is None else self.timer.step()
 
     def chunk(
         self, kind: Pass, stage: int, micro_batch: int, first: Part
     ) -> AbstractContextManager[None]:
-        """Report that a chunk begins, and return a context to run it in."""
+        """Report to both observers that a chunk begins, and return a context to run it in.
+
+        Args:
+            kind: What the pass computes.
+            stage: Index of the pipeline stage.
+            micro_batch: Index of the micro-batch in the pipeline's plan.
+            first: The part of the model with which the pass begins.
+        """
         if self.progress is not None:
             self.progress.chunk(kind, stage, micro_batch)
         if self.timer is None:
@@ -90,10 +113,15 @@ class Watchers:
 
 
 def watch_ends(stage: Llama, clock: Timer) -> None:
-    """Time a stage's embedding and head separately from its layers.
+    """Make a timer count a stage's embedding and head separately from its layers.
 
-    Hooks on the first layer's input (or the embedding), on the decoder's output, and on the
-    gradients of both switch the timer.
+    For this, hooks switch the timer to another part of the model: in forward at the input of the
+    first layer and at the decoder's output, and in backward when the gradients of these are
+    computed.
+
+    Args:
+        stage: The stage.
+        clock: The timer.
     """
     decoder = stage.model
     if decoder.embed_tokens is not None:
@@ -117,6 +145,6 @@ def watch_ends(stage: Llama, clock: Timer) -> None:
 
 
 def _when_differentiated(x_TC: Tensor, clock: Timer, part: Part) -> None:
-    """Switch to `part` as soon as backward has computed the gradient of x_TC."""
+    """Switch the timer to `part` as soon as backward has computed the gradient of x_TC."""
     if x_TC.requires_grad:
         x_TC.register_hook(lambda _: clock.switch(part))

@@ -1,7 +1,7 @@
 """Pipeline parallelism by torch's schedules, with a different length for every micro-batch.
 
-torch allocates all receive buffers with the shape of micro-batch 0 and does not support other shapes
-(https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
+torch allocates all receive buffers with the shape of micro-batch 0 and does not support other
+shapes (https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
 receive is posted and drops it after the backward pass. Every rank knows the lengths from the plan,
 so no shapes are sent. Each link between two pipeline ranks has its own communicator
 (`wlb.parallel.mesh`).
@@ -107,7 +107,7 @@ class VarLenStage(PipelineStage):
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate the buffer for the gradient of a micro-batch's output, and return the receive."""
+        """Allocate the buffer for the gradient of a stage's output, and return the receive."""
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
@@ -159,8 +159,8 @@ class VarLenStage(PipelineStage):
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
         if self._watchers.timer is not None:
-            # On the first stage the backward pass ended with the embedding, so the timer still counts
-            # time as embedding. The weight gradients belong to the layers.
+            # On the first stage the backward pass ended with the embedding, so the timer still
+            # counts time as embedding. The weight gradients belong to the layers.
             self._watchers.timer.switch(Part.LAYERS)
         return self._queue.take()
 
@@ -172,7 +172,7 @@ class VarLenStage(PipelineStage):
         return []
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Check nothing: torch 2.11 would compare all inputs with one shape, but our shapes vary."""
+        """Check nothing: torch 2.11 would compare inputs with one shape, but ours vary."""
 
     _validate_fwd_outputs = _validate_fwd_input
 
@@ -189,8 +189,8 @@ def _over(link: dist.ProcessGroup, ops: list[dist.P2POp]) -> list[dist.P2POp]:
 class LateWeights(ScheduleInterleavedZeroBubble):
     """An interleaved zero-bubble schedule that runs weight-gradient passes later than torch's.
 
-    Pipeline rank r begins weight-gradient passes after `r * weight_delay` input-gradient passes, and
-    then alternates. torch's schedule is `weight_delay = 1`. If attention dominates the backward
+    Pipeline rank r begins weight-gradient passes after `r * weight_delay` input-gradient passes,
+    and then alternates. torch's schedule is `weight_delay = 1`. If attention dominates the backward
     pass, weight-gradient passes are short, and a rank must save up more of them to fill its idle
     time at the end of a step.
     """
@@ -201,8 +201,8 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
         actions = [a for a in super()._calculate_single_rank_operations(rank) if a is not None]
-        # Keep the order of all other actions. When enough input-gradient passes have run, insert one
-        # weight-gradient pass after each further one.
+        # Keep the order of all other actions. When enough input-gradient passes have run, insert
+        # one weight-gradient pass after each further one.
         weights = [a for a in actions if a.computation_type == BACKWARD_WEIGHT]
         out: list[_Action | None] = []
         num_inputs = num_weights = 0
@@ -284,7 +284,8 @@ class Pipeline:
         return losses
 
     def _new_schedule(self, n: int) -> Any:
-        # The output of the last stage is the loss itself, so the loss function returns it unchanged.
+        # The output of the last stage is the loss itself, so the loss function returns it
+        # unchanged.
         options: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
         stages: Any = self.stages
         match self.schedule:

@@ -328,7 +328,7 @@ class TensorParallelOps(Ops):
         return normalise(norm, x_TC, weight, fused=self.fused)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Gather the rows once, and yield the output [T, F] of each column-parallel linear layer."""
+        """Gather the rows once, and yield each column-parallel layer's output, [T, F]."""
         # A rank has all rows of its columns, so a bias's gradient needs no sum over ranks.
         outputs = self._fan_products(x_TC, *linears)
         for linear, out_TF in zip(linears, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""Tied embeddings over a pipeline: keeps the embedding and its copy, the head, equal.
+"""Tied embeddings in a pipeline: keeps the embedding and the head, which is its copy, equal.
 
 The first pipeline rank has the embedding, and the last one has the head, a copy of it. After a
 step's last backward pass the two ranks exchange their gradients, and both add them in the same
@@ -22,17 +22,22 @@ from wlb.spec import ModelSpec
 def without_copy(
     parameters: Mapping[str, nn.Parameter], model: ModelSpec
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters without a tied head, so that a sum over all ranks counts it once."""
+    """Return the parameters, without the head if it is a copy of the embedding (tied embeddings).
+
+    A sum over the parameters of all ranks then counts the shared weight once.
+    """
     return {n: p for n, p in parameters.items() if not (model.tied_embeddings and n == HEAD)}
 
 
 def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-    """Give the embedding and its copy the sum of both gradients.
+    """Set the gradients of the embedding and of the head, its copy, to the sum of both.
 
-    Call it once per step, after all other gradients are complete.
+    Call it on all ranks once per step, after all other gradients are complete. Only the first and
+    the last pipeline rank communicate.
 
     Args:
-        parameters: This rank's parameters by name. The gradient is changed in place, or made.
+        parameters: This rank's parameters by name. The gradient is changed in place; a missing one
+            is created.
         mesh: The ranks.
     """
     last = mesh.parallel.pp - 1
@@ -51,15 +56,15 @@ def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> No
 
 def _exchanged(local: Tensor, mesh: Mesh) -> Tensor:
     is_first, received = mesh.at.pp == 0, torch.empty_like(local)
-    # Links form a ring, in which the last rank is the neighbour before the first one.
+    # The pipeline's links form a ring, in which the last rank precedes the first one.
     link = mesh.link_before if is_first else mesh.link_after
     peer = 1 - dist.get_rank(link)
     ops = [
         dist.P2POp(dist.isend, local, group=link, group_peer=peer),
         dist.P2POp(dist.irecv, received, group=link, group_peer=peer),
     ]
-    # Messages between two ranks are matched by order, so both ranks list the message to the last
-    # rank first.
+    # Messages between two ranks are matched by their order. Therefore both ranks first list the
+    # message that goes to the last rank.
     if not is_first:
         ops.reverse()
     for work in dist.batch_isend_irecv(ops):

@@ -1,6 +1,6 @@
-"""End a process by a signal while it waits for other ranks inside torch.
+"""Let a signal end a process that waits for other ranks inside torch.
 
-Python's signal handlers do not run there.
+Python's own signal handlers do not run while torch waits in C++.
 """
 
 import os
@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ANSWER_S = 15.0
-"""Seconds in which other ranks, which usually get the same signal, may end the wait themselves."""
+"""Seconds from a signal until the process is ended.
+
+Other ranks usually get the same signal. In this time they may end or answer, so that the wait is
+over and the process can end normally.
+"""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that end the process. Others that Python handles, such as a timer's, do not."""
+"""Signals that end the process. Other signals that Python handles, such as a timer's, do not."""
 _MESSAGE = b"\nwlb: ended by a signal while it waited for other ranks\n"
 
 
@@ -22,12 +26,13 @@ _MESSAGE = b"\nwlb: ended by a signal while it waited for other ranks\n"
 def ended_by_signals(*, was_asked: bool = False) -> Iterator[None]:
     """End this process `ANSWER_S` after SIGTERM, SIGINT or SIGUSR1, if the block still runs then.
 
-    torch waits for peers in C++, for minutes or hours, and Python's handlers run only afterwards. A
-    thread reads what `signal.set_wakeup_fd` writes as soon as a signal arrives. Outside the main
-    thread this has no effect.
+    torch waits for other ranks in C++, for minutes or hours, and Python's signal handlers run only
+    afterwards. But when a signal arrives, Python at once writes its number to a socket
+    (`signal.set_wakeup_fd`), which a thread here reads. The context has no effect outside the main
+    thread.
 
     Args:
-        was_asked: Whether a signal has already come.
+        was_asked: Whether such a signal has already arrived before the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -51,7 +56,8 @@ def ended_by_signals(*, was_asked: bool = False) -> Iterator[None]:
 def _watch(ours: socket.socket, ended: threading.Event, was_asked: bool) -> None:
     number = signal.SIGTERM if was_asked else -1
     while number not in (*_ENDING, 0):
-        # When the block has ended and closed the other end, `recv` returns nothing, which is 0.
+        # When the block has ended and closed the other socket, `recv` returns no bytes, and the
+        # number is 0.
         number = int.from_bytes(ours.recv(1), "little")
     if number and not ended.wait(ANSWER_S):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _MESSAGE)

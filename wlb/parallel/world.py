@@ -130,7 +130,8 @@ def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
     job, step = _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
     starts = _number(env, "SLURM_RESTART_COUNT", 0)
     # Choose a port below the range that the system gives to other programs. It differs between the
-    # steps of a job and between restarts, so that a port in use by an earlier one is not taken again.
+    # steps of a job and between restarts, so that a port in use by an earlier one is not taken
+    # again.
     port = 15_000 + (31 * job + 997 * starts + step) % 15_000
     first = first_host(hosts) if hosts else ""
     return World(
@@ -256,7 +257,7 @@ def select_device(device: torch.device) -> None:
 
 
 def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """Make a pool of one thread whose current device is `device`; `name` prefixes the thread's name.
+    """Make a pool with one thread, named after `name`, whose current device is `device`.
 
     The current device of a new thread is GPU 0. If it made a stream or event there, each rank would
     create a CUDA context of about 0.5 GiB on that one GPU.
@@ -373,8 +374,8 @@ def set_flight_records(prefix: str) -> None:
     """Make NCCL groups record their last 2,000 operations, and write them when a collective hangs.
 
     When a collective times out, each rank writes its record to the path `prefix` followed by its
-    rank. torch reads the variables that this sets when it makes a group. Variables that the user has
-    set remain.
+    rank. torch reads the variables that this sets when it makes a group. Variables that the user
+    has set remain.
     """
     _set_unless_given(
         {
@@ -443,7 +444,8 @@ def _store_of_attempt(world: World, timeout: timedelta) -> Any:
     """
     attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
     host, port = world.master_address, world.master_port
-    # Type checkers do not find TCPStore and PrefixStore, because torch does not list them in __all__.
+    # Type checkers do not find TCPStore and PrefixStore, because torch does not list them in
+    # __all__.
     c10d: Any = dist
     store = c10d.TCPStore(host, port, is_master=False, timeout=timeout)
     return c10d.PrefixStore(f"attempt{attempt}", store)

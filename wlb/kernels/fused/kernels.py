@@ -1,9 +1,9 @@
-"""The Triton kernels of `wlb.kernels.fused`: one pass over memory each, computed in float32.
+"""The Triton kernels of `wlb.kernels.fused`, which compute in one pass over memory, in float32.
 
-Only this file imports Triton, when a kernel is first launched. Row indices are 64-bit, because T x
-C can exceed 2^31. The number of rows is not specialised on: it changes with every micro-batch, and
-each specialisation would compile a kernel in the middle of a run. Rows are masked only in programs
-with several rows, so that columns are read in vectors of 16 bytes.
+This is the only file that imports Triton, and it is imported when a kernel is first launched. Row
+indices are 64-bit, because T * C can exceed 2^31. Triton must not specialise on the number of rows:
+it changes with every micro-batch, and each specialisation would compile a kernel in the middle of a
+run. Programs with a single row do not mask it, so that columns are read in vectors of 16 bytes.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -26,10 +26,11 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate channel pairs (i, i + half) of [T, H, 2 * half] rows.
+    """Apply RoPE: rotate the channel pairs (i, i + half) of rows [T, H, 2 * half].
 
-    A program reads the cos and sin of its rows once for HEADS heads. x may have any row and head
-    stride; out is contiguous.
+    With `inverse` the angles are negated, as backward needs. A program computes ROWS rows of HEADS
+    heads, and reads cos and sin of its rows once. x may have any row and head stride; out is
+    contiguous.
     """
     groups: tl.constexpr = (num_heads + HEADS - 1) // HEADS
     program = tl.program_id(0)
@@ -54,7 +55,7 @@ def rotate_kernel(
 
 @triton.jit
 def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute activation(gate) * up of [T, F] rows; a program has BLOCK columns of one row.
+    """Compute activation(gate) * up of rows [T, F]; a program computes BLOCK columns of one row.
 
     Both activations have the form x * sigmoid(s(x)). For SiLU s(x) = x. For GELU's tanh
     approximation s(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3), because (1 + tanh(y)) / 2 = sigmoid(2
@@ -67,7 +68,7 @@ def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     u = tl.load(up + at, here).to(tl.float32)
     inner = g
     if GELU:
-        # Without bounds the cube overflows float32, and infinity times 0 in backward is NaN.
+        # Limit g, because its cube could overflow float32, and in backward infinity times 0 is NaN.
         bounded = tl.minimum(tl.maximum(g, -12.0), 12.0)
         inner = 1.5957691216057308 * bounded * (1 + 0.044715 * bounded * bounded)
     tl.store(out + at, g / (1 + tl.exp(-inner)) * u, here)
@@ -77,7 +78,7 @@ def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 def gated_backward_kernel(
     grad, gate, up, d_gate, d_up, width, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the gradients of gate and up from the product's gradient, as in `gated_kernel`."""
+    """Compute the gradients of gate and up for `gated_kernel`, from the gradient of its output."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
@@ -99,7 +100,10 @@ def gated_backward_kernel(
 def norm_kernel(
     x, weight, out, rstd, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute RMSNorm of ROWS contiguous rows of `width` columns per program, and store 1 / RMS."""
+    """Compute RMSNorm of rows with `width` columns, and store each row's 1 / RMS in rstd.
+
+    A program computes ROWS rows, which are contiguous in memory.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     here = column < width
@@ -127,10 +131,11 @@ def norm_backward_kernel(
     BLOCK: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Compute the input's gradient, and partial sums of the weight's gradient.
+    """Compute RMSNorm's gradients: of the input, and partial sums of the weight's gradient.
 
-    Program i processes the tiles i, i + programs, i + 2 * programs, ... of ROWS rows, and reads
-    each row once for both results. It writes its partial sum to row i of d_weight, [programs, C].
+    Program i processes the tiles i, i + programs, i + 2 * programs, ... of ROWS rows each, and
+    reads each row once for both results. It writes its partial sum to row i of d_weight, which has
+    shape [programs, C].
 
     With RELOAD the weight is read again for every tile (from the L1 cache), because it does not fit
     into registers beside a wide row.
@@ -161,7 +166,8 @@ def norm_backward_kernel(
 
 @triton.jit(
     do_not_specialize=["num_uses", "num_rows", "num_keys"],
-    # `inverse` is a slice of one buffer of index tensors, at another offset in each micro-batch.
+    # `inverse` is a slice of a larger buffer, at another offset in each micro-batch, so its
+    # alignment varies. Without this, Triton would compile a kernel for each alignment.
     do_not_specialize_on_alignment=["inverse"],
 )
 def sum_uses_kernel(
@@ -178,9 +184,10 @@ def sum_uses_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the gradients of all uses of each row, in order.
+    """Add up, for each row of K and V, the gradients of all keys that were copied from it.
 
-    out[r] is the sum over u of dk[inverse[u, r]], followed by the sum over u of dv[inverse[u, r]].
+    out[r] is the sum over u of dk[inverse[u, r]], followed by the sum over u of dv[inverse[u, r]],
+    in the order of u. An entry num_keys of `inverse` means that there are no further copies.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]

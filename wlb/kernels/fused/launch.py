@@ -1,7 +1,8 @@
-"""Kernel, grid and options of each fused op, computed from the tensors' shapes and strides.
+"""Chooses the kernel, grid and options of each fused op from the tensors' shapes and strides.
 
-A `Launch` is data, so tests can compile for a GPU exactly what a run would launch. Block sizes were
-chosen by inspecting the compiled code (registers, spills, vectors), **never timed on a GPU**.
+The functions return a `Launch` without launching it, so tests can compile for a GPU exactly what a
+run would launch. Block sizes were chosen by inspecting the compiled code (registers, spills, vector
+loads), and have **never been timed on a GPU**.
 """
 
 from dataclasses import dataclass
@@ -12,17 +13,21 @@ from torch import Tensor
 from wlb.kernels.fused import kernels
 
 _SUMMING_PROGRAMS = 512
-"""Most programs of `norm_backward`; a constant, so that sums have the same order on all GPUs."""
-_NARROW, _NARROW_TILE = 1024, 2048
-"""Rows of at most _NARROW columns are normalised in tiles of _NARROW_TILE values.
+"""Most programs of `norm_backward`, each of which adds up part of the weight's gradient.
 
-A tile is then 8 KB of both inputs in bfloat16. 512 programs have 4 MB in flight; an H100 needs 2.
+It does not depend on the GPU, so that the sums have the same order on all GPUs.
+"""
+_NARROW, _NARROW_TILE = 1024, 2048
+"""Rows of at most _NARROW columns are normalised several at once, in tiles of _NARROW_TILE values.
+
+Backward then reads 8 KB per tile (two inputs in bfloat16). 512 programs together read 4 MB at a
+time; an H100 needs about 2 MB in flight to use its memory bandwidth.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One launch of a kernel."""
+    """Everything that one launch of a Triton kernel needs."""
 
     kernel: Any  # a function of `wlb.kernels.fused.kernels`
     grid: tuple[int, ...]  # number of programs in each dimension
@@ -44,7 +49,15 @@ def _blocks(n: int, size: int) -> int:
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse: bool) -> Launch:
-    """Describe the launch that rotates channel pairs."""
+    """Describe the launch that applies RoPE to x_THD (`rotate_kernel`), writing to out_THD.
+
+    Args:
+        x_THD: Queries or keys.
+        cos: Table of cosines, [T, 1, D / 2].
+        sin: Table of sines.
+        out_THD: Where the result is written.
+        inverse: Whether to rotate by the opposite angles, as backward does.
+    """
     num_rows, num_heads, head_size = x_THD.shape
     half = head_size // 2
     block = _power_of_2(half)
@@ -66,14 +79,14 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse:
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> Launch:
-    """Describe the launch that computes activation(gate) * up."""
+    """Describe the launch that writes activation(gate) * up to out_TF; GELU or else SiLU."""
     return _by_row(kernels.gated_kernel, gate_TF, up_TF, out_TF, gelu=gelu)
 
 
 def gated_backward(
     grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, d_gate: Tensor, d_up: Tensor, *, gelu: bool
 ) -> Launch:
-    """Describe the launch that computes the gradients of gate and up."""
+    """Describe the launch that writes the gradients of `gated` to d_gate and d_up."""
     tensors = (grad_TF, gate_TF, up_TF, d_gate, d_up)
     return _by_row(kernels.gated_backward_kernel, *tensors, gelu=gelu)
 
@@ -90,7 +103,7 @@ def _by_row(kernel: Any, *tensors_TF: Tensor, gelu: bool) -> Launch:
 
 
 def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: float) -> Launch:
-    """Describe the launch of RMSNorm."""
+    """Describe the launch that writes RMSNorm to out_TC and each row's 1 / RMS to rstd_T."""
     num_rows, width = x_TC.shape
     tile = _norm_tile(width)
     return Launch(
@@ -102,10 +115,10 @@ def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: fl
 
 
 def _norm_tile(width: int) -> dict[str, int]:
-    """Return rows, columns and warps of a tile.
+    """Return the options of the norms' kernels: rows, columns and warps of a program's tile.
 
-    A program reads many narrow rows at once, such as heads, because one of them would keep too few
-    bytes in flight.
+    A program reads several narrow rows at once, such as heads, because reading a single one would
+    not use the memory bandwidth.
     """
     block = _power_of_2(width)
     rows = max(1, _NARROW_TILE // block) if block <= _NARROW else 1
@@ -117,14 +130,23 @@ def _norm_warps(values: int) -> int:
 
 
 def norm_programs(num_rows: int, width: int) -> int:
-    """Return the number of programs of `norm_backward`, each of which writes a partial sum."""
+    """Return the number of programs of `norm_backward`, and so of partial sums, for [T, C] rows."""
     return min(_SUMMING_PROGRAMS, _blocks(num_rows, _norm_tile(width)["ROWS"]))
 
 
 def norm_backward(
     grad_TC: Tensor, x_TC: Tensor, weight_C: Tensor, rstd_T: Tensor, dx_TC: Tensor, sums_PC: Tensor
 ) -> Launch:
-    """Describe the launch of RMSNorm's backward."""
+    """Describe the launch of RMSNorm's backward.
+
+    Args:
+        grad_TC: Gradient of the output.
+        x_TC: Input.
+        weight_C: Weight.
+        rstd_T: 1 / RMS of each row, from forward.
+        dx_TC: Where the input's gradient is written.
+        sums_PC: Where the partial sums of the weight's gradient are written, one row per program.
+    """
     num_rows, width = x_TC.shape
     tile = _norm_tile(width)
     tensors = (grad_TC, x_TC, weight_C, rstd_T, dx_TC, sums_PC)
@@ -137,7 +159,14 @@ def norm_backward(
 
 
 def sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, out_R2GD: Tensor) -> Launch:
-    """Describe the launch that adds up the gradients of each row's uses."""
+    """Describe the launch that adds up the gradients of keys that were copied from one row.
+
+    Args:
+        dk_KGD: Gradient of each key.
+        dv_KGD: Gradient of each value.
+        inverse_UR: For each row the keys that were copied from it, `RankStage.inverse`.
+        out_R2GD: Where the sums for K and V of each row are written.
+    """
     num_uses, num_rows = inverse_UR.shape
     width = dk_KGD.shape[1] * dk_KGD.shape[2]
     tensors = (dk_KGD, dv_KGD, inverse_UR, out_R2GD)

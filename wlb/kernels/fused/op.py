@@ -1,11 +1,11 @@
-"""The custom ops of the fused kernels, and their autograd.
+"""The custom ops that call the fused kernels, and their derivatives for autograd.
 
-torch.compile does not look into the ops, so a layer remains one graph. Tensors without memory
-(fake, meta) never reach Triton. All ops compute in float32 and round once; plain torch code rounds
-after every operation.
+torch.compile does not look into custom ops, so a layer remains one graph. Fake and meta tensors
+never reach Triton. All ops compute in float32 and round once at the end, whereas plain torch code
+rounds after every operation.
 
 Shapes: T rows, H heads, D head size, C channels, F width of the MLP, K keys, R gathered rows, G
-key/value heads, U most uses of a row.
+key/value heads, U most keys that are copied from one row.
 """
 
 from typing import Any
@@ -18,7 +18,14 @@ from wlb.kernels.op import contiguous_like, custom_op, sum_dtype
 
 @custom_op("fused_rotate", fake=lambda x, *_: x.new_empty(x.shape))
 def fused_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Apply rotary embedding (`rotate` of `wlb.model`), with `inverse` by the opposite angles."""
+    """Apply RoPE as `wlb.model.rotate` does; with `inverse` rotate by the opposite angles.
+
+    Args:
+        x_THD: Queries or keys.
+        cos: Table of cosines, [T, 1, D / 2].
+        sin: Table of sines.
+        inverse: Whether to negate the angles.
+    """
     from wlb.kernels.fused import launch
 
     if x_THD.stride(-1) != 1:
@@ -42,9 +49,9 @@ fused_rotate.register_autograd(_rotate_back, setup_context=_keep_tables)
 
 @custom_op("fused_gated", fake=lambda gate, *_: gate.new_empty(gate.shape))
 def fused_gated(gate_TF: Tensor, up_TF: Tensor, gelu: bool) -> Tensor:
-    """Compute activation(gate) * up with SiLU or with GELU's tanh approximation.
+    """Compute activation(gate) * up, and save only gate and up for backward.
 
-    Saves only gate and up for backward.
+    With `gelu` the activation is GELU's tanh approximation, otherwise SiLU.
     """
     from wlb.kernels.fused import launch
 
@@ -62,7 +69,7 @@ def _gated_gradients(_: Tensor, gate_TF: Tensor, up_TF: Tensor, *__: Any) -> tup
 def fused_gated_backward(
     grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, gelu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up."""
+    """Return the gradients of gate and up for `fused_gated`."""
     from wlb.kernels.fused import launch
 
     d_gate, d_up = _gated_gradients(grad_TF, gate_TF, up_TF)
@@ -89,7 +96,7 @@ def _norm_like(x_TC: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @custom_op("fused_norm", fake=_norm_like)
 def fused_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return RMSNorm of rows, and each row's 1 / RMS, [T]; only the first is differentiable."""
+    """Return RMSNorm of rows, [T, C], and each row's 1 / RMS, [T], which is not differentiable."""
     from wlb.kernels.fused import launch
 
     out_TC, rstd_T = _norm_like(x_TC)
@@ -101,9 +108,15 @@ def fused_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tens
 def fused_norm_backward(
     grad_TC: Tensor, x_TC: Tensor, weight_C: Tensor, rstd_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and weight.
+    """Return the gradients of x_TC and weight_C for `fused_norm`.
 
     The weight's gradient is added up in float32, in an order that depends only on the shape.
+
+    Args:
+        grad_TC: Gradient of the output.
+        x_TC: Input.
+        weight_C: Weight.
+        rstd_T: 1 / RMS of each row, from forward.
     """
     from wlb.kernels.fused import launch
 
@@ -122,7 +135,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _differentiate_norm(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Nothing differentiated the output.
+    # The output was not part of the loss, so there are no gradients.
     if grads[0] is None:
         return None, None, None
     return *fused_norm_backward(grads[0], *ctx.saved_tensors), None
@@ -138,15 +151,15 @@ def _rows_like(dk_KGD: Tensor, _: Tensor, inverse_UR: Tensor) -> Tensor:
 
 @custom_op("fused_sum_uses", fake=_rows_like)
 def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
-    """Add up the gradients of all uses of each gathered row of K and V, [R, 2, G, D].
+    """Return the gradients of rows of K and V, [R, 2, G, D]: sums over the keys copied from a row.
 
-    The uses are added in order, in float32 (float64 for float64), with the same bits as the plain
-    code.
+    The sums are in float32 (float64 for float64) and in a fixed order, and equal those of the plain
+    torch code to the bit.
 
     Args:
         dk_KGD: Gradient of each key.
         dv_KGD: Gradient of each value.
-        inverse_UR: The keys that use each row, `RankStage.inverse`.
+        inverse_UR: For each row the keys that were copied from it, `RankStage.inverse`.
     """
     from wlb.kernels.fused import launch
 

@@ -1,7 +1,7 @@
 """Choose whether a run uses the fused kernels for RoPE, gated MLPs, norms and key gradients.
 
-These operators are bound by memory and launches, not by arithmetic: this folder's README counts
-both.
+The time of these operators is that of memory accesses and kernel launches, of which fused kernels
+need fewer; this folder's README counts both.
 """
 
 import functools
@@ -17,14 +17,15 @@ from wlb.spec.run import FusedKernels
 MOST_NORM_WIDTH = 16384
 """Most columns of a row that the norms' kernels can process.
 
-A program keeps a row in registers; wider rows would spill.
+A program keeps a whole row in registers. Wider rows would not fit, and the compiler would move
+values to memory.
 """
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedChoice:
-    """Whether fused kernels are used, and one line that says why."""
+    """Whether a run uses the fused Triton kernels, and why."""
 
     fused: bool
     reason: str
@@ -43,12 +44,12 @@ def choose_fused(
 
     Args:
         requested: The value of `kernels.fused`.
-        device: Where the run computes.
-        dtype: Dtype in which it computes.
-        norm_width: Columns of the widest rows that the run normalises.
+        device: Device of the run.
+        dtype: Dtype in which the run computes.
+        norm_width: Number of columns of the widest rows that the run normalises.
 
     Raises:
-        UserError: `kernels.fused = triton` and they cannot compute the run.
+        UserError: `kernels.fused = triton`, but the fused kernels cannot compute the run.
     """
     run = f"{dtype} on {device.type}"
     if requested == FusedKernels.OFF:
@@ -79,7 +80,7 @@ def _why_not(device: torch.device, dtype: torch.dtype, norm_width: int) -> str |
 
 @functools.cache
 def launch_problem(device: torch.device) -> str | None:
-    """Try one launch on this GPU, and return why it fails, or None."""
+    """Launch one small Triton kernel on this GPU; returns why that fails, or None if it works."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton, as torch's CUDA builds for Linux do)"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -87,7 +88,7 @@ def launch_problem(device: torch.device) -> str | None:
     try:
         one = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
         fused_gated(one, one, False)
-    # Catch everything: a C compiler, a driver or a cache folder may fail, each in another way.
+    # Catch every error, because a C compiler, a driver or a cache folder may fail in many ways.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"Triton cannot launch a kernel here: {reason}"

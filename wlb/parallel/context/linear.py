@@ -1,4 +1,4 @@
-"""Context parallelism of linear attention: a span gets what it needs of its document's earlier part.
+"""Context parallelism of linear attention: gives spans what they need of the tokens before them.
 
 A span that starts inside a document needs two things from the tokens before it, so each layer has
 two exchanges. The first one brings the last few rows before the span, which the convolution reads.
@@ -175,8 +175,8 @@ class SpansBefore:
         self.layout = span_layout(made, num_rows, device)
         self._group = group.group_name
         num_spans = len(self.layout.lengths)
-        # 1. Find in the pool the rows that the convolution needs before each span. A row of zeros is
-        # appended to the pool, and -1 (no row before the span) becomes the index of that row.
+        # 1. Find in the pool the rows that the convolution needs before each span. A row of zeros
+        # is appended to the pool, and -1 (no row before the span) becomes the index of that row.
         self._latest = _SharedRows.of(made.latest, device)
         found = np.full((num_spans, made.latest.found.shape[1]), -1, np.int64)
         found[: made.latest.found.shape[0]] = made.latest.found
@@ -242,7 +242,7 @@ def linear_rows(
 
 
 def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
-    """Return the layout of a rank's spans; rows after them, up to `num_rows`, form one more span."""
+    """Return the layout of a rank's spans; the rows after them form one more span."""
     padding = num_rows - int(made.lengths.sum())
     return SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
 

@@ -51,7 +51,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
-    """Return the stages of the exchange that have a transfer: all except the call over local keys."""
+    """Return the stages that have a transfer, which are all except the call over local keys."""
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]
 
@@ -116,7 +116,7 @@ def _rows_like(x_TGD: Tensor, num_rows: int) -> Tensor:
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Make a slot: a [num_rows, 2, G, D] tensor without memory, of which only the gradient is used."""
+    """Make a slot: a [num_rows, 2, G, D] tensor without memory, used only for its gradient."""
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
@@ -481,8 +481,8 @@ def _stage_backward(
     is_own = stage.transfer == Transfer.OWN
     kv = torch.stack(local, 1) if is_own else _collectives.wait_tensor(left.pop(0))
     keys = segment_keys(kv, stage.index_K, segments, backend)
-    # Drop the reference to the buffer. This frees it if the gather started in this op; if it started
-    # in AddAndGatherAgain, autograd keeps it alive.
+    # Drop the reference to the buffer. This frees it if the gather started in this op; if it
+    # started in AddAndGatherAgain, autograd keeps it alive.
     del kv
     grad, q, out, lse = of_queries
     if (rows := stage.query_rows) is not None:

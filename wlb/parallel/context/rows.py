@@ -47,8 +47,9 @@ class RankStage:
     cu_seqlens_k: IntArray
     query_rows: IntArray | None  # local rows of the call's queries, shape [T2]; None means all rows
     kv_index: IntArray | None  # row that each key is copied from, segment by segment, shape [K]
-    # inverse[u, r] is the (u + 1)-th key that is copied from row r, or K if there are fewer. Backward
-    # adds up the gradients of these keys. Shape [U, R], where U is the most copies of a row.
+    # inverse[u, r] is the (u + 1)-th key that is copied from row r, or K if there are fewer.
+    # Backward adds up the gradients of these keys. Shape [U, R], where U is the most copies of a
+    # row.
     inverse: IntArray | None
 
 
@@ -134,7 +135,8 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
         )
         return RankExchange(positions=positions, stages=(stage,))
 
-    # 1. Find the row of every key that the rank's spans attend to. Rows are numbered over all ranks.
+    # 1. Find the row of every key that the rank's spans attend to. Rows are numbered over all
+    # ranks.
     base = spans.piece_offsets[spans.piece]
     key = sharding.gathered_rows(num_rows)[ranges(base + first_key, base + spans.stop)]
     # 2. Find the index of those rows among the rows that arrive in all stages.
