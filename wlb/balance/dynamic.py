@@ -1,14 +1,19 @@
 """Balances with `dynamic_cp`: each micro-batch has the context-parallel degree that it needs.
 
-In every slot (micro-batches that run at the same time), the ranks are divided into blocks of 1, 2,
-4, ... ranks. The ranks of a block share one micro-batch, which takes its work over the degree:
+A slot is the set of the ranks' i-th micro-batches, which run at the same time. In every slot, the
+ranks are divided into blocks of 1, 2, 4, ... ranks. The ranks of a block share one micro-batch by
+context parallelism. Their number is the degree of the block, and the time of the micro-batch is its
+work divided by the degree:
 
     rank       0     1     2     3
     slot 0   | a long sample | b | c |      degrees 2, 1, 1
 
-1. A unit gets the smallest degree at which its tokens fit and its time is at most a slot's.
-2. There are as many blocks of each degree as its units need.
-3. Each unit goes to the block with least time that has its degree and room.
+A unit is a sample, or samples that must share a micro-batch.
+
+1. A unit needs the smallest degree at which its tokens fit and it takes no longer than a slot
+   should.
+2. As many blocks of each degree are made as the units of this degree need.
+3. Each unit goes to the block that has least time so far, the right degree and room for it.
 4. Blocks of equal degree exchange units (`wlb.balance.exchange`).
 """
 
@@ -23,26 +28,28 @@ from wlb.plan import FloatArray, IntArray, UserError
 from wlb.plan.arrays import first_true
 
 ROUNDS = 24
-"""Rounds of exchanges among the blocks of a degree."""
+"""Number of rounds in which blocks of equal degree exchange units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamicPlaced:
-    """The assignment of a mini-batch's units to blocks of ranks."""
+    """The assignment of a mini-batch's units to blocks: ranks that share a micro-batch."""
 
     block_of: IntArray  # block of each unit, shape [num_units]
     degree: FloatArray  # number of ranks of each block, shape [num_blocks]
-    grid: IntArray  # block of each rank and slot; ranks of a block are adjacent, [num_ranks, num]
-    bound: float  # lower bound on the time, in the unit of work
+    # grid[r, m] is the block to which rank r belongs in its m-th micro-batch. The ranks of a block
+    # are adjacent. Shape [num_ranks, num_micro_batches].
+    grid: IntArray
+    bound: float  # lower bound on the time of any assignment, in the unit of work
 
 
 def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
-    """Assign all units to blocks of ranks.
+    """Assign all units of a mini-batch to blocks: ranks that share a micro-batch.
 
     Args:
         units: The units of a mini-batch.
-        rules: The rules.
-        most: Largest degree, a power of two.
+        rules: What the assignment must satisfy.
+        most: Most ranks of a block, a power of two.
 
     Raises:
         UserError: If the rules cannot be satisfied.
@@ -98,16 +105,20 @@ def _check(units: Units, rules: Rules, most: int) -> None:
 
 
 def _degrees(units: Units, cap: int, level: float, most: int) -> IntArray:
-    """Return the smallest power of two at which each unit's tokens and work fit, [num_units].
+    """Return how many ranks each unit needs, a power of two, shape [num_units].
+
+    It is the smallest number at which the tokens fit and the unit takes at most `level`.
 
     Args:
         units: The units.
         cap: Most tokens of one rank in a micro-batch.
-        level: Time that a slot should take.
-        most: Largest degree.
+        level: Time that a micro-batch should take at most, in the unit of work.
+        most: Most ranks that may share a micro-batch. A unit may take longer than `level` with
+            this number of ranks.
     """
     need = np.maximum(units.tokens / cap, np.minimum(units.work / level, most))
-    # Round up by the exponent, which is exact; a logarithm may differ between CPUs.
+    # Round up to a power of two by the exponent of the number, which is exact. A logarithm may
+    # differ between CPUs.
     fraction, exponent = np.frexp(np.maximum(need, 1.0))
     return 2 ** (exponent - (fraction == 0.5)).astype(np.int64)
 
@@ -115,12 +126,22 @@ def _degrees(units: Units, cap: int, level: float, most: int) -> IntArray:
 def _place(
     units: Units, rules: Rules, num: int, level: float, most: int
 ) -> tuple[IntArray, FloatArray] | None:
-    """Assign units to blocks in `num` slots.
+    """Try to assign all units to blocks (ranks that share a micro-batch) in `num` slots.
+
+    A slot is the set of the ranks' i-th micro-batches, and is divided into blocks.
+
+    Args:
+        units: The units to assign.
+        rules: What the assignment must satisfy.
+        num: Micro-batches of each rank.
+        level: Time that a slot should take, in the unit of work.
+        most: Most ranks of a block.
 
     Returns:
-        The block of each unit and the degree of each block, or None if `num` slots are too few.
+        The block of each unit and the degree (number of ranks) of each block, or None if the units
+        do not fit into `num` slots.
     """
-    # Begin with as many blocks of each degree as its units need by work and by tokens.
+    # Begin with as many blocks of each degree as its units need for their work and their tokens.
     need = _degrees(units, rules.cap, level, most)
     rows = rules.num_ranks * num
     blocks: dict[int, int] = {}
@@ -137,8 +158,8 @@ def _place(
         degree = np.repeat([*blocks, 1], [*blocks.values(), left]).astype(np.float64)
         block_of = _fill(units, need, degree, rules.cap, level)
         if isinstance(block_of, int):
-            # Units of this degree found no room: add a block. Blocks of one rank already have all
-            # the rest.
+            # A unit of degree `block_of` found no room: add a block of this degree. For degree 1
+            # this is impossible, because all other ranks are blocks of one rank already.
             if block_of == 1:
                 return None
             blocks[block_of] += 1
@@ -152,23 +173,23 @@ def _place(
 def _fill(
     units: Units, need: IntArray, degree: FloatArray, cap: int, level: float
 ) -> IntArray | int:
-    """Assign each unit to the block with least time that has its degree and room.
+    """Assign each unit to the block that has least time so far, enough ranks, and room.
 
     Args:
         units: The units.
-        need: Degree that each unit needs.
-        degree: Degree of each block.
+        need: Number of ranks that each unit needs, shape [num_units].
+        degree: Number of ranks of each block, shape [num_blocks].
         cap: Most tokens of one rank in a micro-batch.
-        level: Time that a slot should take.
+        level: Time that a micro-batch should take, in the unit of work.
 
     Returns:
-        The block of each unit, or, if a unit found no block, the degree that it needs.
+        The block of each unit. If a unit fits into no block, the number of ranks that it needs.
     """
     room, time = degree * cap, np.zeros(degree.size)
     out = np.zeros(units.work.size, np.int64)
     for unit in np.lexsort((-units.work, -need)).tolist():
         after = time + units.work[unit] / degree
-        # A block of a larger degree than necessary takes a unit only up to the level.
+        # A block with more ranks than a unit needs takes it only if its time stays within `level`.
         wide = (degree > need[unit]) & (after > level)
         bad = (degree < need[unit]) | (room < units.tokens[unit]) | wide
         after[bad] = np.inf
@@ -182,7 +203,14 @@ def _fill(
 
 
 def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> bool:
-    """Return whether a block has too many tokens, or no unit."""
+    """Return whether a block has too many tokens, or no unit.
+
+    Args:
+        units: The units.
+        block_of: Block of each unit.
+        degree: Number of ranks of each block.
+        cap: Most tokens of one rank in a micro-batch.
+    """
     tokens = np.bincount(block_of, units.tokens, degree.size)
     return bool(
         (tokens > degree * cap).any() or np.bincount(block_of, minlength=degree.size).min() < 1
@@ -190,7 +218,17 @@ def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> 
 
 
 def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> IntArray:
-    """Let the blocks of each degree exchange units, and return the new block of each unit."""
+    """Let blocks with equal numbers of ranks exchange units, to make their times more equal.
+
+    Args:
+        units: The units.
+        block_of: Block of each unit.
+        degree: Number of ranks of each block.
+        cap: Most tokens of one rank in a micro-batch.
+
+    Returns:
+        The new block of each unit.
+    """
     out = block_of.copy()
     for d in np.unique(degree).tolist():
         chosen = np.flatnonzero(degree == d)
@@ -217,12 +255,20 @@ def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) ->
 def _grid(
     work: FloatArray, block_of: IntArray, degree: FloatArray, ranks: int
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Arrange blocks in slots, and number them in this order.
+    """Decide which ranks form each block in which micro-batch, and number blocks in this order.
 
-    Sorted by descending degree, powers of two fill the ranks of each slot without a gap.
+    Blocks are sorted by descending number of ranks. Because these are powers of two, the blocks
+    fill the ranks of one micro-batch after the other without a gap.
+
+    Args:
+        work: Work of each unit.
+        block_of: Block of each unit.
+        degree: Number of ranks of each block.
+        ranks: Number of ranks.
 
     Returns:
-        The block of each rank and slot, the degree of each block, and the block of each unit.
+        The block of each rank and micro-batch, shape [num_ranks, num_micro_batches], the number of
+        ranks of each block, and the block of each unit.
     """
     load = np.bincount(block_of, work, degree.size) / degree
     order = np.lexsort((-load, -degree))

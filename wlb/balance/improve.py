@@ -1,6 +1,7 @@
-"""Improves an assignment by exchanges of units, until the step becomes no shorter.
+"""Improves an assignment by exchanging units between bins, while that shortens the step.
 
-It also has the two records that all files of this folder share: `Units` (what is assigned) and
+A unit is a sample, or samples that must share a micro-batch. A bin is one micro-batch of one rank.
+The file also has two records that other files of this folder use: `Units` (what is assigned) and
 `Rules` (what an assignment must satisfy).
 """
 
@@ -14,21 +15,23 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
 GOOD_ENOUGH = 1.00002
-"""Exchanges end when the time is at most this factor above the lower bound."""
+"""Exchanges end when the time is at most this factor times its lower bound."""
 STALE, WORTHWHILE = 10, 1e-4
-"""Exchanges end when STALE rounds together gain less than the share WORTHWHILE of the time."""
+"""Exchanges end when STALE rounds together shorten the time by less than the share WORTHWHILE."""
 CLOSE = 1.001
-"""Within this factor of the bound, a tenth of WORTHWHILE is enough to continue."""
+"""If the time is at most this factor times its lower bound, exchanges continue as long as STALE
+rounds together gain a tenth of WORTHWHILE."""
 NEARLY = 1.0001
-"""Within this factor of the bound, exchanges continue even without gains, until GOOD_ENOUGH or the
-last round."""
+"""If the time is at most this factor times its lower bound, exchanges continue even without gains,
+until GOOD_ENOUGH or the last round is reached."""
 MOST_PAIRS, MOST_ROUNDS = 7_000, 150
-"""Most pairs of bins in all rounds together, and most rounds. They bound the time."""
+"""Most pairs of bins that exchange units in all rounds together, and most rounds. They limit the
+time that exchanges take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What an assignment of a mini-batch must satisfy; see `balance_step`."""
+    """What an assignment of a mini-batch must satisfy, from the arguments of `balance_step`."""
 
     num_ranks: int  # number of data-parallel ranks
     cap: int  # most tokens of a micro-batch
@@ -48,14 +51,14 @@ class Units:
     arrays have shape [num_units].
     """
 
-    work: FloatArray
-    tokens: FloatArray
+    work: FloatArray  # predicted work of each unit
+    tokens: FloatArray  # tokens of each unit
     samples: FloatArray  # number of samples of each unit
     group: IntArray | None = None  # group of each unit, if the units of a group must share a rank
     rank: IntArray | None = None  # rank of each unit, if units must stay on their ranks
 
     def select(self, chosen: IntArray) -> "Units":
-        """Return the chosen units, without groups and ranks."""
+        """Return the units with these indices; the result has no groups and no ranks."""
         return Units(
             work=self.work[chosen], tokens=self.tokens[chosen], samples=self.samples[chosen]
         )
@@ -66,7 +69,10 @@ class Units:
         return self.group is not None or self.rank is not None
 
     def padded(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return work, tokens and samples with a last entry of 0, as `SharedBins` needs them."""
+        """Return work, tokens and samples, each with a 0 appended.
+
+        `SharedBins` fills up bins with an index that stands for no unit. The 0 is its value.
+        """
         work, tokens, samples = (np.append(x, 0.0) for x in (self.work, self.tokens, self.samples))
         return work, tokens, samples
 
@@ -76,12 +82,15 @@ def improve(
 ) -> IntArray:
     """Exchange units between bins while that shortens the step.
 
+    A bin is one micro-batch of one rank.
+
     Args:
         units: The units.
         bin_of: Bin of each unit at the beginning.
-        rank: Rank of each bin.
-        waiting: When ranks wait for each other.
-        rules: The rules.
+        rank: Rank of each bin. Bins of different ranks may exchange units, unless `waiting`
+            forbids it.
+        waiting: When ranks wait for each other, which decides how long a step takes.
+        rules: What the assignment must satisfy.
         bound: Lower bound on the time of the step.
 
     Returns:
@@ -121,7 +130,14 @@ def improve(
 def _spare(bins: SharedBins, rules: Rules, top: IntArray, low: IntArray) -> FloatArray:
     """Return how many samples each bin may gain and lose in a round, shape [2, num_bins].
 
-    What a rank may gain or lose is divided over those of its bins that take part in the round.
+    The numbers are such that no rank can get too many or too few samples. What a rank may gain or
+    lose is divided over those of its bins that take part in the round.
+
+    Args:
+        bins: The bins.
+        rules: The permitted numbers of samples of a rank.
+        top: First bin of each pair that exchanges units in this round.
+        low: Second bin of each pair.
     """
     least, most = rules.counts or (0, 0)
     held = sums_by(bins.rank, bins.samples[bins.members].sum(1))

@@ -1,8 +1,8 @@
 """Computes the cost of each sample from any form of `cost` that `balance_step` accepts.
 
-Most forms are workload models (`wlb.cost.protocol`). "slime" is the forward FLOPs of a dense model,
-as slime computes them. A number is the length in tokens at which attention costs as much as linear
-layers.
+Most forms are turned into a workload model (`wlb.cost.protocol`), such as a number, which is the
+length in tokens at which attention costs as much as linear layers. The form "slime" is the forward
+FLOPs of a dense model, as the framework slime computes them.
 """
 
 from math import frexp, ldexp
@@ -15,9 +15,10 @@ from wlb.plan.arrays import FloatArray, first_true
 from wlb.spec import ModelSpec
 
 PASSES = ("train", "forward")
-"""Values of `passes`."""
+"""Values of the argument `passes` of `balance_step`."""
 WORK_BITS = 50
-"""Integer work adds up to less than 2 to this power, so that float64 sums are exact."""
+"""The work of all samples, as integers, adds up to less than 2 to this power. So float64 represents
+all sums exactly."""
 SEVEN_B = ModelSpec(
     hidden_size=4096,
     num_layers=32,
@@ -29,7 +30,9 @@ SEVEN_B = ModelSpec(
 
 
 def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:
-    """Return the forward FLOPs of samples as slime's `calculate_fwd_flops` does for a dense model.
+    """Return the forward FLOPs of each sample, as `calculate_fwd_flops` of the framework slime does.
+
+    The formula is the one for dense models.
 
     Args:
         lengths: Tokens of each sample, shape [n].
@@ -49,8 +52,8 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
     Args:
         lengths: Tokens of each sample, shape [n].
         cost: Any form of cost that `balance_step` accepts.
-        passes: "train" (forward and backward) or "forward" (for log-probabilities). Only a workload
-            model distinguishes them.
+        passes: "train" for forward and backward, or "forward" for the forward pass alone. Only a
+            workload model distinguishes them.
 
     Raises:
         UserError: If a sample has no finite cost of at least 0.
@@ -79,9 +82,9 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
 
 
 def whole(costs: FloatArray) -> FloatArray:
-    """Round costs to integers of at least 1 whose sum is exact in float64.
+    """Scale and round costs to integers of at least 1 whose sums are exact in float64.
 
-    So ranks add and compare them without rounding errors, and all find the same assignment.
+    So all ranks add and compare them without rounding errors, and find the same assignment.
     """
     total = float(costs.sum())
     if total <= 0:

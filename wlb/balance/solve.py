@@ -1,14 +1,16 @@
 """Assigns the units of one mini-batch to ranks and micro-batches.
 
-It uses as few micro-batches as the token cap permits, and one more while units do not fit:
-
-- If any unit may go to any rank (`_by_bins`): fill bins by work (`fill`), let them exchange units
-  until the time is at its lower bound or improves no more (`improve`), then assign bins to ranks.
-- If ranks must have equal numbers of samples, or whole groups (`_by_rank`): assign units to ranks
-  first, then fill each rank's bins, and let bins exchange units.
-
 A unit is a sample, or an atom (samples that share a micro-batch). A bin is one micro-batch of one
 rank. A slot is the set of bins that run at the same time, one for each rank.
+
+The number of micro-batches is the lowest that the token cap permits. While units do not fit, it is
+raised. For each number there are two cases:
+
+- Any unit may go to any rank (`_by_bins`). Fill bins by work (`fill`). Let bins exchange units
+  until the time reaches its lower bound or does not become shorter (`improve`). Then assign bins to
+  ranks.
+- Ranks must have equal numbers of samples, or whole groups (`_by_rank`). Assign units to ranks
+  first, then fill each rank's bins, and let bins exchange units.
 """
 
 from collections.abc import Iterator
@@ -26,20 +28,30 @@ from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
 CLOSE_ENOUGH = 1.01
-"""No other start is tried once the time is at most this factor above its lower bound."""
+"""Once the time is at most this factor times its lower bound, no other assignment to start exchanges
+from is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placed:
     """The assignment of a mini-batch's units."""
 
-    bin_of: IntArray  # rank * num + micro-batch of each unit, shape [num_units]
-    num: int  # micro-batches of each rank
-    bound: float  # lower bound on the time, in the unit of work
+    # Bin of each unit, shape [num_units]. Bin rank * num + m is micro-batch m of a rank.
+    bin_of: IntArray
+    num: int  # number of micro-batches of each rank
+    bound: float  # lower bound on the time of any assignment, in the unit of work
 
 
 def solve(units: Units, rules: Rules) -> Placed:
-    """Assign all units of a mini-batch; raise UserError if the rules cannot be satisfied."""
+    """Assign all units of a mini-batch to ranks and micro-batches.
+
+    Args:
+        units: The units.
+        rules: What the assignment must satisfy.
+
+    Raises:
+        UserError: If the rules cannot be satisfied.
+    """
     bound = least_time(
         units.work,
         units.tokens,
@@ -73,18 +85,20 @@ def solve(units: Units, rules: Rules) -> Placed:
 def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
     """Assign units to bins without regard to ranks, then bins to ranks.
 
-    The search starts from slots with different levels of work, which mostly is the best start. If
-    the result is not close to the lower bound, it tries two more starts: all slots equal, and only
-    one slot with heavy units.
+    A bin is one micro-batch of one rank, and a slot is the set of bins that run at the same time.
+    First, units are filled into bins such that the bins of one slot may have more work than those
+    of another. This is usually best. If the time after exchanges is not close to the lower bound,
+    two other ways to fill are tried: all slots with equal work, and only one slot with heavy units.
 
     Args:
-        units: The units.
-        rules: The rules.
+        units: The units to assign.
+        rules: What the assignment must satisfy.
         num: Micro-batches of each rank.
         bound: Lower bound on the time.
 
     Returns:
-        rank * num + micro-batch of each unit, or None if they do not fit.
+        The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
+        do not fit.
     """
     ranks = rules.num_ranks
     everywhere = np.zeros(ranks * num, np.int64)
@@ -97,7 +111,8 @@ def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
             return None
         fill_empty(bin_of, units.work, everywhere)
         if not rules.slots_wait:
-            # Only the totals of ranks count, which the exchanges below make equal.
+            # Only the total work of each rank matters, and the exchanges at the end of this
+            # function make it equal.
             best = bin_of
             break
         bin_of = improve(units, bin_of, everywhere, Slots(ranks), rules, bound)
@@ -114,10 +129,18 @@ def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _assign_bins(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
-    """Assign bins to ranks, slot by slot: the heaviest bin of a slot to the lightest rank.
+    """Assign bins to ranks, so that ranks have nearly equal work in total.
+
+    Bins are sorted by work and cut into slots of one bin for each rank. In every slot, the bin with
+    most work goes to the rank with least work so far, and so on.
+
+    Args:
+        work: Work of each unit.
+        bin_of: Bin of each unit.
+        ranks: Number of ranks.
 
     Returns:
-        The new number rank * num + slot of each bin.
+        The new index of each bin: rank * num + m for micro-batch m of a rank.
     """
     loads = sums_by(bin_of, work)
     slots = np.argsort(-loads, kind="stable").reshape(-1, ranks)
@@ -130,10 +153,20 @@ def _assign_bins(work: FloatArray, bin_of: IntArray, ranks: int) -> IntArray:
 
 
 def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
-    """Assign units to ranks first and then to each rank's bins.
+    """Assign units to ranks first, and then to each rank's bins (its micro-batches).
 
-    If ranks must have equal numbers of samples, it also tries to fill bins first and assign them to
-    ranks (`even_counts`), and takes the better result. The arguments are as in `_by_bins`.
+    If ranks must have equal numbers of samples, a second way is tried: fill bins first, and then
+    assign them to ranks (`even_counts`). The better result is taken.
+
+    Args:
+        units: The units to assign.
+        rules: What the assignment must satisfy.
+        num: Micro-batches of each rank.
+        bound: Lower bound on the time.
+
+    Returns:
+        The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
+        do not fit.
     """
     ranks = rules.num_ranks
     layout = RankSlots(ranks, units.stay_on_ranks) if rules.slots_wait else RankTotals(ranks)
@@ -154,7 +187,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
-    """Yield assignments from which exchanges start; None for one that is not possible."""
+    """Yield assignments of units to bins, from which exchanges start; None for an impossible one."""
     ranks = rules.num_ranks
     yield _filled_by_rank(units, rules, num)
     if rules.counts is not None and not units.stay_on_ranks and rules.slots_wait:
@@ -165,7 +198,12 @@ def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
 
 
 def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
-    """Assign units to ranks, then fill each rank's bins; return None if they do not fit."""
+    """Assign units to ranks, then fill each rank's bins.
+
+    Returns:
+        The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
+        do not fit.
+    """
     rank_of = _ranks(units, rules, num) if units.rank is None else units.rank
     bin_of = np.empty(units.work.size, np.int64)
     for rank in range(rules.num_ranks):
@@ -181,17 +219,36 @@ def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
 
 
 def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) -> IntArray:
-    """Renumber each rank's bins by descending work, so that bins of similar work form a slot."""
+    """Order each rank's bins by descending work, so that bins of similar work run at the same time.
+
+    Args:
+        work: Work of each unit.
+        bin_of: Bin of each unit, where bin rank * num + m is micro-batch m of a rank.
+        ranks: Number of ranks.
+        num: Micro-batches of each rank.
+
+    Returns:
+        The new bin of each unit.
+    """
     loads = sums_by(bin_of, work, ranks * num).reshape(ranks, num)
     place = np.argsort(np.argsort(-loads, 1, kind="stable"), 1, kind="stable")
     return (np.arange(ranks)[:, None] * num + place).ravel()[bin_of]
 
 
 def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
-    """Choose the rank of each unit, with the units of a group on the same rank.
+    """Choose the rank of each unit, with all units of a group on the same rank.
 
-    Groups (or units) are sorted and cut into blocks of as many as there are ranks. Every rank gets
-    one of each block. Then ranks exchange groups.
+    Groups (or units, if there are no groups) are sorted and cut into blocks. A block has as many
+    groups as there are ranks, and every rank gets one of them. Then ranks exchange groups to make
+    their work more equal.
+
+    Args:
+        units: The units to assign.
+        rules: What the assignment must satisfy.
+        num: Micro-batches of each rank.
+
+    Returns:
+        The rank of each unit, shape [num_units].
     """
     group = np.arange(units.work.size) if units.group is None else units.group
     sums = [sums_by(group, x) for x in (units.work, units.tokens, units.samples)]
@@ -220,15 +277,17 @@ def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
 
 
 def assign_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bool) -> IntArray:
-    """Divide items into `num` parts, each of which gets one item of every block of `num` items.
+    """Divide items into `num` parts with nearly equal work.
+
+    Items are cut into blocks of `num` consecutive ones. Each part gets one item of every block.
 
     Args:
-        work: Work of each item, in the order in which blocks are cut, shape [num_items].
+        work: Work of each item, shape [num_items].
         samples: Number of samples of each item, shape [num_items].
         num: Number of parts.
-        counts: In each block the heaviest item goes to the part with least work so far. If this is
-            set, it goes to the part with fewest samples, and among those to the one with least
-            work.
+        counts: False: in each block, the item with most work goes to the part with least work so
+            far, and so on. True: it goes to the part with fewest samples so far, and among equal
+            ones to the part with least work.
 
     Returns:
         The part of each item, shape [num_items].
@@ -245,7 +304,12 @@ def assign_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bo
 
 
 def _check_counts(held: FloatArray, rules: Rules) -> None:
-    """Raise UserError if a rank has too few or too many samples; held: samples of each rank."""
+    """Raise UserError if a rank has fewer or more samples than the rules permit.
+
+    Args:
+        held: Number of samples of each rank, shape [num_ranks].
+        rules: The permitted numbers.
+    """
     least, most = rules.counts or (0, 0)
     if held.min() < least or held.max() > most:
         raise UserError(

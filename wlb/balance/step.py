@@ -65,7 +65,8 @@ def balance_step(
             computation of log-probabilities. Only workload models distinguish them.
         mini_batches: Number of mini-batches (optimiser steps). The mini-batch of each sample is
             then chosen such that all have equal work and similar lengths. Or a label for each
-            sample, the index of its mini-batch.
+            sample. Samples with equal labels form a mini-batch, and mini-batches come in ascending
+            order of labels.
         equal_counts: Whether all ranks get equally many samples of a mini-batch.
         count_slack: With `equal_counts`, a rank may have this many samples more or less.
         groups: A label for each sample. Samples with equal labels form a group, and stay in one
@@ -162,8 +163,8 @@ def _units(
 ) -> tuple[Units, IntArray]:
     """Join the samples of each atom into a unit, and sort units by descending work.
 
-    A unit with more tokens than `max_tokens` is alone in its micro-batch. So is a unit of exactly
-    `max_tokens` tokens, and so it is given this number of tokens.
+    A unit of more than `max_tokens` tokens counts as a unit of exactly `max_tokens` tokens. This
+    has the same effect: either one is alone in its micro-batch.
 
     Args:
         request: The arguments of `balance_step`.

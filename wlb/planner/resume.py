@@ -123,7 +123,7 @@ def _check_steps(state: PlannerState) -> None:
 
 
 def _check_policies(state: PlannerState, known: Collection[str]) -> None:
-    """Check that planned steps and waiting pieces belong to the same policy, and that it is known."""
+    """Check that planned steps and waiting pieces belong to the same policy, which is known."""
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(
