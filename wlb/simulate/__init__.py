@@ -1,4 +1,4 @@
-"""Simulates training steps on a cluster: pipeline, collectives, memory, critical path."""
+"""Simulate training steps on a cluster: pipeline, collectives, memory and critical path."""
 
 from wlb.simulate.critical import CriticalPath as CriticalPath
 from wlb.simulate.critical import critical_path as critical_path

@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
-The path is followed from the end of the step to its start. Each event is the one for which the next
-event waited. The time of a pass is divided into terms: attention if CP ranks were even, the excess
-of the slowest CP rank, and the terms of the linear work.
+The path is followed from the end of the step to its start, each time to the event for which the
+later one waited. The time of a pass is divided into terms: the attention of the mean CP rank, the
+excess of the slowest CP rank over it, and the kinds of work besides attention.
 """
 
 from collections.abc import Hashable, Iterable
@@ -17,21 +17,21 @@ from wlb.simulate.step import Simulation
 K = TypeVar("K", bound=Hashable)
 
 SHARDS = "sharded parameters"
-"""Term of the time that a pass loses because it gathers and reduces parameters."""
+"""Name of the time that a pass loses because it gathers parameters and reduces gradients."""
 CP_IMBALANCE = "attention, slowest CP rank"
-"""Term of the time by which the slowest CP rank's attention exceeds the mean rank's."""
+"""Name of the time by which the attention of the slowest CP rank exceeds the mean rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One node of the graph on one pipeline."""
+    """One event of a simulated step: a node of the graph on one pipeline, with its times."""
 
-    node: Node  # the node
-    pipeline: int  # the pipeline
+    node: Node  # node of the graph: a pass, a message or a collective
+    pipeline: int  # index of the pipeline
     start_s: float  # seconds after the start of the step
     stop_s: float  # seconds after the start of the step
-    cp_rank: int  # slowest CP rank of a pass with attention, else -1
-    terms_s: dict[str, float]  # seconds by term; they add up to the duration
+    cp_rank: int  # slowest CP rank of a pass with attention; -1 for other events
+    terms_s: dict[str, float]  # seconds by kind of work; they add up to the duration
 
     @property
     def duration_s(self) -> float:
@@ -48,12 +48,12 @@ class Event:
 class CriticalPath:
     """The events that decide the time of a step."""
 
-    events: tuple[Event, ...]  # in order of time, without events that take no time
-    step_time_s: float  # time of the step
+    events: tuple[Event, ...]  # events in order of time, without those that take no time
+    step_time_s: float  # seconds of the step
 
     @property
     def by_term(self) -> dict[str, float]:
-        """Seconds of each term, largest first."""
+        """Seconds of each kind of work on the path, largest first."""
         return _summed(item for event in self.events for item in event.terms_s.items())
 
     @property
@@ -70,11 +70,15 @@ class CriticalPath:
 
     @property
     def main_pipeline(self) -> int:
-        """The pipeline with most pass time on the path; 0 if there are no passes."""
+        """The pipeline with the most time in passes on the path; 0 if there are no passes."""
         return next(iter(_summed((rank[0], s) for rank, s in self.by_rank.items())), 0)
 
     def describe(self) -> tuple[str, ...]:
-        """Describe the slowest micro-batch, its longest event and the largest terms, as lines."""
+        """Return lines of text about the path.
+
+        They name the micro-batch with the most time on it, this micro-batch's longest event, and
+        the kinds of work with the most time.
+        """
         lines: list[str] = []
         total = self.step_time_s
         if self.by_micro_batch:
@@ -97,7 +101,7 @@ class CriticalPath:
 
 
 def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
-    """Return the critical path of one of the simulated steps."""
+    """Return the critical path of one simulated step; `step` is its index in the simulation."""
     path = simulation.simulator.graph.critical_path(
         simulation.ends_ns, simulation.durations_ns, step=step
     )
@@ -109,7 +113,7 @@ def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
 
 
 def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) -> Event:
-    """Return the times of a node of the graph and its duration by term.
+    """Return a node of the graph on one pipeline with its times.
 
     Args:
         simulation: The simulated steps.
@@ -122,7 +126,7 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
     terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
-    # What the terms do not explain are the pass's collectives of parameters.
+    # The time that no term explains is that of FSDP's collectives in the pass.
     if simulation.simulator.shards.reshards and node.kind == NodeKind.PASS:
         terms[SHARDS] = duration * 1e-9 - sum(terms.values())
     return Event(
@@ -138,7 +142,10 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
 def _terms(
     node: Node, prices: StepPrices, step: int, pipeline: int, duration_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Return seconds by term, and the slowest CP rank of a pass with attention, else -1."""
+    """Return a node's seconds by kind of work, and its slowest CP rank.
+
+    The rank is -1 unless the node is a pass with attention.
+    """
     if node.kind != NodeKind.PASS or node.action is None:
         return {NAMES[node.kind]: duration_ns * 1e-9}, -1
     stage, kind, i = node.action
@@ -148,7 +155,8 @@ def _terms(
     if kind != PassKind.BACKWARD_WEIGHT and prices.layers[stage]:
         ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
-        # The pass takes the slowest CP rank's time; the excess over the mean is its own term.
+        # A pass takes as long as its slowest CP rank. The excess over the mean rank is a separate
+        # term.
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
     out[KEYS] = float(prices.exchange_ns(kind, stage)[step, pipeline, i]) * 1e-9
@@ -170,11 +178,11 @@ NAMES = {
     NodeKind.OPTIMIZER: "optimizer",
     NodeKind.OVERHEAD: "overhead",
 }
-"""Term of each kind of node except passes."""
+"""Name of the time of each kind of node except passes."""
 
 
 def _summed(parts: Iterable[tuple[K, float]]) -> dict[K, float]:
-    """Sum the seconds of equal keys, largest first."""
+    """Add up the seconds of equal keys, and return them largest first."""
     out: dict[K, float] = {}
     for key, seconds in parts:
         out[key] = out.get(key, 0.0) + seconds

@@ -1,8 +1,9 @@
 """Forecast a run from a simulation: time of a step, MFU, days, size of a checkpoint.
 
-A few steps of the run's planner are simulated. The forecast for a step is their time per token
-times the tokens of a global batch, so that a step that flushes delayed documents does not count
-like a full step. Evaluations, checkpoints and interruptions are not included.
+Some global batches of the run are planned and simulated. The predicted time of a step is the
+simulated time per token times the tokens of a global batch. So short steps, in which the last
+delayed documents are trained, do not count like full steps. Evaluations, checkpoints and
+interruptions are not included.
 """
 
 from collections.abc import Sequence
@@ -20,32 +21,32 @@ from wlb.spec import PackingSection, RunSpec
 from wlb.spec.methods import kept_method
 
 SIMULATED_MICRO_BATCHES = 64
-"""Approximate number of micro-batches of the first simulation, in 2 to 8 steps."""
+"""About how many micro-batches are simulated first for a forecast; they make 2 to 8 steps."""
 MOST_MICRO_BATCHES = 16_384
-"""Most micro-batches that are simulated for one forecast."""
+"""Most micro-batches that are simulated for one forecast, which bounds its time."""
 ENOUGH = 0.01
-"""Relative standard error of a forecast at which no more steps are simulated."""
+"""Relative standard error of a forecast that is small enough to simulate no further steps."""
 BLOCKS = 8
-"""Parts of a run from which the error of a comparison is estimated."""
+"""Number of parts of a run from which the standard error of a comparison is estimated."""
 COMPARED_MICRO_BATCHES = 2048
-"""Approximate number of micro-batches with which two packings are compared."""
+"""About how many micro-batches are simulated to compare two packings."""
 DAY_S = 86_400
 """Seconds of a day."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a run will take, according to a simulation of a few steps."""
+    """Predictions about a run from a simulation of some of its steps."""
 
-    spec: RunSpec  # the run, with all degrees filled in
+    spec: RunSpec  # the run, with all degrees of parallelism set
     cost: ProfiledWorkload  # prices
     first: ShardedStep  # the run's first step
     simulation: RunSimulation  # the simulated steps
-    is_cpu: bool = False  # whether ranks are processes on a CPU, whose peak is not known
+    is_cpu: bool = False  # whether ranks are processes on a CPU, whose peak TFLOP/s is not known
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted tokens of documents per second, of all ranks."""
+        """Predicted tokens per second, all ranks together, without padding."""
         return self.simulation.tokens_per_s
 
     @property
@@ -55,14 +56,14 @@ class Forecast:
 
     @property
     def peak_tflops(self) -> float:
-        """Peak TFLOP/s of a rank's device, to which MFU refers; 0 if unknown."""
+        """Peak TFLOP/s of a rank's device, from which MFU is computed; 0 if unknown."""
         if self.is_cpu:
             return rank_peak_tflops(self.spec, "")
         return cluster_peak_tflops(self.spec)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs of the documents over the devices' peak; None if the peak is unknown."""
+        """Predicted MFU, with the model FLOPs of documents; None if the peak is unknown."""
         peak = self.peak_tflops
         return self.simulation.mfu(peak_tflops=peak) if peak else None
 
@@ -73,7 +74,7 @@ class Forecast:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint's tensors, over all ranks."""
+        """Bytes of a checkpoint's tensors, all ranks together."""
         return CHECKPOINT_BYTES * self.spec.model.num_parameters
 
 
@@ -85,7 +86,7 @@ class SavedShare(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """What to do about a large standard error; empty if it is small."""
+        """Advice to simulate more steps if the standard error is large or unknown; else empty."""
         if self.error is not None and self.error <= ENOUGH:
             return ""
         known = "is unknown, for so few steps" if self.error is None else f"is {self.error:.1%}"
@@ -99,44 +100,54 @@ def simulated_shares(
     usual: RunSpec,
     ours: Sequence[RunSpec],
 ) -> list[SavedShare]:
-    """Return how many of the GPU hours of `usual` each of `ours` saves on the same global batches.
+    """Return which fraction of a usual run's GPU hours other runs save on the same global batches.
 
-    Whole steps are simulated: pipeline, CP sharding, communication and the flush.
+    All steps of each run are simulated, with pipeline, CP sharding, communication and the flush.
 
     Args:
-        cost: Prices.
-        batches: Global batches to plan.
-        usual: The run to compare with.
+        cost: Prices of all runs.
+        batches: Global batches that each run plans.
+        usual: The run with which the others are compared.
         ours: The other runs.
+
+    Returns:
+        One result for each of `ours`.
     """
     other, *runs = [simulate_run(spec, cost, batches) for spec in (usual, *ours)]
     return [share_saved(own, other) for own in runs]
 
 
 def packed_by(spec: RunSpec, section: PackingSection) -> RunSpec:
-    """Return the run with another packing section, without a method or packs that contradict it."""
+    """Return a run with another packing section.
+
+    `packing.method` is reset if it contradicts the section's policy, and `packing.packs` is always.
+    """
     method = kept_method(section.method, section.policy)
     return replace(spec, packing=replace(section, method=method, packs=""))
 
 
 def share_saved(own: RunSimulation, other: RunSimulation) -> SavedShare:
-    """Return the fraction of the other run's time that `own` saves on the same documents."""
+    """Return which fraction of the time of `other` the run `own` saves on the same documents."""
     saved = 1 - own.time_s / other.time_s
     num = min(own.step_time_s.size, other.step_time_s.size)
     if num < 2 * BLOCKS:
         return SavedShare(saved, None)
-    # A delayed document is trained in a later part of one run than of the other. So times are
-    # divided by the work in them; otherwise the document would count as a saving in one part and as
-    # a loss in another.
+    # Both runs are divided into parts, whose savings are compared. A run that delays documents
+    # trains them in a later part than the other run. So the time of a part is divided by its
+    # predicted work. Otherwise a delayed document would count as a saving in one part and as a loss
+    # in a later one.
     bounds = [num * i // BLOCKS for i in range(BLOCKS)]
     own_parts, other_parts = (_time_per_work(run, bounds, num) for run in (own, other))
     return SavedShare(saved, float((1 - own_parts / other_parts).std(ddof=1)) / BLOCKS**0.5)
 
 
 def _time_per_work(run: RunSimulation, bounds: Sequence[int], num: int) -> FloatArray:
-    """Return simulated time over predicted work, for each part of the first `num` steps.
+    """Return the simulated time over the predicted work of each part of a run.
 
-    `bounds` has the first step of each part.
+    Args:
+        run: The run.
+        bounds: Index of the first step of each part.
+        num: Number of steps that are divided into parts.
     """
     work = np.array([step.mean_workload_ns for step in run.metrics[:num]])
     time, work = (np.add.reduceat(of_steps, bounds) for of_steps in (run.step_time_s[:num], work))
@@ -144,24 +155,24 @@ def _time_per_work(run: RunSimulation, bounds: Sequence[int], num: int) -> Float
 
 
 def batches_to_compare(spec: RunSpec) -> int:
-    """Return how many global batches `simulated_shares` needs; simulating them takes seconds."""
+    """Return how many global batches `simulated_shares` should get to compare packings of a run."""
     return max(8, COMPARED_MICRO_BATCHES // spec.num_micro_batches)
 
 
 def steps_to_simulate(spec: RunSpec) -> int:
-    """Return from how many global batches `forecast` predicts a run."""
+    """Return how many global batches `forecast` should get at first."""
     return min(8, max(2, SIMULATED_MICRO_BATCHES // spec.num_micro_batches))
 
 
 def forecast(
     spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBatch], *, is_cpu: bool = False
 ) -> Forecast:
-    """Predict a run from some of its global batches.
+    """Plan and simulate some global batches of a run, and predict the run from them.
 
     Args:
         spec: The run; dp and the vocabulary size must be set.
         cost: Prices.
-        batches: Global batches to plan.
+        batches: Some of the run's global batches.
         is_cpu: Whether ranks are processes on a CPU.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The events of a pipeline's step as a directed graph, which is built once for a layout.
+"""The events of a training step as a directed graph, which is built once for a layout.
 
-Nodes are passes, messages and collectives over the data-parallel axis, in topological order. A node
-starts when all its predecessors have ended. One walk over the nodes gives the times of any number
-of steps and pipelines. Collectives start on all pipelines at the same time, when the last one is
-ready.
+Nodes are passes, messages between stages, and collectives over the data-parallel axis, in
+topological order. A node starts when all its predecessors have ended. All pipelines have the same
+graph, so one walk over its nodes computes the times of any number of steps and pipelines. A
+collective starts on all pipelines at the same time, when the last pipeline is ready.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from wlb.simulate.order import Action, PassKind
 
 
 class NodeKind(StrEnum):
-    """Kinds of events."""
+    """Kinds of events in a step."""
 
     PASS = "pass"
     MESSAGE = "message"
@@ -48,9 +48,9 @@ class Node(NamedTuple):
     """One event of a step."""
 
     kind: NodeKind  # the kind of event
-    rank: int  # pipeline rank, for a message the receiver; -1: all ranks
-    stage: int  # stage, for a message the sender's; -1: all stages
-    action: Action | None = None  # the pass, or the pass whose output a message carries
+    rank: int  # pipeline rank, for a message the receiving one; -1: all ranks
+    stage: int  # stage, for a message the sending one; -1: all stages
+    action: Action | None = None  # the pass, or for a message the pass whose output it carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,11 +58,11 @@ class Graph:
     """The events of a step in topological order."""
 
     nodes: tuple[Node, ...]  # the events
-    predecessors: tuple[tuple[int, ...], ...]  # nodes for which each node waits
-    # Neighbouring pipelines that share an EP group. In stages with experts they start each pass
-    # together, when the last of them is ready; weight-gradient passes do not wait.
+    predecessors: tuple[tuple[int, ...], ...]  # indices of the nodes for which each node waits
+    # Number of neighbouring pipelines that share an EP group. In stages with experts they start
+    # each pass together, when the last of them is ready. Weight-gradient passes do not wait.
     pipelines_per_ep_group: int = 1
-    stages_with_experts: frozenset[int] = frozenset()
+    stages_with_experts: frozenset[int] = frozenset()  # stages that have layers with experts
 
     @property
     def num_ranks(self) -> int:
@@ -70,7 +70,7 @@ class Graph:
         return 1 + max(node.rank for node in self.nodes)
 
     def indices(self, kind: NodeKind) -> list[int]:
-        """Return the indices of all nodes of a kind."""
+        """Return the indices of all nodes of one kind."""
         return [i for i, node in enumerate(self.nodes) if node.kind == kind]
 
     def ends(self, durations_ns: IntArray) -> IntArray:
@@ -80,7 +80,7 @@ class Graph:
             durations_ns: Duration of each node, shape [num_nodes, num_steps, dp].
 
         Returns:
-            Times of the same shape.
+            End of each node, shape [num_nodes, num_steps, dp].
         """
         if durations_ns.shape[0] != len(self.nodes):
             raise ValueError(f"{durations_ns.shape[0]} durations for {len(self.nodes)} nodes")
@@ -116,13 +116,13 @@ class Graph:
         """Return the chain of events that decides the time of a step.
 
         Args:
-            ends_ns: Ends of all nodes (`ends`).
-            durations_ns: Durations of all nodes.
+            ends_ns: End of each node (`ends`), shape [num_nodes, num_steps, dp].
+            durations_ns: Duration of each node, shape [num_nodes, num_steps, dp].
             step: Index of the step.
 
         Returns:
-            (node, pipeline) pairs from the start of the step to its end, each of which waits for
-            the one before it.
+            (node, pipeline) pairs from the start of the step to its end. Each event started when
+            the event before it ended.
         """
         last = ends_ns[:, step, :]
         node, pipeline = (int(x) for x in np.unravel_index(int(last.argmax()), last.shape))
@@ -135,27 +135,34 @@ class Graph:
                 first = pipeline - pipeline % group
                 ready = last[list(before), first : first + group].max(axis=0)
                 pipeline = first + int(ready.argmax())
-            # Ties go to the longer predecessor, because a pass explains the delay better than a
-            # short message.
+            # If several predecessors end at the same time, take the one with the longest duration:
+            # a pass explains the delay better than a short message.
             node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))
             path.append((node, pipeline))
         return path[::-1]
 
 
 def is_joint(node: Node) -> bool:
-    """Return whether all pipelines run a node together, as a collective over the dp axis."""
+    """Return whether a node is a collective over the dp axis, which all pipelines run together."""
     return node.kind in JOINT
 
 
 def sorted_graph(
     nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]
 ) -> tuple[Graph, npt.NDArray[np.int64]]:
-    """Return a graph in topological order, and the place of each given node in it.
+    """Sort nodes topologically.
+
+    Args:
+        nodes: The events.
+        predecessors: Indices of the nodes for which each node waits.
+
+    Returns:
+        The graph, and the index in it of each of `nodes`.
 
     Raises:
         ValueError: Some nodes wait for each other; the message names them.
     """
-    # Nodes that become ready at the same time keep their order.
+    # Nodes that become ready at the same time stay in the order in which they were given.
     sorter = TopologicalSorter[int]({i: () for i in range(len(nodes))})
     for i, before in enumerate(predecessors):
         sorter.add(i, *set(before))

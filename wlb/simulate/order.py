@@ -1,15 +1,15 @@
 """The order of each pipeline rank's passes: 1F1B, interleaved 1F1B and interleaved zero-bubble.
 
-With n micro-batches, pp ranks and v virtual stages ("chunks") per rank, interleaved schedules run
-micro-batches in groups of m = n / max(1, n // pp). The k-th forward pass of a rank runs
+A pipeline has n micro-batches, pp ranks and v virtual stages ("chunks") on each rank. Interleaved
+schedules run micro-batches in groups of m = n / max(1, n // pp). The k-th forward pass of a rank is
 
     micro-batch  (k // (m v)) m + k % m
-    chunk        (k // m) % v              (backward: chunk v - 1 - that)
+    chunk        (k // m) % v              (in the k-th backward pass: v - 1 - (k // m) % v)
 
 Interleaved 1F1B (Narayanan et al., 2021) starts with (v - 1) m + 2 (pp - 1 - rank) forward passes.
-Zero-bubble (ZB1P, Qi et al., 2023) needs half as many for the hops between ranks, and runs a
-weight-gradient pass `rank * weight_delay` passes after the input-gradient pass. Tests compare the
-orders with torch's `pipeline_order` without its idle slots.
+Zero-bubble (ZB1P, Qi et al., 2023) starts with (v - 1) m + pp - 1 - rank, and it runs each
+weight-gradient pass `rank * weight_delay` passes later than the input-gradient pass. Tests compare
+the orders with torch's `pipeline_order` without its idle slots.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ from wlb.spec import PipelineSection, Schedule
 
 
 class PassKind(StrEnum):
-    """Kinds of passes of a micro-batch through a stage, with the letters of torch's schedules."""
+    """Kinds of passes of a micro-batch through a stage; the letters are torch's."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,35 +29,35 @@ class PassKind(StrEnum):
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether the pass sends a gradient to the stage before."""
+        """Whether the pass sends the gradient of its input to the previous stage."""
         return self in (PassKind.BACKWARD, PassKind.BACKWARD_INPUT)
 
 
 class Action(NamedTuple):
-    """One pass: `2F0` is the forward of micro-batch 0 on stage 2."""
+    """One pass. Its text form is as in torch: `2F0` is the forward of micro-batch 0 on stage 2."""
 
-    stage: int
+    stage: int  # stage of the model, virtual stages included
     kind: PassKind
-    micro_batch: int
+    micro_batch: int  # number of the micro-batch in its pipeline
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""The passes of each pipeline rank."""
+"""The passes of each pipeline rank, in the order in which the rank runs them."""
 
 
 def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int) -> Order:
-    """Return every rank's passes.
+    """Return the passes of every pipeline rank, in order.
 
     Args:
-        pipeline: Schedule, virtual stages and delay of weight gradients.
+        pipeline: Schedule, number of virtual stages, and delay of weight-gradient passes.
         pp: Number of pipeline ranks.
-        num_micro_batches: Micro-batches of the pipeline.
+        num_micro_batches: Number of micro-batches of the pipeline.
 
     Raises:
-        UserError: The schedule cannot run these numbers.
+        UserError: The schedule does not allow these numbers of ranks, stages and micro-batches.
     """
     schedule, n, v = pipeline.schedule, num_micro_batches, pipeline.virtual_stages
     numbers = {"pp": pp, "virtual_stages": v, "num_micro_batches": n}
@@ -82,7 +82,7 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
 def _rank_order(pipeline: PipelineSection, rank: int, pp: int, n: int) -> tuple[Action, ...]:
     v, group = pipeline.virtual_stages, n // max(1, n // pp)
     is_split = pipeline.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
-    # Warm-up passes for each rank behind this one: two in interleaved 1F1B, one in the others.
+    # Number of warm-up passes for each later rank of the pipeline.
     hops = 2 if pipeline.schedule == Schedule.INTERLEAVED_1F1B else 1
     warmup = min((v - 1) * group + hops * (pp - 1 - rank), n * v)
     backward = PassKind.BACKWARD_INPUT if is_split else PassKind.BACKWARD
@@ -99,7 +99,8 @@ def _rank_order(pipeline: PipelineSection, rank: int, pp: int, n: int) -> tuple[
         if warmup + k < n * v:
             out.append(action(PassKind.FORWARD, warmup + k))
         out.append(action(backward, k))
-        # Weight gradients lag behind input gradients; the remaining ones follow at the end.
+        # Weight-gradient passes run later than their input-gradient passes; those that are left run
+        # at the end.
         if is_split and k >= rank * pipeline.weight_delay:
             out.append(action(PassKind.BACKWARD_WEIGHT, num_weights))
             num_weights += 1

@@ -1,10 +1,10 @@
-"""Durations of every pass of a step, by micro-batch, stage and context-parallel rank.
+"""The duration of every pass of a step, by micro-batch, stage and context-parallel rank.
 
-Attention is the predicted time of each CP rank's spans (`wlb.cost.kernels_ns`). A pass takes the
-slowest CP rank's time, because the CP group synchronises in every layer. All other work of a layer
-is linear in the micro-batch's rows (padding included) plus a constant, and equal on all TP ranks.
-The first stage adds the embedding. The last stage adds head and loss, both passes of which run in
-its forward pass.
+Attention takes the predicted time of each CP rank's spans (`wlb.cost.kernels_ns`). A pass takes as
+long as its slowest CP rank, because CP ranks wait for each other in every layer. All other work of
+a layer takes a time for each row of the micro-batch (padding included) plus a constant. The first
+stage adds the embedding. The last stage adds head and loss; their gradients are computed in its
+forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,37 +22,38 @@ from wlb.simulate.order import PassKind
 from wlb.spec import ParallelSpec, RunSpec
 
 CALLS = "calls"
-"""Term of kernel launches and of the latency of collectives."""
+"""Name of the part of a time that is kernel launches and latency of collectives."""
 KEYS = "cp_comm"
-"""Term of the exchange of keys; an all-gather's latency is in CALLS instead."""
+"""Name of the part of a time that is the exchange of keys and values, without latency."""
 
 _LAYER_FIELDS = (
     *("attention_forward_ns", "attention_backward_ns"),
     *("exchange_forward_ns", "exchange_backward_ns"),
 )
-"""Fields of `LayerTimes`, which `StepPrices` has as well."""
+"""Names of the fields of `LayerTimes`; `StepPrices` has fields with the same names."""
 _STEP_FIELDS = ("tokens", *_LAYER_FIELDS)
-"""Fields of `StepPrices` whose first axis is the step."""
+"""Names of the fields of `StepPrices` that are arrays whose first axis is the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedStep:
     """A step's plan with the sharding of all its micro-batches."""
 
-    plan: StepPlan  # the packed and assigned micro-batches
-    pipelines: tuple[PipelinePlan, ...]  # the spans of each pipeline
+    plan: StepPlan  # the packed micro-batches and their assignment to pipelines
+    pipelines: tuple[PipelinePlan, ...]  # for each pipeline, the spans of its micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPrices:
-    """Prices by term, such as "gemm" or "tp_comm"."""
+    """The time of a pass without attention, as terms: kinds of work such as "gemm" or "tp_comm"."""
 
-    # ns for each token of a micro-batch
+    # ns for each token of a micro-batch, by term
     per_token: dict[str, float] = field(default_factory=dict[str, float])
-    per_call: dict[str, float] = field(default_factory=dict[str, float])  # ns for each micro-batch
+    # constant ns for each micro-batch, by term
+    per_call: dict[str, float] = field(default_factory=dict[str, float])
 
     def times(self, layers: int) -> "TermPrices":
-        """Return the prices of `layers` layers, if these are the prices of one."""
+        """Return the prices of a number of layers, where these are the prices of one layer."""
         return TermPrices(
             per_token={name: ns * layers for name, ns in self.per_token.items()},
             per_call={name: ns * layers for name, ns in self.per_call.items()},
@@ -60,69 +61,77 @@ class TermPrices:
 
     @property
     def token_ns(self) -> float:
-        """Sum of all terms for each token."""
+        """Time for each token in ns, all terms together."""
         return sum(self.per_token.values())
 
     @property
     def call_ns(self) -> float:
-        """Sum of all terms for each micro-batch."""
+        """Constant time for each micro-batch in ns, all terms together."""
         return sum(self.per_call.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTimes:
-    """Times of one layer, as in `StepPrices`."""
+    """Times of one layer that depend on the documents of each micro-batch, in ns.
 
-    attention_forward_ns: IntArray  # [steps, dp, n, cp]
-    attention_backward_ns: IntArray  # [steps, dp, n, cp]
-    exchange_forward_ns: IntArray  # [steps, dp, n]
-    exchange_backward_ns: IntArray  # [steps, dp, n]
+    Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks.
+    """
+
+    attention_forward_ns: IntArray  # forward attention of each CP rank, [steps, dp, n, cp]
+    attention_backward_ns: IntArray  # backward attention of each CP rank, [steps, dp, n, cp]
+    # By how much the exchange of keys takes longer than an all-gather, forward, [steps, dp, n].
+    exchange_forward_ns: IntArray
+    # By how much the exchange of keys takes longer than an all-gather, backward, [steps, dp, n].
+    exchange_backward_ns: IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPrices:
-    """Prices of the passes of some steps.
+    """Everything from which the durations of the passes of some steps are computed.
 
-    Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks. Attention and exchanges are those
-    of the model's mean layer; `others` corrects them for stages with another mix of layers.
+    Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks. Times of attention and exchanges
+    are those of the model's mean layer. If the layers of a model differ in attention, `others`
+    corrects them for each stage.
     """
 
-    tokens: IntArray  # rows of all CP ranks, padding included, [steps, dp, n]
-    # attention kernels of one layer on each CP rank, [steps, dp, n, cp]
+    tokens: IntArray  # rows of all CP ranks together, padding included, [steps, dp, n]
+    # Forward attention kernels of one layer on each CP rank, [steps, dp, n, cp].
     attention_forward_ns: IntArray
-    attention_backward_ns: IntArray  # the same in backward
-    # How much longer one layer's exchange of keys takes than an all-gather (mostly negative), plus
-    # the exchanges of linear-attention layers, [steps, dp, n].
+    # Backward attention kernels of one layer on each CP rank, [steps, dp, n, cp].
+    attention_backward_ns: IntArray
+    # By how much the exchange of keys in one layer takes longer than an all-gather (mostly
+    # negative), plus the summaries of linear-attention layers, forward, [steps, dp, n].
     exchange_forward_ns: IntArray
-    exchange_backward_ns: IntArray  # the same in backward
-    # all other work of one layer, with an all-gather, for each of `ModelSpec.layer_kinds`
+    exchange_backward_ns: IntArray  # the same difference in backward, [steps, dp, n]
+    # All other work of one layer by kind of pass, for each kind in `ModelSpec.layer_kinds`. It
+    # includes an all-gather of keys and values.
     linear: tuple[dict[PassKind, TermPrices], ...]
-    # embedding and head, by (kind of pass, whether it is the last stage)
+    # Embedding and head, by (kind of pass, whether it is the last stage).
     ends: dict[tuple[PassKind, bool], TermPrices]
-    # a message between neighbouring stages, inside and between nodes
+    # Time of a message to a neighbouring stage, inside a node and between nodes.
     message: dict[Scope, TermPrices]
-    kind_layers: tuple[tuple[int, ...], ...]  # number of layers by kind of layer and stage
-    pipelines_per_ep_group: int = 1  # neighbouring pipelines that share an EP group
-    expert_layers: tuple[int, ...] = ()  # layers with experts, by stage
-    # Expert time per token in one layer with experts, which the pipelines of an EP group share, in
-    # ns by kind of pass.
+    kind_layers: tuple[tuple[int, ...], ...]  # number of layers by [kind of layer][stage]
+    pipelines_per_ep_group: int = 1  # number of neighbouring pipelines that share an EP group
+    expert_layers: tuple[int, ...] = ()  # number of layers with experts of each stage
+    # Time of the experts' products for one token in one layer with experts, in ns by kind of pass.
+    # The pipelines of an EP group share this work.
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
-    # Times of one layer that does not see all keys (sliding or linear); None if all stages have the
-    # same share of such layers.
+    # Times of a layer without full attention (with a window or linear attention). None if all
+    # stages have the same fraction of such layers, because then the mean layer suffices.
     others: LayerTimes | None = None
-    more_others: tuple[float, ...] = ()  # by stage, as in `StageLayers`; empty without `others`
+    more_others: tuple[float, ...] = ()  # `StageLayers.more_others` of each stage
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(steps, dp, n, cp)."""
+        """The sizes (steps, dp, n, cp): steps, pipelines, micro-batches of each, CP ranks."""
         steps, dp, n, cp = self.attention_forward_ns.shape
         return steps, dp, n, cp
 
     def stage_key(self, stage: int) -> tuple[float, ...]:
-        """Return a key that is equal for stages with equal prices.
+        """Return a key that two stages have in common if their passes take the same times.
 
-        It has the layers of each kind, `more_others`, and whether the stage is the first or the
-        last.
+        It consists of the number of layers of each kind, `more_others`, and whether the stage is
+        the first or the last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
@@ -135,18 +144,25 @@ class StepPrices:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers by stage."""
+        """Number of decoder layers of each stage."""
         return tuple(map(sum, zip(*self.kind_layers, strict=True)))
 
     @property
     def stages_with_experts(self) -> frozenset[int]:
-        """Stages with experts, if pipelines share an EP group and so wait for each other there."""
+        """Stages with experts in which pipelines that share an EP group wait for each other."""
         if self.pipelines_per_ep_group == 1:
             return frozenset()
         return frozenset(stage for stage, layers in enumerate(self.expert_layers) if layers)
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return a pass's attention kernels, [steps, dp, n, cp]; 0 in weight-gradient passes."""
+        """Return the ns of a stage's attention kernels on each CP rank, [steps, dp, n, cp].
+
+        Weight-gradient passes have none.
+
+        Args:
+            kind: Kind of pass.
+            stage: The stage.
+        """
         match kind:
             case PassKind.FORWARD:
                 return self._of_layers("attention_forward_ns", stage)
@@ -156,7 +172,15 @@ class StepPrices:
                 return self._of_layers("attention_backward_ns", stage)
 
     def exchange_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Time of a pass beyond that with all-gathers of keys, [steps, dp, n]."""
+        """Return by how many ns a stage's exchanges of keys take longer than all-gathers.
+
+        Args:
+            kind: Kind of pass.
+            stage: The stage.
+
+        Returns:
+            Differences, mostly negative, shape [steps, dp, n].
+        """
         match kind:
             case PassKind.FORWARD:
                 return self._of_layers("exchange_forward_ns", stage)
@@ -166,24 +190,29 @@ class StepPrices:
                 return self._of_layers("exchange_backward_ns", stage)
 
     def _of_layers(self, name: str, stage: int) -> IntArray:
-        """Return a time of all layers of a stage, corrected by `others` for its mix of layers."""
+        """Return one of the times of `LayerTimes` for all layers of a stage.
+
+        Args:
+            name: Field of `LayerTimes`.
+            stage: The stage.
+        """
         mean: IntArray = getattr(self, name)
         whole = mean * self.layers[stage]
         if self.others is None:
             return whole
-        # `mean` averages both kinds of layers. A stage with more layers of the other kind has fewer
-        # layers that see all keys, so both are corrected.
+        # `mean` is the mean of layers with and without full attention. A stage with more layers
+        # without it has fewer layers with it, so some mean layers are replaced by such layers.
         more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
-        """Return the prices of a stage's passes besides attention kernels.
+        """Return the prices of a stage besides attention kernels; their sum is the stage's price.
 
         The exchange of keys is priced as an all-gather.
 
         Args:
             stage: The stage.
-            kind: Kind of pass; None: all kinds together.
+            kind: Kind of pass; None: all kinds of passes together.
         """
         is_first, is_last = stage == 0, stage == self.num_stages - 1
         kinds = list(self.linear[0]) if kind is None else [kind]
@@ -197,28 +226,38 @@ class StepPrices:
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
-        """Return the time of a pass besides attention kernels, [steps, dp, n]."""
+        """Return the ns of passes without attention kernels, [steps, dp, n].
+
+        Args:
+            kind: Kind of pass.
+            stage: The stage.
+        """
         out = self.exchange_ns(kind, stage).astype(np.float64)
         for terms in self.terms(stage, kind):
             out += _pass_ns(terms, self.tokens)
         return out
 
     def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return the time of a pass on its slowest CP rank, [steps, dp, n]."""
+        """Return the ns of passes, which take as long as their slowest CP rank, [steps, dp, n].
+
+        Args:
+            kind: Kind of pass.
+            stage: The stage.
+        """
         linear = self.linear_ns(kind, stage)
         alone = self.attention_ns(kind, stage).max(axis=3) + linear
         return np.rint(self._with_ep_group(alone, kind, stage)).astype(np.int64)
 
     def _with_ep_group(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
-        """Return the times of passes in which the pipelines of an EP group wait for each other.
+        """Add to the times of passes the waits of pipelines that share an EP group.
 
-        In layers with experts these pipelines take the time of the slowest. The experts' part is
-        the mean, because experts compute the tokens of all of them. Weight-gradient passes and
-        stages without experts do not wait. If only one pipeline is simulated, the others are
-        assumed equal.
+        In stages with experts these pipelines wait for the slowest of them. Only the time in
+        experts is their mean, because the experts compute the tokens of all of them together.
+        Weight-gradient passes and stages without experts do not wait. If only one pipeline is
+        simulated, the others are assumed to be equal.
 
         Args:
-            alone_ns: Times without waiting, [steps, dp, n].
+            alone_ns: Times without waiting in ns, [steps, dp, n].
             kind: Kind of pass.
             stage: The stage.
         """
@@ -236,13 +275,13 @@ class StepPrices:
 
     @property
     def layer_wait(self) -> float:
-        """Slowest rank's time in layers with experts over the mean rank's; 1: no waiting.
+        """How much ranks wait for each other in layers with experts; 1: not at all.
 
-        Ranks of all pipelines and CP ranks that share an EP group wait for each other at each
-        exchange of experts' rows. The times between exchanges are summed over all micro-batches and
-        layers. They count attention and what is proportional to a rank's tokens, forward and
-        backward, but not weight-gradient passes. If only some layers have experts, the mean layer
-        is taken.
+        It is the time of the slowest rank of each EP group over the mean rank's. The ranks of a
+        group belong to several pipelines and CP ranks, and wait for each other at each all-to-all
+        of the experts. The times are added up over all micro-batches. They consist of attention and
+        what is proportional to a rank's tokens, forward and backward, without experts' products and
+        weight-gradient passes. They are those of the model's mean layer.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0
@@ -254,7 +293,7 @@ class StepPrices:
             attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
             both = zip(self.linear, layers, strict=True)
             of_all = sum(terms[kind].token_ns * count for terms, count in both)
-            # EP ranks share the experts' products, so these do not make a rank slow.
+            # EP ranks share the experts' products, so these do not make one rank slower.
             of_all -= self.pooled.get(kind, 0.0) * sum(self.expert_layers)
             token_ns = of_all / sum(layers)
             dense = self.tokens * token_ns
@@ -266,21 +305,29 @@ class StepPrices:
         return slowest / mean if mean else 1.0
 
     def message_ns(self, scope: Scope) -> IntArray:
-        """Return the time of a message, [steps, dp, n]."""
+        """Return the ns of sending each micro-batch's output to the next stage, [steps, dp, n].
+
+        Args:
+            scope: Whether both stages are in one node.
+        """
         return np.rint(_pass_ns(self.message[scope], self.tokens)).astype(np.int64)
 
     def balanced(self) -> "StepPrices":
-        """Return prices with every micro-batch and CP rank at its step's mean.
+        """Return prices as if all micro-batches and CP ranks of a step were equal.
 
-        This is perfect balance: schedule, collectives and constant costs stay.
+        This is perfect balance. Schedule, collectives and constant costs do not change.
         """
         return self.evened((1, 2, 3))
 
     def evened(self, axes: tuple[int, ...]) -> "StepPrices":
-        """Return prices with every value at its mean over some of the axes [steps, dp, n, cp]."""
+        """Return prices in which each value is replaced by its mean over some axes.
+
+        Args:
+            axes: Axes of [steps, dp, n, cp].
+        """
 
         def mean(x: IntArray) -> IntArray:
-            # `tokens` and the exchange have no axis of CP ranks.
+            # Arrays of tokens and exchanges have no axis of CP ranks.
             own = tuple(axis for axis in axes if axis < x.ndim)
             means = np.rint(x.mean(axis=own, keepdims=True))
             return np.broadcast_to(means, x.shape).astype(np.int64)
@@ -288,7 +335,7 @@ class StepPrices:
         return self.changed(mean)
 
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
-        """Return these prices with `change` applied to every array whose first axis is the step."""
+        """Return prices in which `change` is applied to each array whose first axis is the step."""
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
         if self.others is not None:
             times = {name: change(getattr(self.others, name)) for name in _LAYER_FIELDS}
@@ -296,12 +343,12 @@ class StepPrices:
         return replace(self, **arrays)
 
     def select(self, steps: slice) -> "StepPrices":
-        """Return the prices of some of the steps."""
+        """Return the prices of a slice of the steps."""
         return self.changed(lambda x: x[steps])
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
-    """Concatenate the steps of several prices of one layout."""
+    """Return the prices of the steps of several records, one after the other; all of one layout."""
 
     def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         return {name: np.concatenate([getattr(r, name) for r in records]) for name in names}
@@ -313,7 +360,13 @@ def joined(prices: Sequence[StepPrices]) -> StepPrices:
 
 
 def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
-    """Price all passes of `steps`, of which there must be at least one."""
+    """Return the prices of all passes of some sharded steps.
+
+    Args:
+        steps: The steps, at least one.
+        spec: The run.
+        cost: Prices.
+    """
     dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     shape = (len(steps), dp, n)
     plans = [s for step in steps for pipeline in step.pipelines for s in pipeline.shardings]
@@ -350,14 +403,14 @@ def layer_times(
     backward_ns: IntArray,
     exchange_ns: IntArray | None = None,
 ) -> LayerTimes:
-    """Return the times of one layer from the attention times of all layers of `cost`.
+    """Return the times of one layer from the times of all layers of a pipeline rank.
 
     Args:
-        cost: Prices.
-        forward_ns: Attention of all layers, [..., cp].
-        backward_ns: The same in backward.
-        exchange_ns: How much longer the exchanges take than all-gathers, forward and backward
-            (`over_gather_ns`), [..., 2]; None: not at all.
+        cost: Prices, with the number of layers of a pipeline rank.
+        forward_ns: Forward attention of all layers on each CP rank, [..., cp].
+        backward_ns: Backward attention of all layers on each CP rank, [..., cp].
+        exchange_ns: By how much the exchanges of keys take longer than all-gathers in all layers,
+            forward and backward (`over_gather_ns`), [..., 2]; None: 0.
     """
     layers = cost.num_layers_per_rank
     over = np.zeros((*forward_ns.shape[:-1], 2), np.int64)
@@ -383,9 +436,10 @@ def prices_of(
     Args:
         spec: The run.
         cost: Prices.
-        tokens: Rows of each micro-batch, [steps, dp, n].
-        times: Returns the times of one layer under a workload. It is called with `cost`, and with
-            `cost.of_other_layers` if stages have unequal shares of layers that see all keys.
+        tokens: Rows of each micro-batch on all CP ranks together, padding included, [steps, dp, n].
+        times: Returns the times of one layer under given prices. It is called with `cost`, and also
+            with `cost.of_other_layers` if stages differ in their fraction of layers with full
+            attention.
     """
     own = times(cost)
     linear = [replace(cost.linear, model=kind.model) for kind in spec.model.layer_kinds]
@@ -399,7 +453,7 @@ def prices_of(
         kind_layers=spec.stage_kind_layers,
         pipelines_per_ep_group=spec.parallel.pipelines_per_ep_group,
         expert_layers=spec.stage_expert_layers,
-        # The kind of layers with experts comes first.
+        # If the model has experts, the first kind of layers has them.
         pooled=_pooled(linear[0]),
         others=times(cost.of_other_layers) if spec.has_uneven_attention else None,
         more_others=tuple(s.more_others for s in stages) if spec.has_uneven_attention else (),
@@ -407,9 +461,9 @@ def prices_of(
 
 
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:
-    """Return the experts' time per token in one layer, which EP ranks share, by kind of pass.
+    """Return the ns of experts' products for one token in one layer, by kind of pass.
 
-    A split backward has one of the two products in each of its passes.
+    If backward is split, each of its two passes has one of its two products.
     """
     layers = linear.num_layers
     forward, backward, recomputed = (ns / layers for ns in linear.routed_ns_per_token)
@@ -423,31 +477,33 @@ def _pooled(linear: LinearCost) -> dict[PassKind, float]:
 
 
 WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
-"""All-gathers of a layer under TP: those of a weight-gradient pass, and those that the split saves.
+"""Numbers of TP's all-gathers in one layer, if backward is split into two passes.
 
 The weight-gradient pass gathers all four [tokens, hidden] tensors of a layer
-(`wlb.parallel.deferred`). The input-gradient pass only gathers the gradients. So a split backward
-has two more all-gathers than a whole one.
+(`wlb.parallel.deferred`): WEIGHT_GATHERS. The input-gradient pass gathers only the gradients, so it
+has SAVED_GATHERS fewer than a whole backward. Together they have two more than a whole backward.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBackward:
-    """Times of a split backward (zero-bubble) in a pipeline rank's layers.
+    """Times of the two passes of a split backward (zero-bubble) in a pipeline rank's layers, in ns.
 
-    The weight-gradient pass has one of the two products of each linear layer's backward. The
-    input-gradient pass is a whole backward less what is saved.
+    The weight-gradient pass computes the weight gradients of all linear layers. The input-gradient
+    pass is shorter than a whole backward by the "saved" times.
     """
 
-    product_ns_per_token: float  # weight-gradient products of one token
-    weight_ns_per_token: float  # weight-gradient pass, for one token
-    weight_call_ns: float  # weight-gradient pass, constant of a micro-batch
-    saved_ns_per_token: float  # what the input-gradient pass saves, for one token
-    saved_call_ns: float  # what the input-gradient pass saves, constant of a micro-batch
+    product_ns_per_token: float  # matrix products of weight gradients, for one token
+    weight_ns_per_token: float  # whole weight-gradient pass, for one token
+    weight_call_ns: float  # constant time of the weight-gradient pass of a micro-batch
+    # By how much the input-gradient pass is shorter than a whole backward, for one token.
+    saved_ns_per_token: float
+    # By how much the constant time of the input-gradient pass is shorter, for one micro-batch.
+    saved_call_ns: float
 
 
 def split_backward(linear: LinearCost) -> SplitBackward:
-    """Divide the linear part of backward into an input-gradient and a weight-gradient pass."""
+    """Return the times of a backward that is split into input-gradient and weight-gradient pass."""
     tp, layers = linear.parallel.tp, linear.num_layers
     alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
     product = linear.weight_products_ns_per_token
@@ -462,7 +518,12 @@ def split_backward(linear: LinearCost) -> SplitBackward:
 
 
 def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices]:
-    """Return the linear part of one layer, by the kinds of passes that the schedule has."""
+    """Return the prices of everything but attention kernels in one layer, by kind of pass.
+
+    Args:
+        spec: The run, whose schedule decides which kinds of passes there are.
+        linear: Prices of a model whose layers are all equal.
+    """
     layers, ns_per_token = linear.num_layers, linear.ns_per_token
 
     def of_pass(suffix: str, call_ns: float) -> TermPrices:
@@ -499,11 +560,14 @@ def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices
 
 
 def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]:
-    """Return prices of the embedding and of head and loss, by (kind of pass, is last stage).
+    """Return the prices of the embedding (first stage) and of head and loss (last stage).
 
-    Under TP the embedding's rows are summed by a reduce-scatter, and gathered in backward. The
-    head's rows are gathered, and their gradients scattered in the same pass. The loss's few numbers
-    per token are left out.
+    Under TP the embedding reduce-scatters its output in forward, and all-gathers its gradient in
+    backward. The head all-gathers its input, and reduce-scatters the gradient in the same pass. The
+    loss also exchanges a few values per token, which are not priced.
+
+    Returns:
+        Prices by (kind of pass, whether it is the last stage).
     """
     forward, backward = cost.linear.embedding_ns_per_token
     head = {"head": cost.linear.head_ns_per_token}
@@ -522,7 +586,14 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]
 def _end(
     cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
 ) -> TermPrices:
-    """Add TP's collectives, which nothing hides at the ends of the model."""
+    """Return prices with TP's collectives added, which no computation hides here.
+
+    Args:
+        cost: Prices.
+        per_token: ns for each token without collectives, by term.
+        gathers: Number of all-gathers of [tokens, hidden].
+        scatters: Number of reduce-scatters of [tokens, hidden].
+    """
     tp = cost.parallel.tp
     if tp == 1:
         return TermPrices(per_token=per_token)
@@ -537,7 +608,10 @@ def _end(
 def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, TermPrices]:
     """Return the price of sending activations or gradients to a neighbouring stage.
 
-    Each TP rank sends its rows. Prices are given inside and between nodes.
+    Each TP rank sends its part of the rows.
+
+    Returns:
+        Prices of a message inside a node and between nodes.
     """
     parallel, profile = spec.parallel, cost.profile
     size = spec.model.hidden_size * DTYPE_BYTES[profile.dtype] / (parallel.tp * parallel.cp)
@@ -558,7 +632,7 @@ def message_scope(parallel: ParallelSpec, sender: int, receiver: int, *, node: i
         parallel: Degrees of parallelism.
         sender: Pipeline rank of the sender.
         receiver: Pipeline rank of the receiver.
-        node: Ranks of a node.
+        node: Number of ranks of a node.
     """
     first, last = sorted((sender, receiver))
     group = parallel.tp * parallel.cp

@@ -1,9 +1,10 @@
-"""Peak memory of a pipeline rank, from the order of its passes.
+"""The peak memory of a pipeline rank, counted pass by pass.
 
-Forward stores a stage's activations and its output, and backward frees both. A stage's first
-backward allocates its gradients, to which later ones add. With a split backward, the input-gradient
-pass frees activations and output. It leaves the inputs of linear layers and the gradients of their
-outputs for the weight-gradient pass, which are as many bytes as forward stores without recompute.
+A forward pass stores a stage's activations and its output, and the backward pass frees both. The
+first backward pass of a stage allocates its gradients, and later passes add to them. If backward is
+split, the input-gradient pass frees activations and output. It leaves the inputs of linear layers
+and the gradients of their outputs for the weight-gradient pass. These are assumed to take as many
+bytes as the activations that forward would store without recompute.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +28,17 @@ from wlb.spec import RunSpec
 
 
 class PassBytes(NamedTuple):
-    """Bytes that passes store, by micro-batch, [..., n].
+    """Bytes that the passes of each micro-batch store in one layer or in one stage, [..., n]."""
 
-    They are those of one layer, or of all layers of a stage.
-    """
-
-    kept: IntArray  # activations that forward stores
+    kept: IntArray  # activations that the forward pass stores
     output: IntArray  # output of the stage
-    waiting: IntArray  # what the input-gradient pass stores for the weight-gradient pass
+    waiting: IntArray  # tensors that the input-gradient pass stores for the weight-gradient pass
 
 
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
-    """Return the bytes of one layer's passes; if the model has experts, of a layer with experts.
+    """Return the bytes that passes store in one layer.
+
+    If only some layers have experts, it is a layer with experts.
 
     Args:
         spec: The run.
@@ -52,7 +52,12 @@ def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
 
 
 def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
-    """Return the bytes of each stage's passes; the arguments are those of `pass_bytes`."""
+    """Return the bytes that passes store in each stage.
+
+    Args:
+        spec: The run.
+        tokens: Tokens of each micro-batch on all CP ranks, shape [..., n].
+    """
     kinds = [(pass_bytes(kind, tokens), counts) for kind, counts in layer_kinds(spec)]
     by_stage = list(zip(*(counts for _, counts in kinds), strict=True))
     made = {
@@ -69,7 +74,13 @@ def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
 
 
 def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:
-    """Return `bytes_of` for each number of tokens; it is computed once per distinct number."""
+    """Return `bytes_of` for each number of tokens, in the shape of `tokens`.
+
+    Args:
+        bytes_of: Returns bytes; it is called once for each different number of tokens.
+        spec: The run.
+        tokens: Numbers of tokens.
+    """
     values, place = np.unique(tokens, return_inverse=True)
     found = [bytes_of(spec, micro_batch_tokens=int(t)) for t in values]
     return np.array(found, np.int64)[place].reshape(tokens.shape)
@@ -78,14 +89,14 @@ def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) ->
 def peak_held_bytes(
     order: Sequence[Action], stages: Sequence[PassBytes], gradients: Sequence[int] | None = None
 ) -> IntArray:
-    """Return the peak bytes that a rank stores with this order of passes, shape [...].
+    """Return the peak bytes that a pipeline rank stores while it runs its passes, shape [...].
 
-    They are activations, stage outputs, and gradients from a stage's first backward on.
+    They are activations, stage outputs, and the gradients of stages that have run a backward pass.
 
     Args:
-        order: The rank's passes.
-        stages: Bytes of the passes of each stage (`stage_bytes`).
-        gradients: Bytes of each stage's gradients; None: do not count them.
+        order: The rank's passes in order.
+        stages: What passes store in each stage (`stage_bytes`), [..., n].
+        gradients: Bytes of each stage's gradients; None: do not count gradients.
     """
     held = np.zeros(stages[0].kept.shape[:-1], np.int64)
     peak = held
@@ -109,12 +120,12 @@ def peak_held_bytes(
 
 
 def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
-    """Return the peak bytes of a pipeline rank in a step, with attention kernels' workspaces.
+    """Return the peak bytes of all tensors on a pipeline rank in one step.
 
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
-        tokens: Tokens of each of its pipeline's micro-batches on all CP ranks.
+        tokens: Tokens of each micro-batch of the rank's pipeline, on all CP ranks.
     """
     lengths = np.array(tokens, np.int64)
     pp = spec.parallel.pp
@@ -125,7 +136,7 @@ def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
 
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
-    """Return the bytes of a rank besides activations, stage outputs and gradients.
+    """Return the estimated bytes of a rank besides activations, stage outputs and gradients.
 
     Args:
         spec: The run.
@@ -142,8 +153,8 @@ def stage_gradients(spec: RunSpec, *, shards_only: bool = False) -> list[int]:
 
     Args:
         spec: The run.
-        shards_only: Whether every pass reduces gradients layer by layer, so that only their shards
-            are stored.
+        shards_only: Whether only the FSDP shards of gradients are stored, because every backward
+            pass reduces them layer by layer.
     """
     made = [stage_gradient_bytes(spec, stage=stage) for stage in range(spec.num_stages)]
     if not shards_only:

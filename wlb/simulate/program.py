@@ -1,16 +1,17 @@
-"""What each pipeline rank runs, as a program, and the graph of events made from the programs.
+"""The program of each pipeline rank, and the graph of events made from all programs.
 
-A program lists a rank's passes with its transfers, waits, FSDP gathers and reductions.
-wlb/simulate/README.md describes what each schedule does. Programs of interleaved schedules equal
-torch's lowered programs, action for action (tests/simulate/test_program.py).
+A program is the list of instructions that a rank runs in a step: passes, sends and receives, waits,
+and FSDP's all-gathers and reduce-scatters. wlb/simulate/README.md describes the programs of each
+schedule. Programs of interleaved schedules equal torch's lowered schedules, action for action
+(tests/simulate/test_program.py).
 
 NCCL runs the operations of a communicator one after the other, in the order in which a rank posts
-them. So if a receive's sender has not sent yet, everything that the rank posts later on that
-communicator waits as well. The graph therefore has an edge between two transfers of a rank on the
-same communicator; `Wires` says which transfers share one.
+them. So while a receive waits for its sender, everything that the rank posts later on the same
+communicator waits too. The graph therefore has an edge between consecutive transfers of a rank on
+one communicator. `Wires` says which transfers share a communicator.
 
 Collectives of TP, CP and EP need no such edges, because all members post them in the same order
-from one stream. FSDP's gathers and reductions have edges (`channel` in `_read`).
+from one stream. FSDP's collectives of a rank are chained by edges (`channel` in `_read`).
 """
 
 from collections import deque
@@ -24,57 +25,66 @@ from wlb.simulate.order import Action, Order, PassKind, pipeline_order
 from wlb.spec import PipelineSection, Schedule
 
 ACTIVE_STAGES = 3
-"""Stages whose parameters torch's pipeline runtime keeps gathered."""
+"""Number of stages whose parameters torch's pipeline runtime keeps gathered at the same time."""
 
 
 class RunPass(NamedTuple):
-    """Runs a pass."""
+    """Instruction: run a pass."""
 
     action: Action
 
 
 class Post(NamedTuple):
-    """Starts transfers that NCCL runs together.
+    """Instruction: start sends and receives, which NCCL runs together.
 
     A transfer is named by the pass whose output it moves.
     """
 
-    sends: tuple[Action, ...] = ()
-    receives: tuple[Action, ...] = ()
+    sends: tuple[Action, ...] = ()  # passes of this rank whose outputs are sent
+    receives: tuple[Action, ...] = ()  # passes of other ranks whose outputs are received
 
 
 class Await(NamedTuple):
-    """Waits until these transfers are done."""
+    """Instruction: wait until these transfers are done."""
 
-    messages: tuple[Action, ...]
+    messages: tuple[Action, ...]  # passes whose outputs the transfers move
 
 
 class Gather(NamedTuple):
-    """Starts gathering a stage's parameters; passes of the stage wait for it."""
+    """Instruction: start to all-gather a stage's parameters; the stage's passes wait for it."""
 
     stage: int
 
 
 class Prefetch(NamedTuple):
-    """Gathers the layers behind a stage's first while the first computes, then waits for them."""
+    """Instruction: all-gather the parameters of a stage's second and later layers.
+
+    This runs during the next pass, which computes the first layer meanwhile and waits for the rest.
+    """
 
     stage: int
 
 
 class Drop(NamedTuple):
-    """Frees a stage's gathered parameters; takes no time."""
+    """Instruction: free a stage's gathered parameters, which takes no time."""
 
     stage: int
 
 
 class ReduceAhead(NamedTuple):
-    """Reduces the gradients of all layers but a stage's first beside the next pass; then waits."""
+    """Instruction: reduce-scatter the gradients of all layers of a stage except the first.
+
+    This runs during the next pass, and instructions after that pass wait for it.
+    """
 
     stage: int
 
 
 class Reduce(NamedTuple):
-    """Reduces a stage's gradients; later instructions wait for it."""
+    """Instruction: reduce-scatter a stage's gradients; later instructions wait for it.
+
+    After a `ReduceAhead` of the stage, only the gradients of the first layer are left.
+    """
 
     stage: int
 
@@ -82,14 +92,16 @@ class Reduce(NamedTuple):
 Instruction = RunPass | Post | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
 """One entry of a program."""
 Program = list[Instruction]
-"""What one pipeline rank runs in a step, in order."""
+"""The instructions that one pipeline rank runs in a step, in order."""
 
 
 class Wires(StrEnum):
-    """Which transfers of a pipeline rank share a communicator, and so a stream."""
+    """Which sends and receives of a pipeline rank share a communicator, and therefore a stream."""
 
-    LINKS = "links"  # transfers between the same two ranks, as in `wlb.parallel.mesh`
-    ONE = "one"  # all transfers, as in torch if NCCL starts eagerly (with a device_id)
+    # Transfers between the same two ranks share one. wlb does this (`wlb.parallel.mesh`).
+    LINKS = "links"
+    # All transfers share one. torch does this if NCCL starts eagerly (with a device_id).
+    ONE = "one"
 
 
 def step_graph(
@@ -100,12 +112,12 @@ def step_graph(
     has_fsdp: bool,
     wires: Wires = Wires.LINKS,
 ) -> tuple[Order, Graph]:
-    """Return the passes of every rank and the graph of a step.
+    """Return the order of every rank's passes, and the graph of all events of a step.
 
     Args:
         pipeline: Schedule and number of virtual stages.
         pp: Number of pipeline ranks.
-        num_micro_batches: Micro-batches of a pipeline.
+        num_micro_batches: Number of micro-batches of a pipeline.
         has_fsdp: Whether parameters are sharded over dp x cp.
         wires: Which transfers share a communicator.
     """
@@ -114,7 +126,13 @@ def step_graph(
 
 
 def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
-    """Return each rank's program for its passes in `order`, up to the gradient norm."""
+    """Return the program of each pipeline rank for a step, up to the gradient norm.
+
+    Args:
+        schedule: The pipeline schedule.
+        order: Passes of each rank.
+        has_fsdp: Whether parameters are sharded over dp x cp.
+    """
     pp = len(order)
     if looks_ahead(schedule, pp=pp):
         programs = _posted_early([list(_with_stages_ahead(passes)) for passes in order])
@@ -135,12 +153,15 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
 
 
 def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
-    """Return whether whole stages are gathered ahead, rather than single layers."""
+    """Return whether FSDP gathers the parameters of whole stages in advance, or single layers.
+
+    torch's runtime of interleaved schedules gathers whole stages before their passes.
+    """
     return pp > 1 and schedule != Schedule.ONE_F_ONE_B
 
 
 def _input_of(action: Action, num_stages: int) -> Action | None:
-    """Return the message that a pass waits for, named by the pass on another rank that sends it."""
+    """Return the pass of another stage whose output this pass needs; None if it needs none."""
     stage, kind, i = action
     if kind == PassKind.FORWARD and stage > 0:
         return Action(stage - 1, PassKind.FORWARD, i)
@@ -150,7 +171,7 @@ def _input_of(action: Action, num_stages: int) -> Action | None:
 
 
 def _receiver_of(action: Action, num_stages: int) -> int | None:
-    """Return the stage to which a pass sends its output."""
+    """Return the stage to which a pass sends its output; None if it sends none."""
     if action.kind == PassKind.FORWARD and action.stage < num_stages - 1:
         return action.stage + 1
     if action.kind.sends_gradient and action.stage > 0:
@@ -159,11 +180,12 @@ def _receiver_of(action: Action, num_stages: int) -> int | None:
 
 
 def _posted_early(programs: Sequence[Program]) -> list[Program]:
-    """Add the messages to programs of an interleaved schedule.
+    """Add sends, receives and waits to programs of an interleaved schedule, as torch does.
 
-    Ranks take turns in rank order, and a rank skips its turn while its next input has not been
-    sent. A pass's send and its peer's receive are added at the same time. So a rank posts a receive
-    early, at the place that its own program has reached when the peer sends.
+    The ranks are simulated in turns, one instruction a turn. A rank skips its turn while the input
+    of its next pass has not been sent. When a pass sends its output, the send and the peer's
+    receive are added to both programs. So a receive stands in the peer's program as soon as the
+    output is sent, which may be long before the pass that needs it.
     """
     pp = len(programs)
     num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
@@ -185,7 +207,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
                 out[rank].append(Post(sends=(message,)))
                 out[to_stage % pp].append(Post(receives=(message,)))
                 sent.add(message)
-        # Every rank waits for another: the order is a deadlock.
+        # If every rank waits for another one, this order of passes would be a deadlock.
         if not moved:
             stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
             raise ValueError(f"these passes wait for inputs that no rank sends: {', '.join(stuck)}")
@@ -193,7 +215,13 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """Return an instruction and the wait before it; nothing while its input has not been sent."""
+    """Return an instruction with the wait for its input; nothing if the input is not yet sent.
+
+    Args:
+        instruction: The next instruction of a rank.
+        sent: Passes whose outputs have been sent so far.
+        num_stages: Number of stages of the model.
+    """
     if not isinstance(instruction, RunPass):
         return [instruction]
     needed = _input_of(instruction.action, num_stages)
@@ -203,11 +231,11 @@ def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Prog
 
 
 def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruction]:
-    """Yield the program of a rank with one stage under torch's `Schedule1F1B`.
+    """Yield the instructions of a rank with one stage, as in torch's `Schedule1F1B`.
 
-    While forward and backward alternate, a pass's output is sent together with the receive of the
-    next pass's input, and the rank waits for both. Otherwise the output is sent alone, and the rank
-    waits for it after the next pass.
+    While forward and backward passes alternate, the rank posts the send of a pass's output together
+    with the receive of the next pass's input, and waits for both. Otherwise it posts the send
+    alone, and waits for it after the next pass.
     """
 
     def sent_by(action: Action | None) -> tuple[Action, ...]:
@@ -217,8 +245,8 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
 
     sent_alone: tuple[Action, ...] = ()
     for before, action, after in zip([None, *passes], passes, [*passes[1:], None], strict=False):
-        # If the kind of pass changes here, the last output and the next input travel over the same
-        # link and are posted together.
+        # Where forward and backward alternate, the output of the pass before and the input of this
+        # pass travel between the same two ranks, so they are posted together.
         takes_turns = before is not None and before.kind != action.kind
         send = sent_by(before) if takes_turns else ()
         needed = _input_of(action, num_stages)
@@ -238,7 +266,10 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
 
 
 def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
-    """Yield a rank's passes with the FSDP collectives of torch's pipeline runtime."""
+    """Yield a rank's passes with the FSDP instructions that torch's pipeline runtime adds.
+
+    The parameters of the next `ACTIVE_STAGES` stages are kept gathered.
+    """
     # A stage's gradients are reduced after its last backward pass.
     last = {a.stage: k for k, a in enumerate(passes) if a.kind != PassKind.BACKWARD_INPUT}
     active: list[int] = []
@@ -255,13 +286,13 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
-    """Add to the program of a rank with one stage FSDP's gathers and a reduction at the end."""
+    """Add FSDP's gathers to the start, and a reduction to the end, of a program with one stage."""
     first = next(k for k, i in enumerate(program) if isinstance(i, RunPass))
     return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
 
 
 def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
-    """Return the first `count` distinct stages of `passes`."""
+    """Return the first `count` different stages that occur in `passes`."""
     out: list[int] = []
     for action in passes:
         if action.stage not in out:
@@ -276,19 +307,21 @@ class _Builder:
     """Collects nodes and their predecessors while programs are read."""
 
     nodes: list[Node] = field(default_factory=list[Node])  # the nodes so far
-    before: list[set[int]] = field(default_factory=list[set[int]])  # predecessors of each node
-    messages: dict[Action, int] = field(default_factory=dict[Action, int])  # node of each message
-    # the last transfers that a rank posted on a communicator, by (rank, communicator)
+    # Indices of the predecessors of each node.
+    before: list[set[int]] = field(default_factory=list[set[int]])
+    # Index of each message's node, by the pass whose output it carries.
+    messages: dict[Action, int] = field(default_factory=dict[Action, int])
+    # Nodes of the transfers that a rank posted last on a communicator, by (rank, communicator).
     busy: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
 
     def add(self, node: Node, before: Iterable[int]) -> int:
-        """Add a node behind the nodes `before`, and return its index."""
+        """Add a node that waits for the nodes with indices `before`, and return its index."""
         self.nodes.append(node)
         self.before.append(set(before))
         return len(self.nodes) - 1
 
     def message(self, message: Action) -> int:
-        """Return the node of a message, which is made at its first use."""
+        """Return the index of a message's node; the first call for a message adds the node."""
         if message not in self.messages:
             node = Node(NodeKind.MESSAGE, -1, message.stage, message)
             self.messages[message] = self.add(node, ())
@@ -297,10 +330,15 @@ class _Builder:
     def post(
         self, post: Post, rank: int, ready: set[int], wire_of: Callable[[Action], int]
     ) -> None:
-        """Add edges to the transfers of `post`.
+        """Add the edges of transfers that a rank posts.
 
-        They wait for the nodes in `ready`, after which `rank` posts them, and for the last
-        transfers that the rank posted on the same communicator.
+        They wait for the transfers that the rank posted before them on the same communicator.
+
+        Args:
+            post: The transfers.
+            rank: The pipeline rank that posts them.
+            ready: Nodes that end before the rank posts them.
+            wire_of: Returns the communicator of a transfer.
         """
         started: dict[tuple[int, int], set[int]] = {}
         for message in (*post.sends, *post.receives):
@@ -314,7 +352,7 @@ class _Builder:
 
 
 def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
-    """Return the graph of all ranks' programs, then gradient norm, AdamW and overhead."""
+    """Return the graph of a step: all ranks' programs, then gradient norm, AdamW and overhead."""
     builder, pp = _Builder(), len(programs)
 
     def wire_of(message: Action) -> int:
@@ -333,12 +371,19 @@ def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
 def _read(
     builder: _Builder, rank: int, program: Sequence[Instruction], wire_of: Callable[[Action], int]
 ) -> set[int]:
-    """Add the nodes of one rank's program, and return the nodes that end it."""
+    """Add the nodes of one rank's program to the graph, and return its last nodes.
+
+    Args:
+        builder: Collects the nodes.
+        rank: The pipeline rank.
+        program: Its instructions.
+        wire_of: Returns the communicator of a transfer.
+    """
     # State while the program is read:
     # - point: nodes that must end before the next instruction starts
-    # - gathered: the node that gathered each stage
-    # - channel: the last FSDP collective, for which the next one waits
-    # - hidden: collectives that run beside the next pass
+    # - gathered: for each stage the node that gathered its parameters
+    # - channel: the latest FSDP collective, for which the next one waits
+    # - hidden: collectives that run during the next pass
     point: set[int] = set()
     gathered: dict[int, int] = {}
     channel: set[int] = set()
@@ -370,6 +415,6 @@ def _read(
 
 
 def _link_of(message: Action, pp: int) -> int:
-    """Return the link that a message uses; link i connects pipeline ranks i and (i + 1) % pp."""
+    """Return the pair of ranks that a message uses: pair i is pipeline ranks i and (i + 1) % pp."""
     first_stage = message.stage if message.kind == PassKind.FORWARD else message.stage - 1
     return first_stage % pp

@@ -1,7 +1,8 @@
-"""The simulator's errors on training runs that others measured on H100s and published.
+"""The errors of simulated speeds of training runs that others measured on H100s and published.
 
-`python -m experiments.beyond.published_runs` computes the errors, and a test compares them with its
-results. All runs are bfloat16 training of dense models on whole sequences; none packs documents.
+`python -m experiments.beyond.published_runs` computes the errors, and a test checks that the
+numbers here are its results. All runs train dense models in bfloat16 on whole sequences; none of
+them packs documents.
 """
 
 from typing import NamedTuple
@@ -11,10 +12,10 @@ from wlb.spec import RunSpec
 
 
 class PublishedError(NamedTuple):
-    """Error of predicted tokens per second, relative to the published ones."""
+    """How well the tokens per second of published runs of one kind were predicted."""
 
     runs: int  # number of published runs of this kind
-    largest: float  # largest relative error
+    largest: float  # largest error of a run, as a fraction of the published tokens per second
 
     def __str__(self) -> str:
         return f"step times of published runs were predicted within {self.largest:.0%}"
@@ -23,8 +24,8 @@ class PublishedError(NamedTuple):
 BEST = "h100_runs"
 """The profile that predicts published runs best.
 
-Its matrix products run as fast as in these runs. Its errors come from constants that were fitted
-without the source of the predicted run.
+Some of its constants, such as the throughput of matrix products, were fitted to published runs. For
+its errors here, each run was predicted with constants fitted without the runs of the same source.
 """
 ERRORS = {
     (BEST, False): PublishedError(19, 0.0966),
@@ -34,13 +35,18 @@ ERRORS = {
     ("h100_sxm", False): PublishedError(19, 0.2506),
     ("h100_sxm", True): PublishedError(5, 0.2393),
 }
-"""Errors by profile, and by whether the run has TP, CP or PP."""
+"""Errors by (name of the profile, whether the run has TP, CP or PP)."""
 
 
 def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
-    """Return the error of predictions like this one, or None if no published run is similar.
+    """Return the error of predictions of published runs like this one; None if there are none.
 
-    A profile for another power limit has the error of the measured board.
+    A profile for a 500 W power limit (name ending in "_500w") gets the error of the profile from
+    which it was derived.
+
+    Args:
+        spec: The run.
+        profile: The profile with which the run is predicted.
     """
     if _unlike_published(spec):
         return None
@@ -59,7 +65,12 @@ def has_model_parallelism(spec: RunSpec) -> bool:
 
 
 def trust_line(spec: RunSpec, profile: KernelProfile) -> str:
-    """Return a sentence for users: how far predictions of this kind were from published runs."""
+    """Return a sentence for users that says how well published runs like this were predicted.
+
+    Args:
+        spec: The run.
+        profile: The profile with which the run is predicted.
+    """
     error = published_error(spec, profile)
     if _unlike_published(spec):
         return (

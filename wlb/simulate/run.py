@@ -1,7 +1,7 @@
-"""Simulate whole runs: planner and simulator process the same global batches, to their end.
+"""Simulate whole runs: plan all steps of some global batches, and simulate each step.
 
-Documents that a policy still delays after the last batch are trained in a flush. The flush counts,
-so that delaying outliers cannot look like speed.
+Documents that a policy still delays after the last batch are trained in a flush. The time of the
+flush is included. Otherwise a policy would look faster because it trains fewer documents.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,14 +30,16 @@ class RunSimulation:
     """The simulated steps of one run."""
 
     label: str  # name of the run in tables
-    simulator: Simulator  # the simulator that made it
+    simulator: Simulator  # the simulator of the run's layout
     prices: StepPrices  # prices of all passes
-    metrics: tuple[StepMetrics, ...]  # predictions of each step, with simulated times
-    step_time_s: FloatArray  # time of each step, [steps]
+    metrics: tuple[StepMetrics, ...]  # metrics of each step: predictions and simulated times
+    step_time_s: FloatArray  # seconds of each step, [steps]
     tokens: IntArray  # tokens of each step, [steps]
-    bubble: FloatArray  # fraction of time outside passes, mean over pipelines, [steps, pp]
-    peak_memory_bytes: IntArray  # peak memory, [steps, pp]
-    model_flops: float  # model FLOPs of all documents, forward and backward
+    # Fraction of a step that a pipeline rank spends outside passes, mean over pipelines, [steps,
+    # pp].
+    bubble: FloatArray
+    peak_memory_bytes: IntArray  # peak memory of each pipeline rank, [steps, pp]
+    model_flops: float  # model FLOPs of all trained documents, forward and backward
 
     @property
     def time_s(self) -> float:
@@ -46,12 +48,12 @@ class RunSimulation:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all ranks."""
+        """Tokens per second, all ranks together."""
         return float(self.tokens.sum()) / self.time_s
 
     @property
     def standard_error(self) -> float:
-        """Relative standard error of the time per token; infinite for one step.
+        """Relative standard error of the mean time per token; infinite if there is only one step.
 
         Steps are treated as independent samples.
         """
@@ -63,7 +65,11 @@ class RunSimulation:
         return float(np.sqrt((residuals**2).sum() * num / (num - 1))) / self.time_s
 
     def mfu(self, *, peak_tflops: float) -> float:
-        """Return the model FLOPs of the documents (not of full windows) over the GPUs' peak."""
+        """Return MFU with the model FLOPs of single documents, rather than of full windows.
+
+        Args:
+            peak_tflops: Peak TFLOP/s of one GPU.
+        """
         gpus = self.simulator.spec.parallel.world_size
         return self.model_flops / self.time_s / (gpus * peak_tflops * 1e12)
 
@@ -75,21 +81,21 @@ class RunSimulation:
 
     @property
     def imbalance(self) -> float:
-        """Predicted work of the slowest micro-batches over the mean, summed over steps."""
+        """Predicted work of each step's slowest micro-batch over the mean, both summed over steps."""
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
 
     @property
     def mean_bubble(self) -> float:
-        """Mean bubble of all pipeline ranks, where longer steps weigh more."""
+        """Mean bubble of all pipeline ranks and steps, where each step is weighted by its time."""
         return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
     def simulation_of(self, step: int) -> Simulation:
-        """Simulate one of the steps a second time, to get its events."""
+        """Simulate one of the steps once more and return its events, which a run does not keep."""
         return self.simulator.run(self.prices.select(slice(step, step + 1)))
 
     def balanced_time_s(self) -> float:
-        """Return the seconds of these steps under perfect balance (`StepPrices.balanced`)."""
+        """Return the seconds that all steps would take if micro-batches and CP ranks were equal."""
         return self.simulator.total_s(self.prices, StepPrices.balanced)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,13 +117,13 @@ class RunSimulation:
 def sharded_steps(
     planner: Planner, *, dp: int, most: int | None = None, plans: Iterable[StepPlan] | None = None
 ) -> Iterator[ShardedStep]:
-    """Shard steps for all pipelines.
+    """Yield the planned steps of a run with the shardings of all pipelines.
 
     Args:
-        planner: Plans and shards the run.
+        planner: Packs and shards the run.
         dp: Number of pipelines.
-        most: Most steps to return; None: all.
-        plans: The packed steps; None: all of the planner's.
+        most: Most steps to yield; None: all.
+        plans: Steps that are packed already; None: the planner packs them.
     """
     for plan in islice(planner.steps() if plans is None else plans, most):
         pipelines = tuple(planner.shard(plan, pipeline) for pipeline in range(dp))
@@ -139,16 +145,16 @@ def simulate_run(
     wires: Wires = Wires.LINKS,
     fsdp: FsdpExecution = WLB_FSDP,
 ) -> RunSimulation:
-    """Simulate all steps made of `batches`, including the flush at the end.
+    """Simulate all steps that are planned from some global batches, including the flush.
 
     Args:
         spec: The run; `spec.parallel.dp` must be set.
         cost: Prices of the run's model and layout.
-        batches: Global batches to plan.
+        batches: The global batches.
         label: Name of the run in tables.
-        steps: The sharded steps, if they are known already.
-        wires: Which transfers between pipeline ranks share a communicator.
-        fsdp: What the trainer does with sharded parameters.
+        steps: The sharded steps of these batches, if they are planned already.
+        wires: Which sends and receives between pipeline ranks share a communicator.
+        fsdp: How the trainer gathers, reduces and updates parameters.
 
     Raises:
         UserError: There are no batches.
@@ -199,10 +205,7 @@ def collected(
 
 
 def check_memory(run: RunSimulation) -> None:
-    """Raise UserError if a rank needs more memory than plans may use.
-
-    The message names the rank and the bytes.
-    """
+    """Raise UserError if a rank of a simulated run needs more memory than plans may use."""
     spec = run.simulator.spec
     budget = gpu_budget(spec)
     step, rank = np.unravel_index(int(run.peak_memory_bytes.argmax()), run.peak_memory_bytes.shape)

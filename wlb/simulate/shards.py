@@ -1,17 +1,17 @@
 """Costs of a step that do not depend on its documents: FSDP collectives, gradient norm and AdamW.
 
-FSDP gathers parameters in the compute dtype and reduces gradients in float32, with one collective
-per layer (FSDP2), over dp x cp ranks. Embedding and head count as layers of their stage. A layer's
-experts have a separate collective over the ranks that have the same experts. With HSDP the
-collectives are over the ranks of one copy, and shards of gradients are then all-reduced over
-copies.
+FSDP all-gathers parameters in the compute dtype and reduce-scatters gradients in float32, with one
+collective per layer (FSDP2), over dp x cp ranks. The parameters of embedding and head are added to
+the layers of their stage. The experts of a layer have a separate collective over the ranks that
+have the same experts. With HSDP these collectives are over the ranks of one copy of the model, and
+the shards of gradients are then all-reduced over all copies.
 
 The gradient norm reads the gradients and all-reduces a few bytes. AdamW is memory-bound: it reads
-weight, two moments and gradient and writes the first three, at the throughput of the residual
-addition.
+the weight, two moments and the gradient, and writes the first three. Both run at the memory
+throughput that was measured for residual additions.
 
 With `fsdp.reshard_after_forward` every pass gathers its layers, one layer ahead of the computation.
-`FsdpExecution` describes what other trainers do differently.
+`FsdpExecution` describes how other trainers differ.
 """
 
 from collections.abc import Callable
@@ -31,39 +31,41 @@ from wlb.simulate.program import looks_ahead
 from wlb.spec import ParallelSpec, RunSpec
 
 Stages = tuple[int, ...]
-"""A value for each stage."""
+"""One value for each stage."""
 COLLECTIVE_NODES = frozenset(
     (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.REDUCE_AHEAD)
 )
-"""Kinds of nodes that gather parameters or reduce gradients."""
+"""Kinds of graph nodes that gather parameters or reduce gradients."""
 ADAMW_VALUES, NORM_VALUES = 7, 1
-"""Float32 values that AdamW and the gradient norm read and write for one parameter."""
+"""Number of float32 values that AdamW and the gradient norm read and write for each parameter."""
 
 FSDP_SLOWDOWN = 0.32
-"""Seconds that computation loses for each second of FSDP collectives that run beside it.
+"""Seconds that computation loses for each second of FSDP collectives that run at the same time.
 
-NCCL occupies SMs and memory bandwidth. The value is fitted to published runs
-(`experiments/beyond/published_runs`).
+Computation is slower then, because NCCL occupies SMs and memory bandwidth. The value was fitted to
+published runs (`experiments/beyond/published_runs`).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpExecution:
-    """How a trainer shards, reduces and updates parameters. The defaults are what wlb does."""
+    """How a trainer gathers, reduces and updates parameters. The defaults are what wlb does."""
 
-    # True: gradients are reduced after every backward pass, FSDP's default. False: after a step's
-    # last one.
+    # Whether gradients are reduced after every backward pass, which is FSDP's default, or only
+    # after the last backward pass of a step.
     reduces_every_pass: bool = False
-    gradient_bytes: int = GRADIENT_BYTES  # Bytes of one gradient value while it is reduced.
-    # Bytes per parameter that a gather copies on the GPU: FSDP2 copies out of the gathered buffer,
-    # FSDP1 does not. This and the next three fields only count with `fsdp.reshard_after_forward`.
+    gradient_bytes: int = GRADIENT_BYTES  # bytes of one gradient value while it is reduced
+    # Bytes for each parameter that a gather copies on the GPU. FSDP2 copies parameters out of the
+    # gathered buffer, FSDP1 does not. This field and the next three are used only with
+    # `fsdp.reshard_after_forward`.
     gather_copy_bytes: int = 0
-    reduce_copy_bytes: int = 0  # Bytes per parameter that a reduction copies on the GPU.
-    # True: backward gathers a layer while the one before it computes. False: after it.
+    reduce_copy_bytes: int = 0  # bytes for each parameter that a reduction copies on the GPU
+    # Whether backward gathers a layer during the computation of another one, or in between.
     prefetches_backward: bool = True
-    # Seconds that computation loses for each second of a collective beside it.
+    # Seconds that computation loses for each second of a collective that runs at the same time.
     slowdown: float = FSDP_SLOWDOWN
-    # Float32 values that the optimizer reads and writes per parameter; 7 in a fused kernel.
+    # Number of float32 values that the optimizer reads and writes for each parameter. A fused
+    # AdamW kernel has 7.
     update_values: int = ADAMW_VALUES
 
     def __post_init__(self) -> None:
@@ -71,44 +73,47 @@ class FsdpExecution:
 
 
 WLB_FSDP = FsdpExecution()
-"""How wlb itself does it."""
+"""How wlb itself gathers, reduces and updates parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """Prices of a step's work on sharded parameters.
+    """Times in a step of FSDP's collectives, the gradient norm and AdamW.
 
     With `fsdp.reshard_after_forward` every pass gathers its layers. The collectives are then part
     of the passes (`pass_ns`), and their nodes in the graph take no time.
     """
 
-    gather_ns: tuple[int, ...]  # gathering all parameters of a stage, by stage
-    reduce_ns: tuple[int, ...]  # reducing all gradients of a stage, by stage
-    norm_ns: int  # gradient norm
-    optimizer_ns: tuple[int, ...]  # AdamW, by pipeline rank
-    # Number of equal gathers of a stage, by stage: its layers if all gathers but the first hide
-    # behind a pass, else 1.
+    gather_ns: tuple[int, ...]  # time to gather all parameters of each stage
+    reduce_ns: tuple[int, ...]  # time to reduce all gradients of each stage
+    norm_ns: int  # time of the gradient norm
+    optimizer_ns: tuple[int, ...]  # time of AdamW on each pipeline rank
+    # In how many equal parts each stage is gathered. It is the number of layers if only the gather
+    # of the first layer is exposed, because the others run during a pass; otherwise it is 1.
     gather_parts: tuple[int, ...]
-    reduce_parts: tuple[int, ...]  # The same for reductions.
-    layers: tuple[int, ...]  # layers by stage, at least 1
-    # copies of a stage's (gather, reduction) on the GPU, by stage
+    # In how many equal parts each stage is reduced: the number of layers if only the last part is
+    # exposed, otherwise 1.
+    reduce_parts: tuple[int, ...]
+    layers: tuple[int, ...]  # number of layers of each stage, at least 1
+    # Time of copies on the GPU for each stage, in its (gather, reduction).
     copy_ns: tuple[tuple[float, float], ...]
-    execution: FsdpExecution  # what the trainer does
+    execution: FsdpExecution  # how the trainer gathers, reduces and updates parameters
     reshards: bool = False  # whether each pass gathers its layers
 
     def pass_ns(
         self, computes_ns: IntArray, stage: int, kind: PassKind, *, reduces: bool
     ) -> IntArray:
-        """Return the duration of a pass that gathers, and perhaps reduces, layer by layer.
+        """Return the duration of a pass that gathers parameters, and perhaps reduces gradients.
 
-        Each layer's collectives run beside the computation of one layer. The pass waits for the
-        part that takes longer than a layer, and for the first gather and the last reduction.
+        It does so layer by layer. The collectives of a layer run during the computation of another
+        layer. The pass waits for them where they take longer than that, and also for the first
+        gather and the last reduction.
 
         Args:
-            computes_ns: The pass without collectives of parameters.
-            stage: Its stage.
-            kind: Its kind.
-            reduces: Whether it reduces the gradients of its layers.
+            computes_ns: Duration of the pass without these collectives.
+            stage: Stage of the pass.
+            kind: Kind of the pass.
+            reduces: Whether the pass reduces the gradients of its layers.
         """
         layers, execution = self.layers[stage], self.execution
         # The weight-gradient pass of a split backward needs no parameters.
@@ -116,10 +121,12 @@ class ShardCosts:
         gather = self.gather_ns[stage] * gathers / layers
         reduce = self.reduce_ns[stage] * reduces / layers
         is_ahead = kind == PassKind.FORWARD or execution.prefetches_backward
-        # Collectives that run beside the computation of one layer; what takes longer is exposed.
+        # Collectives that run during the computation of one layer. If they take longer than the
+        # layer, the rest is exposed.
         beside = gather * is_ahead + reduce
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
-        # Nothing hides the first gather and the last reduction, nor gathers without prefetch.
+        # No computation hides the first gather and the last reduction, nor gathers that are not
+        # prefetched.
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
         of_gather, of_reduction = self.copy_ns[stage]
@@ -127,7 +134,7 @@ class ShardCosts:
         return np.rint(out + execution.slowdown * hidden).astype(np.int64)
 
     def of(self, node: Node) -> int:
-        """Return the duration of a node that is neither a pass nor a message."""
+        """Return the ns of a node of the graph: an FSDP collective, the gradient norm or AdamW."""
         if self.reshards and node.kind in COLLECTIVE_NODES:
             return 0
         match node.kind:
@@ -146,9 +153,15 @@ class ShardCosts:
 def shard_costs(
     spec: RunSpec, cost: ProfiledWorkload, execution: FsdpExecution = WLB_FSDP
 ) -> ShardCosts:
-    """Return the prices for a layout; `execution` describes the trainer."""
+    """Return the times of FSDP's collectives, the gradient norm and AdamW for a run.
+
+    Args:
+        spec: The run.
+        cost: Prices.
+        execution: How the trainer gathers, reduces and updates parameters.
+    """
     parallel, profile = spec.parallel, cost.profile
-    # A stage without layers still has the embedding or the head.
+    # A stage without layers still has the parameters of the embedding or the head.
     parts = tuple(max(1, layers) for layers in spec.stage_layers)
     whole = (1,) * spec.num_stages
     is_ahead = looks_ahead(spec.pp.schedule, pp=parallel.pp)
@@ -164,7 +177,12 @@ def shard_costs(
     experts = _sharing(spec, profile, sharing_ranks(spec), execution.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
-        """Return a stage's collectives: one for each layer, and one for each layer's experts."""
+        """Return the ns of each stage's collectives: one for each layer, one for its experts.
+
+        Args:
+            of_dense: Returns the time for a number of parameters besides routed experts.
+            of_held: Returns the time for a number of parameters of routed experts.
+        """
         held_ns = of_held(of_experts) if of_experts else 0.0
         return tuple(
             round(layers * of_dense(count / layers) + num * held_ns)
@@ -198,10 +216,10 @@ def shard_costs(
 
 
 def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
-    """Return the time to sum the gradients of K's and V's projections over TP ranks, once a step.
+    """Return the ns to all-reduce gradients of copied KV heads over TP ranks, once in a step.
 
-    This is needed where several TP ranks have copies of one KV head
-    (`wlb.parallel.data.finish_gradients`).
+    They are the gradients of K's and V's projections, where several TP ranks have copies of one KV
+    head (`wlb.parallel.data.finish_gradients`). Without copies it is 0.
     """
     model, copies = spec.model, spec.model.kv_copies(spec.parallel.tp)
     layers = max(
@@ -214,29 +232,36 @@ def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
 
 
 class _Sharing(NamedTuple):
-    """The ranks that share a parameter, and the prices of their collectives."""
+    """The ranks over which FSDP shards a parameter, and the costs of their collectives."""
 
-    shards: int  # ranks of one copy, each of which has one shard
-    copies: int  # copies of each shard (HSDP)
-    gather: CollectiveCost  # all-gather within a copy
-    scatter: CollectiveCost  # reduce-scatter within a copy
-    add: CollectiveCost  # all-reduce over copies
+    shards: int  # number of ranks that shard one copy of the parameter
+    copies: int  # number of copies; above 1 with HSDP
+    gather: CollectiveCost  # cost of an all-gather within a copy
+    scatter: CollectiveCost  # cost of a reduce-scatter within a copy
+    add: CollectiveCost  # cost of an all-reduce over copies
     dtype_bytes: int  # bytes of one gathered value
     gradient_bytes: int  # bytes of one reduced value
 
     def gather_ns(self, count: float) -> float:
-        """Return the time to gather `count` parameters."""
+        """Return the ns to gather `count` parameters."""
         return self.gather.time_ns(count * self.dtype_bytes, num_ranks=self.shards)
 
     def reduce_ns(self, count: float) -> float:
-        """Return the time to reduce the gradients of `count` parameters."""
+        """Return the ns to reduce the gradients of `count` parameters."""
         size = count * self.gradient_bytes
         within = self.scatter.time_ns(size, num_ranks=self.shards)
         return within + self.add.time_ns(size / self.shards, num_ranks=self.copies)
 
 
 def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes: int) -> _Sharing:
-    """Return how parameters are shared if each copy of them has `shards` ranks."""
+    """Return the ranks and costs of the collectives of some parameters.
+
+    Args:
+        spec: The run.
+        profile: Measured costs of collectives.
+        shards: Number of ranks that shard one copy of the parameters.
+        gradient_bytes: Bytes of one gradient value while it is reduced.
+    """
     parallel, copies = spec.parallel, spec.parallel.fsdp_size // spec.shard_size
     node = profile.ranks_per_node
     of_copy = fsdp_span(parallel, node, spec.shard_size)
@@ -257,23 +282,31 @@ def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes:
 
 
 def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
-    """Count the parameters that a rank updates; `counts` are those of each stage on a TP rank."""
+    """Count the parameters in the FSDP shard of a pipeline rank, which the optimizer updates.
+
+    Args:
+        spec: The run.
+        counts: Unsharded parameters of each stage on one TP rank.
+        pp_rank: The pipeline rank.
+    """
     stages = list(spec.stages_of(pp_rank))
     with_experts = sum(spec.stage_expert_layers[stage] for stage in stages)
     return stored_parameters(spec, sum(counts[stage] for stage in stages), with_experts)
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = None) -> int:
-    """Return the number of consecutive ranks over which an FSDP group is spread evenly.
+    """Return the number of consecutive ranks over which an FSDP group is spread, as a cost needs it.
 
-    The members are as dense over that span as inside a node. Consecutive CP ranks are one TP group
-    apart and consecutive dp ranks one pipeline apart. If a node has several stages, or part of one,
-    only the ranks of one stage are members.
+    A collective's price assumes that the members are spread evenly over this span, so the number is
+    chosen such that the members on a node are as many as in fact. Consecutive CP ranks are one TP
+    group apart, and consecutive dp ranks are one pipeline apart. Only the ranks of one stage are
+    members.
 
     Args:
         parallel: Degrees of parallelism.
-        ranks_per_node: Ranks of a node.
-        size: Ranks of one copy (HSDP); None: all ranks.
+        ranks_per_node: Number of ranks of a node.
+        size: Number of members if the group has one copy of the parameters (HSDP); None: all ranks
+            of dp x cp.
     """
     stage = parallel.tp * parallel.cp
     if size is not None and size < parallel.cp:

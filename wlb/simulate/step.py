@@ -1,7 +1,7 @@
-"""The simulator of training steps: it prices the events of a layout and adds up their times.
+"""The simulator of training steps: it prices the events of a step and computes when each ends.
 
-All times follow from the kernel profile; nothing is measured. wlb/simulate/README.md lists what the
-model leaves out.
+All prices come from the kernel profile; nothing is measured. wlb/simulate/README.md lists what the
+simulator leaves out.
 """
 
 from collections import Counter
@@ -31,14 +31,17 @@ from wlb.spec import RunSpec, check
 
 T = TypeVar("T")
 COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm")
-"""Terms of collectives, which are not kernel time."""
+"""Names of the parts of a time that are collectives, which `compute_s` leaves out."""
 CHUNK = 64
-"""Steps of one walk over the graph: enough to make its overhead small, and few enough for memory.
+"""Number of steps that are simulated in one walk over the graph.
+
+The walk takes about as long for one step as for a few, so more steps at once are faster. Their
+times are all in memory.
 """
 
 
 def chunked(steps: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    """Yield the steps in groups of at most CHUNK."""
+    """Yield steps in groups of at most CHUNK."""
     coming = iter(steps)
     while chunk := tuple(islice(coming, CHUNK)):
         yield chunk
@@ -49,13 +52,13 @@ class Simulator:
     """Simulates steps of one run's layout."""
 
     spec: RunSpec  # the run; `spec.parallel.dp` must be set
-    cost: ProfiledWorkload  # prices of its model and layout
-    # Which transfers share a communicator. wlb runs with LINKS; ONE prices other trainers.
+    cost: ProfiledWorkload  # prices of the run's model and layout
+    # Which sends and receives share a communicator. wlb has LINKS; ONE is for other trainers.
     wires: Wires = Wires.LINKS
-    fsdp: FsdpExecution = WLB_FSDP  # what the trainer does with sharded parameters
-    order: Order = field(init=False)  # passes of each rank
+    fsdp: FsdpExecution = WLB_FSDP  # how the trainer gathers, reduces and updates parameters
+    order: Order = field(init=False)  # passes of each pipeline rank
     graph: Graph = field(init=False, repr=False)  # the events of a step
-    # prices of collectives over the data-parallel axis and of the optimiser
+    # Prices of FSDP's collectives, the gradient norm and the optimiser.
     shards: ShardCosts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Simulator:
         )
         object.__setattr__(self, "order", order)
         with_experts = enumerate(self.spec.stage_expert_layers)
-        # Pipelines of an EP group start the passes of stages with experts together.
+        # Pipelines that share an EP group start the passes of stages with experts together.
         grouped = replace(
             graph,
             pipelines_per_ep_group=self.spec.parallel.pipelines_per_ep_group,
@@ -92,11 +95,11 @@ class Simulator:
         object.__setattr__(self, "shards", shard_costs(self.spec, self.cost, self.fsdp))
 
     def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
-        """Price all passes of `steps`."""
+        """Return the prices of all passes of some sharded steps."""
         return step_prices(steps, self.spec, self.cost)
 
     def run(self, prices: StepPrices) -> "Simulation":
-        """Simulate the steps that `prices` describes."""
+        """Simulate the steps whose passes have these prices."""
         durations = self._durations(prices)
         return Simulation(
             simulator=self,
@@ -106,22 +109,27 @@ class Simulator:
         )
 
     def total_s(self, prices: StepPrices, change: Callable[[StepPrices], StepPrices]) -> float:
-        """Return the seconds of all steps with changed prices.
+        """Return the seconds that all steps take together if their prices are changed.
 
         Args:
             prices: Prices of the steps.
-            change: Changes prices, for example `StepPrices.balanced`.
+            change: Returns changed prices, for example `StepPrices.balanced`.
         """
         starts = range(0, prices.shape[0], CHUNK)
         changed = (change(prices.select(slice(i, i + CHUNK))) for i in starts)
         return sum(float(self.run(part).step_time_s.sum()) for part in changed)
 
     def _sharded(self, computes_ns: IntArray, action: Action) -> IntArray:
-        """Add to a pass the collectives of parameters that are part of it."""
+        """Return the duration of a pass with the FSDP collectives that are part of it.
+
+        Args:
+            computes_ns: Duration without them, [steps, dp].
+            action: The pass.
+        """
         if not self.shards.reshards:
             return computes_ns
         is_last = action.micro_batch == self.spec.micro_batches_per_pipeline - 1
-        # A split backward computes weight gradients in its second pass only.
+        # If backward is split, only the weight-gradient pass makes gradients to reduce.
         makes = (PassKind.BACKWARD, PassKind.BACKWARD_WEIGHT)
         return self.shards.pass_ns(
             computes_ns,
@@ -131,12 +139,13 @@ class Simulator:
         )
 
     def _durations(self, prices: StepPrices) -> IntArray:
-        """Return the duration of each node, [nodes, steps, dp], in ns."""
+        """Return the duration of each node of the graph in ns, [nodes, steps, dp]."""
         steps, dp, _, _ = prices.shape
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
         known: dict[tuple[object, ...], IntArray] = {}
-        # Mean time in passes of a pipeline rank, from which the overhead at the end is computed.
+        # Time that the mean pipeline rank spends in passes. The overhead at the end of a step is a
+        # fraction of it.
         busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
             if node.kind == NodeKind.OVERHEAD:
@@ -155,7 +164,7 @@ class Simulator:
                 )
                 out[i] = messages[scope][:, :, micro_batch]
                 continue
-            # Many stages have equal prices, which are computed once.
+            # Many stages have equal prices, so these are computed only once.
             key = (kind, *prices.stage_key(stage))
             if key not in known:
                 known[key] = prices.pass_ns(kind, stage)
@@ -166,12 +175,12 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulation:
-    """The events of simulated steps."""
+    """The events of simulated steps, and what follows from them."""
 
-    simulator: Simulator  # the simulator that made it
+    simulator: Simulator  # the simulator that made this
     prices: StepPrices  # prices of the passes
     durations_ns: IntArray  # duration of each node, [nodes, steps, dp]
-    ends_ns: IntArray  # end of each node after the start of its step, [nodes, steps, dp]
+    ends_ns: IntArray  # when each node ends, counted from the start of its step, [nodes, steps, dp]
 
     @property
     def num_steps(self) -> int:
@@ -180,12 +189,15 @@ class Simulation:
 
     @property
     def step_time_s(self) -> FloatArray:
-        """Time of each step, shape [steps]."""
+        """Time of each step in seconds, shape [steps]."""
         return self.ends_ns.max(axis=(0, 2)) * 1e-9
 
     @property
     def busy_s(self) -> FloatArray:
-        """Time in passes on the slowest CP rank of each pipeline rank, [steps, dp, pp]."""
+        """Seconds that each pipeline rank spends in passes, [steps, dp, pp].
+
+        They are those of its slowest CP rank.
+        """
         graph = self.simulator.graph
         steps, dp = self.durations_ns.shape[1:]
         out = np.zeros((steps, dp, self.simulator.spec.parallel.pp))
@@ -200,7 +212,7 @@ class Simulation:
 
     @property
     def attention_s(self) -> FloatArray:
-        """Time in attention kernels of each rank, both passes, [steps, dp, pp, cp]."""
+        """Seconds of attention kernels on each rank, forward and backward, [steps, dp, pp, cp]."""
         steps, dp, _, cp = self.prices.shape
         out = np.zeros((steps, dp, self.simulator.spec.parallel.pp, cp))
         for stage in range(len(self.prices.layers)):
@@ -211,7 +223,10 @@ class Simulation:
 
     @property
     def compute_s(self) -> FloatArray:
-        """Kernel time of each rank without collectives, [steps, dp, pp, cp]; equal on TP ranks."""
+        """Seconds of all kernels without collectives and launches on each rank, [steps, dp, pp, cp].
+
+        All TP ranks have the same.
+        """
         spec, prices = self.simulator.spec, self.prices
         out = self.attention_s
         for rank in range(spec.parallel.pp):
@@ -221,7 +236,7 @@ class Simulation:
         return out
 
     def _kernels_s(self, terms: TermPrices) -> FloatArray:
-        """Return the kernel time of one stage's linear work, all micro-batches, [steps, dp]."""
+        """Return the seconds of kernels that `terms` price, over all micro-batches, [steps, dp]."""
         skipped = (*COMMUNICATION, CALLS)
         token_ns = sum(ns for name, ns in terms.per_token.items() if name not in skipped)
         call_ns = sum(ns for name, ns in terms.per_call.items() if name not in skipped)
@@ -230,11 +245,18 @@ class Simulation:
 
     @property
     def peak_activation_bytes(self) -> IntArray:
-        """Peak activations of the fullest pipeline, [steps, pp]."""
+        """Peak bytes of activations on each pipeline rank, in the pipeline with the most.
+
+        The shape is [steps, pp].
+        """
         return self._peaks(None)
 
     def _peaks(self, gradients: list[int] | None) -> IntArray:
-        """Return peak activations, plus gradients if given as bytes by stage; [steps, pp]."""
+        """Return the peak bytes of activations and gradients on each pipeline rank, [steps, pp].
+
+        Args:
+            gradients: Bytes of each stage's gradients; None: do not count gradients.
+        """
         held = stage_bytes(self.simulator.spec, self.prices.tokens)
         peaks = [
             peak_held_bytes(passes, held, gradients).max(axis=1) for passes in self.simulator.order
@@ -243,13 +265,14 @@ class Simulation:
 
     @property
     def peak_memory_bytes(self) -> IntArray:
-        """Peak of resident bytes, [steps, pp].
+        """Peak bytes of all tensors on each pipeline rank, in the pipeline with the most, [steps, pp].
 
-        Activations and gradients follow from the passes of the step. All other memory is estimated
-        by `wlb.memory` for the step's longest micro-batch.
+        Activations and gradients are counted pass by pass. All other memory is estimated by
+        `wlb.memory` for the step's longest micro-batch.
         """
         spec = self.simulator.spec
-        # If every pass reduces its gradients, whole gradients of a stage never exist.
+        # If every pass reduces its gradients layer by layer, the unsharded gradients of a whole
+        # stage never exist.
         shards_only = self.simulator.shards.reshards and self.simulator.fsdp.reduces_every_pass
         out = self._peaks(stage_gradients(spec, shards_only=shards_only))
         for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):
@@ -258,7 +281,11 @@ class Simulation:
         return out
 
     def metrics(self, steps: Sequence[ShardedStep]) -> tuple[StepMetrics, ...]:
-        """Return the planner's predictions of `steps`, with their simulated times and shardings."""
+        """Return the metrics of each step: the planner's predictions, and what was simulated.
+
+        Args:
+            steps: The simulated steps, in order.
+        """
         times = self.step_time_s.tolist()
         return tuple(
             replace(
@@ -273,7 +300,7 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
-        """Return the attention time of the slowest CP ranks over the mean, in one step."""
+        """Return the attention time of the slowest CP ranks over the mean CP rank's, in one step."""
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())
         return float(both.max(axis=2).sum()) / mean if mean else 1.0

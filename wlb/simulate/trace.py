@@ -1,10 +1,10 @@
 """Write simulated steps in Chrome's trace format, for Perfetto (ui.perfetto.dev).
 
-Each pipeline rank of each pipeline is a process with threads for passes (named like `2F0`),
-messages and collectives. Process 0 shows the steps and the critical path. Events on that path have
-the category `critical`: `select * from slice where category glob '*critical*'`. Files are written
-event by event (about 300 bytes and 20 us each), so that a trace of thousands of GPUs needs little
-memory.
+Each pipeline rank of each pipeline is shown as a process. It has threads for passes (named like
+`2F0`, the forward of micro-batch 0 on stage 2), messages and collectives. Process 0 shows the steps
+and the critical path. Events on that path have the category `critical`; Perfetto's SQL finds them
+with `select * from slice where category glob '*critical*'`. The file is written event by event
+(about 300 bytes and 20 us each), so a trace of thousands of GPUs needs little memory.
 """
 
 import json
@@ -25,7 +25,7 @@ STEPS, PASSES, MESSAGES, COLLECTIVES = 0, 1, 2, 3  # thread ids
 CRITICAL = "critical path"
 """Name of the process and of the thread that show the critical path."""
 OVERLAPPING = 100
-"""First thread id of messages that overlap other messages."""
+"""Messages that overlap others are shown in threads with ids above this."""
 _PASS_WORDS = {
     PassKind.FORWARD: "forward",
     PassKind.BACKWARD: "backward",
@@ -41,13 +41,13 @@ def write_trace(
     steps: Sequence[int] | None = None,
     first_step: int = 0,
 ) -> int:
-    """Write steps one after the other, and return the number of events.
+    """Write simulated steps to a trace file, one after the other, and return the number of events.
 
     Args:
         path: The file to write.
         simulation: The simulated steps.
         steps: Indices of the steps; None: all.
-        first_step: Number with which the first simulated step is shown.
+        first_step: Number in the run of the first simulated step, for the names of steps.
     """
     chosen = range(simulation.num_steps) if steps is None else steps
     _check(simulation, chosen)
@@ -129,18 +129,18 @@ def _pid(pipeline: int, rank: int, pp: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """Makes the events of one step."""
+    """Makes the trace events of one simulated step."""
 
     simulation: Simulation  # the simulated steps
     step: int  # index of the step
     offset_ns: int  # start of the step in the trace
     name: str  # name of the step in the trace
-    # (node, pipeline) pairs on the critical path
+    # (index of the node, pipeline) of all events on the critical path
     critical: frozenset[tuple[int, int]] = field(init=False)
-    senders: dict[Action, int] = field(init=False)  # node of each pass
-    # thread of each message, by (node, pipeline)
+    senders: dict[Action, int] = field(init=False)  # index of the node of each pass
+    # id of the thread that shows each message, by (index of the node, pipeline)
     tids: dict[tuple[int, int], int] = field(init=False)
-    lanes: int = field(init=False)  # most messages of a rank at the same time
+    lanes: int = field(init=False)  # most messages that a rank receives at the same time
 
     def __post_init__(self) -> None:
         simulation, graph = self.simulation, self.simulation.simulator.graph
@@ -184,7 +184,10 @@ class _Step:
             yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
 
     def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
-        """Yield an arrow from the sending to the receiving pass; its ends must lie in passes."""
+        """Yield the two events of an arrow from the pass that sends a message to the receiving pass.
+
+        Perfetto draws it only if both ends lie within the passes.
+        """
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         assert node.action is not None
         to_stage = node.stage + (1 if node.action.kind == PassKind.FORWARD else -1)
@@ -202,7 +205,7 @@ class _Step:
             yield event | ({"bp": "e"} if phase == "f" else {})
 
     def _label(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
-        """Return the name and the arguments of an event."""
+        """Return the name of a node's event, and the arguments that a viewer shows with it."""
         if node.action is None:
             name = NAMES[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
             return name, {"step": self.name}
@@ -230,14 +233,14 @@ class _Step:
         times_ns: tuple[int, int],
         args: dict[str, Any],
     ) -> TraceEvent:
-        """Return an event with a start and a duration.
+        """Return a trace event with a start and a duration.
 
         Args:
             name: Name of the event.
             category: Categories, separated by commas.
-            at: Process and thread.
-            times_ns: Start and stop, relative to the start of the step.
-            args: What a viewer shows about the event.
+            at: Ids of its process and thread.
+            times_ns: Start and end, counted from the start of the step.
+            args: Arguments that a viewer shows with the event.
         """
         start, stop = times_ns
         event: TraceEvent = {"name": name, "cat": category, "ph": "X", "pid": at[0], "tid": at[1]}
@@ -255,7 +258,12 @@ class _Step:
         return stop - int(self.simulation.durations_ns[i, self.step, pipeline]), stop
 
     def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:
-        """Assign each message to the first thread that has no other message at that time."""
+        """Assign messages to threads so that those of one thread do not overlap.
+
+        Returns:
+            Thread id of each message, by (index of the node, pipeline); and the most threads that a
+            rank needs.
+        """
         graph, dp = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel.dp
         by_rank: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for i in graph.indices(NodeKind.MESSAGE):
