@@ -27,7 +27,7 @@ from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
-MOST_HEADS = 4  # most query heads that are tested
+MOST_HEADS = 4  # of the run's query heads, at most this many are tested, to save time
 # The allowed root mean square error (MEAN_TIMES) and the allowed largest error (MAX_TIMES) of a
 # kernel, as multiples of the error that the definition of attention has in the same dtype.
 MEAN_TIMES, MAX_TIMES = 2.0, 3.0
@@ -55,7 +55,7 @@ class Heads(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Description for messages."""
+        """Description of the heads, for messages."""
         return f"{self.num_heads} heads of {self.head_size}, {self.num_kv_heads} of keys"
 
 

@@ -40,7 +40,7 @@ def shared_folder(patient: Patient) -> Finding:
 def token_stores(patient: Patient) -> Finding:
     """Check that this node can open the token stores that the run names.
 
-    A store that is made from `data.corpus` need not exist yet.
+    If the run names none, nothing is checked: training makes the store from `data.corpus`.
     """
     check, data = "token stores", patient.spec.data
     prefixes = [data.store, data.heldout_store, *(prefix for prefix, _ in parse_blend(data.blend))]

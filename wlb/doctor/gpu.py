@@ -46,7 +46,10 @@ def opened_nvml() -> Iterator[Any]:
 
 
 def driver(patient: Patient) -> Finding:
-    """Check that the driver supports the CUDA version of torch's build. Has not run on a GPU."""
+    """Check that the driver supports the CUDA version for which torch was built.
+
+    This has not run on a GPU.
+    """
     name, facts = "driver", patient.facts
     if not patient.is_cuda or facts.gpu is None:
         return skipped(name, NO_GPU)
@@ -302,7 +305,7 @@ def _spare(facts: Facts) -> bool:
 
 
 def _hosts(ranks: Sequence[Facts]) -> str:
-    """Return the hosts of some ranks, each once."""
+    """Return the names of the hosts of some ranks, each name once."""
     return ", ".join(dict.fromkeys(facts.host for facts in ranks))
 
 

@@ -1,4 +1,4 @@
-"""Checks a rank's resources on its node: CPU cores, open files, shared memory, disk and memory."""
+"""Checks the resources of a rank's node: CPU cores, open files, shared memory, disk and memory."""
 
 import resource
 import shutil

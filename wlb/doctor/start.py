@@ -198,19 +198,19 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
 
 
 def _who(late: Sequence[int], world: World) -> str:
-    """Return which ranks are late, as the subject of a sentence."""
+    """Name the late ranks, as the subject of a sentence."""
     if len(late) == world.world_size > 1:
         return f"all {world.world_size} ranks, some of which wait for the others,"
     return f"rank {ranges(late)}"
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of an error."""
+    """Return the class of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
 
 def _failed_rendezvous(error: RuntimeError, world: World) -> Finding:
-    """Return the finding that ranks could not connect to each other."""
+    """Return a failed finding which says that the ranks could not connect to each other."""
     remedy = "check that all ranks started and reach the first node's address (GLOO_SOCKET_IFNAME)"
     found = f"{world.world_size} ranks did not connect: {_line(error)}"
     return failed("rendezvous", found, remedy)
@@ -327,9 +327,9 @@ def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> N
 
 
 def _not_started(spec: RunSpec) -> list[Finding]:
-    """Return a finding that nothing between ranks was checked, if the layout has several ranks.
+    """Return a finding which says that one process alone could not check connections between ranks.
 
-    It is called if this process examines the machine alone.
+    The list is empty if the layout has only one rank.
     """
     num_ranks = spec.parallel.world_size
     if num_ranks == 1:
@@ -372,7 +372,7 @@ def _tried(
 
 
 def _gathered(report: RankReport, world: World) -> list[RankReport]:
-    """Gather the reports of all ranks on rank 0; other ranks get only their own."""
+    """Return the reports of all ranks on rank 0; other ranks get a list that they must not use."""
     if world.world_size == 1:
         return [report]
     gathered: list[RankReport] = [report] * world.world_size

@@ -1,1 +1,1 @@
-"""The training loop and its surroundings, from starting ranks to the final summary."""
+"""Trains a run: starts ranks, runs the training loop, saves checkpoints and reports."""

@@ -42,8 +42,8 @@ from wlb.train.telemetry.sinks import refuse_missing
 class _Documents(NamedTuple):
     """The documents from which the run is predicted."""
 
-    batches: list[GlobalBatch]  # their global batches
-    note: str  # describes where their lengths come from
+    batches: list[GlobalBatch]  # the run's first global batches
+    note: str  # describes where the documents' lengths come from
 
 
 def show(spec: RunSpec, console: Console) -> bool:
@@ -141,7 +141,10 @@ def _device(spec: RunSpec) -> str:
 
 
 def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
-    """Fill in the data-parallel size and the vocabulary size, as training would."""
+    """Fill in the data-parallel size and the vocabulary size, as training would.
+
+    `stores` are the token stores that the run names; None if it names none.
+    """
     world_size = spec.parallel.world_size
     if stores is not None:
         return ready(spec, stores, world_size)
@@ -199,7 +202,13 @@ def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
 
 
 def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
-    """Describe the machine that the figures are for, as part of a sentence."""
+    """Return the table's text on the machines for which the figures are predicted.
+
+    Args:
+        made: The prediction.
+        budget: Memory of a device.
+        known: The same, or None if the memory of the machines is not known.
+    """
     profile, ranks = made.cost.profile, made.spec.parallel.world_size
     reason = "run.device = cpu was asked for"
     if made.spec.run.device == Device.AUTO:
@@ -254,7 +263,7 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
 
 
 def _checkpoints(made: Forecast) -> str:
-    """Describe the size of a checkpoint and the disk space that the run needs."""
+    """Return the table's text on the size of a checkpoint and the disk space that a run needs."""
     one, most = made.checkpoint_bytes, most_at_once(made.spec)
     return (
         f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
@@ -367,7 +376,7 @@ def _first_step(made: Forecast, console: Console) -> None:
 
 
 def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
-    """Return the table of one pipeline's micro-batches."""
+    """Return the table that lists the micro-batches of one pipeline in a step."""
     of_several = f" of {spec.parallel.dp} pipelines" if spec.parallel.dp > 1 else ""
     has_keys = spec.parallel.cp > 1
     table = new_table(

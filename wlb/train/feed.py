@@ -1,7 +1,7 @@
-"""Plans for one rank, from the planner process of its node.
+"""Gives a rank the plans of its steps, which a planner process on its node makes.
 
-One process per node plans ahead of training and serves all ranks of the node. Every node plans the
-same steps, so nodes exchange no plans.
+One process per node plans ahead of training and sends the plans to all ranks of the node. Every
+node plans the same steps, so nodes exchange no plans.
 """
 
 import time

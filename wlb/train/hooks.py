@@ -39,8 +39,8 @@ class LoadedRun(NamedTuple):
 class RunContext:
     """State that the loop and its hooks share on one rank."""
 
-    job: Job
-    mesh: Mesh
+    job: Job  # what the run was started with
+    mesh: Mesh  # this rank's place in the layout, with its process groups
     position: Position  # notes what the rank is doing, for reports of failures
     report: RunReport  # writes records and messages; silent except on rank 0
     feed: PlanFeed  # gives the plans of the coming steps
@@ -50,8 +50,9 @@ class RunContext:
     steps_done: int = 0  # updates of the weights so far
     saved: PlanProgress | None = None  # planner's state in the newest checkpoint; None without one
     tally: Tally = field(default_factory=Tally)  # sums over steps, for the summary
-    stop: Stop = Stop.NO  # source of a request to end early, the same on all ranks
-    records_ns: int = 0  # CPU time of `record` calls that telemetry has not counted yet
+    stop: Stop = Stop.NO  # what asks the run to end early, the same on all ranks
+    # CPU time that hooks have spent in `record` and that is not yet part of a step's telemetry.
+    records_ns: int = 0
     wall: WallTimes = field(init=False)  # wall time of this rank by phase
 
     def __post_init__(self) -> None:
@@ -138,7 +139,10 @@ class Hook:
         """Called after weights, optimiser and `run.progress` were loaded from `saved_in`."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Called after each executed step. Its time is reported as telemetry's overhead."""
+        """Called after each executed step, to record it.
+
+        The time of this method is reported as overhead of telemetry, so it must be short.
+        """
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
         """Called after all records of a step, for slow work such as evaluating or saving."""
@@ -147,7 +151,7 @@ class Hook:
         """Called after the last step. `run.stop` says whether the run was asked to end."""
 
     def close(self) -> None:
-        """Called at the end to release files, also after an error."""
+        """Called at the end of the run, also after an error, to release files and threads."""
 
     def finished(self, run: RunContext) -> None:
-        """Called after a run without errors, when records and live display are closed."""
+        """Called at the very end if there was no error, after files and live table were closed."""

@@ -1,4 +1,4 @@
-"""Arguments that every rank of a run gets: its spec, stores and folders."""
+"""`Job`, the arguments that every rank of a run gets: the spec, token stores and folders."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ class Job:
     resume: Path | None  # checkpoint to resume from; None for a new run
     title: str  # title of the table of steps on the screen
     started_s: float  # Unix time at which the command began
-    ready_s: float = 0.0  # Unix time at which ranks could begin; 0 if not known
+    # Unix time at which ranks could begin, after stores were made and the run was checked; 0 if not
+    # known.
+    ready_s: float = 0.0
     # Kernel profile to write when training has ended; None to write none.
     calibrate: Path | None = None
     # Checkpoint whose weights a new run begins with; None for random weights.

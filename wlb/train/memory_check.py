@@ -57,7 +57,10 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
 
 
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
-    """Estimate the memory of the fullest rank, with packing's limits on micro-batches and steps."""
+    """Estimate the memory of the fullest rank, for the largest micro-batches and steps allowed.
+
+    They are S_max and T if packing makes micro-batches of different lengths.
+    """
     if not spec.packing.varies_lengths:
         return memory_estimate(spec)
     s_max, step_tokens = caps_of(spec)
@@ -130,7 +133,7 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
 
 
 def caps_line(spec: RunSpec, budget: Budget) -> str:
-    """Describe the largest micro-batches and steps that fit the memory."""
+    """Return a line that says how large micro-batches and steps may be to fit into the memory."""
     try:
         caps = token_caps(spec, memory_bytes=budget.planned_bytes)
     except UserError as error:

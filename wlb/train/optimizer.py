@@ -1,4 +1,4 @@
-"""AdamW over a rank's stages, and the learning rate as a function of the step."""
+"""Updates the weights of a rank's stages with AdamW, and computes each step's learning rate."""
 
 import math
 from dataclasses import replace
@@ -47,12 +47,12 @@ def learning_rate(spec: RunSpec, step: int) -> float:
 
 
 def has_decay(parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies: to every parameter except norms and biases."""
+    """Return whether weight decay applies to a parameter. It does not apply to norms and biases."""
     return parameter.dim() > 1
 
 
 def peak_missed(spec: RunSpec) -> str:
-    """Return a warning if the run ends within its warm-up, else ""."""
+    """Return a warning if the run ends before its warm-up reaches the peak learning rate, or ""."""
     t = spec.training
     if t.warmup_steps <= t.steps:
         return ""
@@ -85,7 +85,9 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
 
 
 class Optimizers:
-    """One AdamW for each stage of this rank, so that each stage's checkpoint is complete.
+    """One AdamW for each pipeline stage of this rank.
+
+    So a stage's optimiser state is saved and loaded together with the stage's weights.
 
     Args:
         spec: The run.
@@ -129,7 +131,7 @@ class Optimizers:
         self.clear()
 
     def configure(self) -> None:
-        """Set AdamW's options from the spec. `step` sets the learning rate."""
+        """Set AdamW's options from the spec, except the learning rate, which `step` sets."""
         t = self.spec.training
         for index, optimizer in self.by_stage.items():
             for group, decayed in zip(optimizer.param_groups, self._decayed[index], strict=True):

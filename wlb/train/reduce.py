@@ -44,7 +44,7 @@ Plans = list[tuple[StepPlan, PipelinePlan]]
 
 
 class PlanMismatch(RuntimeError):
-    """Ranks have different plans for the same step."""
+    """Raised if ranks have different plans for the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class StepReducer:
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
-        # All ranks of a stage know the same loads, so one of them adds them.
+        # All ranks of a stage have the same loads, so only one of them adds them.
         at = mesh.at
         if expert_load is not None and (at.tp, at.cp, at.dp) == (0, 0, 0):
             vector[_SUMS:before] = expert_load
@@ -159,7 +159,10 @@ class StepReducer:
         )
 
     def _expert_load(self, values: list[float]) -> ExpertLoad | None:
-        """Build the record of experts' loads from the reduced `load_values` of all stages."""
+        """Return the loads of experts as a record; None for a model without experts.
+
+        `values` are the `load_values` of `wlb.parallel.expert_parallel`, summed over all stages.
+        """
         num = self._num_layers
         layers = tuple(layer for layer in range(num) if values[layer])
         if not layers:

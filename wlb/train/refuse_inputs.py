@@ -39,7 +39,7 @@ A run can load a checkpoint only if these keys are equal in both."""
 
 
 def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
-    """Raise UserError for stores whose documents cannot be trained or evaluated.
+    """Raise UserError if a token store has nothing to train, or if the held-out store does not fit.
 
     Args:
         spec: The run.
@@ -59,7 +59,10 @@ def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
 
 
 def refuse_snapshots(spec: RunSpec, device: str) -> None:
-    """Raise UserError for `telemetry.snapshot_steps` on a device other than a GPU."""
+    """Raise UserError if `telemetry.snapshot_steps` is set but the run does not use a GPU.
+
+    `device` is "cpu" or "cuda".
+    """
     steps = list(spec.telemetry.snapshot_steps)
     if device == "cuda" or not steps:
         return
@@ -70,7 +73,11 @@ def refuse_snapshots(spec: RunSpec, device: str) -> None:
 
 
 def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:
-    """Raise UserError for a held-out store with another tokenizer or a larger vocabulary."""
+    """Check the held-out store's vocabulary.
+
+    UserError is raised if it has another tokenizer than the training store, or a larger vocabulary
+    than the model.
+    """
     stores = train.stores if isinstance(train, BlendedStore) else (train,)
     key = "data.blend" if isinstance(train, BlendedStore) else "data.store"
     check_tokenizers([*stores, heldout], f"{key} and data.heldout_store")
@@ -82,7 +89,7 @@ def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: 
 
 
 def begins_with(spec: RunSpec) -> Path | None:
-    """Return the checkpoint that `checkpoint.init_from` names, or None."""
+    """Return the checkpoint of `checkpoint.init_from`, whose weights a run begins with, or None."""
     path = spec.checkpoint.init_from
     return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
 
@@ -113,6 +120,6 @@ def check_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
 
 
 def model_of(saved_in: Path) -> ModelSpec:
-    """Return the model that a checkpoint was saved for."""
+    """Return the model whose weights a checkpoint has, as its run.json describes it."""
     saved = checkpoint.read_run(saved_in)["spec"]["model"]
     return apply(ModelSpec(), saved, source=str(saved_in), prefix="model.", is_stored=True)

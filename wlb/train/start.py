@@ -121,7 +121,7 @@ def _start_ranks(spec: RunSpec, request: _Request) -> bool:
     """Train in this process, or in as many local processes as the layout has ranks.
 
     Returns:
-        Whether the run was asked to end early.
+        Whether a signal or a stop file ended the run early.
     """
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
@@ -210,7 +210,7 @@ def _answer(
 
 
 def local_rank(world: World, job: Job, device_kind: str, signal_file: Path | None = None) -> bool:
-    """Run one local rank from its start to its end.
+    """Run the training on one local rank, in a process that `_start_ranks` launched.
 
     Args:
         world: This rank's place among the local ranks.
@@ -219,7 +219,7 @@ def local_rank(world: World, job: Job, device_kind: str, signal_file: Path | Non
         signal_file: The file that the launching process creates when it gets a signal.
 
     Returns:
-        Whether the run was asked to end early.
+        Whether a signal or a stop file ended the run early.
     """
     _keep_flight_records(job.directory, device_kind)
     with Signals() as signals:
@@ -236,7 +236,7 @@ def _started_rank(world: World, job: Job, device_kind: str, stop_request: StopRe
 
 
 def _keep_flight_records(directory: Path, device_kind: str) -> None:
-    """Let NCCL write its last operations to the run's logs when a collective times out."""
+    """Let torch write the last NCCL operations to the run's logs when a collective times out."""
     if device_kind == "cuda":
         worlds.set_flight_records(str(directory / LOGS / FLIGHT_RECORDS))
 
@@ -255,7 +255,10 @@ def _in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _result_or_error(_: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return a UserError instead of raising it, so that it reaches the launcher unchanged."""
+    """Return `fn(*args)`. A UserError is returned too, so that it reaches the launcher unchanged.
+
+    Another error is raised, and the launcher reports it as the failure of a rank.
+    """
     try:
         return fn(*args)
     except UserError as error:
@@ -324,7 +327,7 @@ def _job(
     a child process.
     """
     console = request.console
-    # Fill in the sizes and limits that depend on stores and memory.
+    # Fill in the vocabulary size, the data-parallel size and the limits that depend on memory.
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     measured = measured_budget(filled) if choice.kind == "cuda" else None
@@ -339,7 +342,8 @@ def _job(
     saved, passed_over, falls_back = _resumed(spec, request)
     init_from = None
     if saved is None:
-        # A resumed run continues its own weights, so checkpoint.init_from is for new runs only.
+        # checkpoint.init_from is for new runs only. A resumed run continues the weights of its
+        # checkpoint.
         init_from = begins_with(spec)
         refuse_inputs_in(directory, spec)
     # Refuse what cannot work before any rank starts.

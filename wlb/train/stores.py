@@ -1,4 +1,4 @@
-"""The token stores of a run: the stores that it names, or a store made from `data.corpus`."""
+"""Opens the token stores that a run names, or makes a token store from `data.corpus`."""
 
 import os
 from dataclasses import dataclass, replace
@@ -109,7 +109,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
     Args:
         spec: The run.
-        stores: The folder where stores are made; None for the run's own setting.
+        stores: The folder where stores are made; None means `run.stores_dir`.
     """
     folder = stores or spec.run.stores_dir
     data = spec.data
@@ -134,7 +134,8 @@ def _docstring_options(spec: RunSpec) -> dict[str, Any]:
 def _store_prefix(spec: RunSpec, folder: Path) -> Path:
     """Return the prefix of the store that is made from `data.corpus`.
 
-    Each combination of corpus, vocabulary and held-out share has a prefix of its own.
+    Each combination of corpus, vocabulary size and held-out share has a different prefix, so that
+    runs reuse a store exactly if these are equal.
     """
     data = spec.data
     is_builtin = data.corpus == STDLIB

@@ -1,4 +1,4 @@
-"""Work that is done once before a run's first step, so that no step pauses for it."""
+"""Hooks that keep steps from pausing: they connect ranks, compile kernels and collect garbage."""
 
 import gc
 import time
@@ -33,7 +33,7 @@ class ConnectRanks(Hook):
     """
 
     def begin(self, run: RunContext) -> None:
-        """Make a call on every communicator of this rank's mesh."""
+        """Call a collective on every communicator of this rank's mesh."""
         if dist.get_world_size() == 1:
             return
         run.position.enter("connecting communicators")
@@ -115,7 +115,7 @@ def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: to
 
 
 def _heads(spec: RunSpec) -> tuple[int, int]:
-    """Return the numbers of query heads and key heads of one TP rank."""
+    """Return how many query heads and how many key-value heads one TP rank has."""
     model, tp = spec.model, spec.parallel.tp
     return model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp
 
@@ -123,9 +123,9 @@ def _heads(spec: RunSpec) -> tuple[int, int]:
 class CollectGarbage(Hook):
     """Collects garbage between steps, on all ranks after the same step, as torchtitan does.
 
-    Python's automatic collections come at different moments on each rank, and all ranks wait for
-    each of them. A full collection walks all objects of torch and of the run. Objects that exist
-    when training begins are frozen, so that only later objects are walked.
+    Python collects garbage automatically at a different moment on each rank, and each time all
+    other ranks wait for that rank. So automatic collection is switched off. Objects that exist when
+    training begins are frozen (`gc.freeze`), so that a collection only walks objects made later.
     """
 
     def __init__(self) -> None:
@@ -141,13 +141,13 @@ class CollectGarbage(Hook):
             self._is_frozen = True
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Collect every `GARBAGE_INTERVAL` steps."""
+        """Collect garbage after every `GARBAGE_INTERVAL` steps."""
         self._num_steps += 1
         if self._num_steps % GARBAGE_INTERVAL == 0:
             gc.collect()
 
     def close(self) -> None:
-        """Restore automatic collections."""
+        """Switch automatic garbage collection on again."""
         if self._is_frozen:
             gc.unfreeze()
             gc.enable()

@@ -1,4 +1,4 @@
-"""The hooks of a run, in the order in which every event calls them."""
+"""Chooses the hooks of a run, and fixes the order in which they are called at every event."""
 
 from wlb.spec import RunSpec
 from wlb.train.checkpoint.saves import SaveCheckpoints

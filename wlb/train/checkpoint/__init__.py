@@ -1,1 +1,1 @@
-"""Checkpoints: their folders (`folder`), and how ranks write and load them (`saver`)."""
+"""Writes, finds, verifies and loads checkpoints."""

@@ -31,7 +31,7 @@ SEEN_WITHIN_S = 60.0
 An NFS client may cache the entries of a folder for so long (mount option acdirmax, default 60)."""
 
 
-# Which entries run.json must and may have, with their types.
+# The entries of run.json and their types. Entries whose name ends with "?" may be absent.
 _MODEL: Schema = {"experts?": dict, "linear?": dict, "rope_scaling?": dict, OTHERS: ANYTHING}
 _IMPORTED: Schema = {
     "from?": str,
@@ -55,7 +55,7 @@ _RUN: Schema = {
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files differ from those that were saved."""
+    """Raised for a checkpoint whose files are not as they were saved."""
 
 
 class ToResume(NamedTuple):
@@ -158,7 +158,12 @@ def sound_before(damaged: Path) -> Path | None:
 
 
 def _named(directory: Path, value: str) -> Path:
-    """Return the checkpoint that --resume names: the newest for "", else a step or a folder."""
+    """Return the checkpoint that a value of --resume other than "auto" names.
+
+    Args:
+        directory: Folder of the run's checkpoints.
+        value: "" for the newest checkpoint, else the number of a step or the path of a checkpoint.
+    """
     found = list_complete(directory)
     if not value:
         if not found:
@@ -298,7 +303,7 @@ def manifest_entry(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON and sync it to disk."""
+    """Write `data` as JSON to a file, and sync the file to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(data))
         file.flush()
@@ -346,8 +351,8 @@ def check_files(checkpoint: Path) -> None:
     """Check a checkpoint's files: their sizes, and the checksums of JSON files only.
 
     Raises:
-        DamagedCheckpoint: For the first file that is missing, damaged, or was not saved with the
-            others.
+        DamagedCheckpoint: If a file is missing, damaged, or was not saved with the others. The
+            message names the first such file.
     """
     files = read_manifest(checkpoint)
     _refuse_strays(checkpoint, files)

@@ -69,7 +69,8 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
     Args:
         path: The file.
         remedy: What the user can do if the file is damaged, for messages.
-        has_offsets: Whether the header must say where each part belongs, as in wlb's checkpoints.
+        has_offsets: Whether the header must say where each part begins in its whole tensor, as in
+            wlb's checkpoints.
 
     Returns:
         The tensors of the file by name.
@@ -90,10 +91,10 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
     check_schema(data, _HEADER, where, remedy=remedy)
     about = data.pop(_ABOUT, {})
     at = 0
-    # The tensors must lie one behind the other, without gaps or overlaps.
+    # The bytes of the tensors must follow each other in the file, without gaps or overlaps.
     for name, entry in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
         bits, (begin_at, end_at) = _BITS.get(entry["dtype"]), _pair(entry, where, name, remedy)
-        # The size of an unknown dtype cannot be checked. Whoever reads the tensor refuses it.
+        # The size of a tensor of unknown dtype cannot be checked. Reading the tensor will fail.
         need = (end_at - begin_at) * 8 if bits is None else prod(entry["shape"]) * bits
         if begin_at != at or need != (end_at - begin_at) * 8:
             raise UserError(
@@ -163,10 +164,10 @@ def checked_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
         remedy: What the user can do if it is damaged, for messages.
 
     Returns:
-        The whole tensors by name.
+        The entries of the whole tensors by name, joined from their parts in all files.
 
     Raises:
-        UserError: If an element of a tensor is missing or there twice, or if dtypes differ.
+        UserError: If an element of a tensor is missing or in two files, or if dtypes differ.
     """
     parts: dict[str, list[HeaderEntry]] = {}
     for path in sorted(folder.glob("*.safetensors")):

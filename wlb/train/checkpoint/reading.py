@@ -99,7 +99,7 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors. The headers are read only once."""
+        """Names of all tensors in the checkpoint. The files' headers are read only once."""
         with self._readable():
             return set(self._reader.read_metadata().state_dict_metadata)
 

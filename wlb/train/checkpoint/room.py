@@ -61,7 +61,8 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
         f"{folder} has {size_text(usage.free + left)} free, and a checkpoint takes about "
         f"{size_text(one)}"
     )
-    # If there are several checkpoints, a save that finds the disk full removes the oldest one.
+    # With two checkpoints or more, the run can still save: if the disk is full, a save removes the
+    # oldest one.
     if not fit and len(there) < 2:
         raise UserError(
             f"run.output_dir = {spec.run.output_dir}: {found}, so that not one could be saved; "
@@ -92,8 +93,8 @@ def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
 def is_full(failure: BaseException) -> bool:
     """Return whether a save failed because the disk is full.
 
-    All ranks get the same answer if all have the same failure; torch's CheckpointException, for
-    example, lists the errors of all ranks.
+    All ranks must get the same answer. They do, because each gets the errors of all ranks: either
+    in torch's CheckpointException, or in a CheckpointError that rank 0 has broadcast.
     """
     failures = getattr(failure, "failures", None)
     if failures:
@@ -129,7 +130,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of all files in a folder."""
+    """Return the size in bytes of all files in a folder and its subfolders."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 

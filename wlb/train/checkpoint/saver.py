@@ -61,7 +61,7 @@ It is long because one rank may finish writing its files much later than others.
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written. Older ones are untouched.
+    """Raised if a checkpoint could not be written. Older checkpoints are untouched.
 
     Attributes:
         is_full: Whether the disk is full.
@@ -97,7 +97,7 @@ class _Task:
     # The planner's state as JSON; None on ranks that do not write it.
     planner: dict[str, Any] | None
     began_s: float  # time.perf_counter when training began to wait
-    stall_s: float  # seconds that training waited
+    stall_s: float  # seconds that training waited, until the copy was started
 
 
 class CheckpointSaver:
@@ -220,7 +220,8 @@ class CheckpointSaver:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
-        # Training has freed copies of earlier saves and tensors of earlier steps.
+        # Copies of earlier saves and host tensors of earlier steps were freed by now. Return their
+        # memory to the operating system.
         give_back_freed()
         return Saved(
             step=task.step,
@@ -247,7 +248,7 @@ class CheckpointSaver:
         try:
             return self._write_all(task)
         except (Exception, CheckpointException) as failure:
-            # All ranks know of the same failure, so all of them try again together.
+            # All ranks have learnt of the same failure, so all of them try again together.
             if not is_full(failure):
                 raise
             self._on_rank_0(lambda: self._drop_oldest(task.step, dropped))
@@ -479,9 +480,10 @@ def _model(stages: Stages) -> ModelSpec:
 
 
 def _verify(saved_in: Path, mesh: Mesh) -> None:
-    """Check a checkpoint: each rank checks some files' checksums, and rank 0 checks all headers.
+    """Check a checkpoint before it is loaded. A collective call.
 
-    If one rank finds a problem, all ranks raise it.
+    Each rank checks the checksums of some files, and rank 0 checks the headers of all files. If one
+    rank finds a problem, all ranks raise an error.
     """
     problem = None
     try:

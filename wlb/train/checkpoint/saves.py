@@ -41,7 +41,7 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 
 class SaveCheckpoints(Hook):
-    """Saves every `checkpoint.interval` updates and at the end. All ranks save together.
+    """Saves a checkpoint every `checkpoint.interval` updates and at the end, on all ranks together.
 
     It ends the run after `MOST_FAILED` failed saves in a row.
     """
@@ -144,7 +144,7 @@ class SaveCheckpoints(Hook):
                 run.saved = None
 
     def _failed_too_often(self, *, more: int = 0) -> bool:
-        """Return whether the run ends if `more` further saves fail."""
+        """Return whether `MOST_FAILED` saves in a row have failed, if `more` further ones fail."""
         return self._failed_in_a_row + more >= MOST_FAILED
 
     def _report(self, run: RunContext, ended: list[Saved]) -> None:

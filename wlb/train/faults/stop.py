@@ -80,7 +80,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-            # A job under nohup, or of a launcher, ignores Ctrl-C on purpose.
+            # If SIGINT was ignored before, as in a job under nohup, keep ignoring it.
             caught = [s for s in SIGNALS if not (is_ignored and s == signal.SIGINT)]
             self._before = {kind: signal.signal(kind, self._note) for kind in caught}
         return self
@@ -123,7 +123,7 @@ class Signals:
 
     @property
     def _ends_at_once(self) -> bool:
-        """Whether a signal may end this process at once, because no step has begun."""
+        """Whether a signal raises StoppedEarly now: in a block of `early`, before the first step."""
         file = self._signal_file
         return self._is_early and not (file is not None and file.with_name(BEGAN).exists())
 

@@ -68,7 +68,7 @@ class StoreCheck:
         """
         before = 0
         for use, prefix in self.stores.items():
-            # Opened here, so that its index is in memory only while it is read.
+            # Open the store only now, so that its index is in memory only while it is read.
             store = TokenStore(prefix)
             sums = check_store(store, self._progress(before)).to_json()
             before = self.done_bytes
@@ -149,7 +149,7 @@ class VerifyStores(Hook):
             self._thread.join()
 
     def _end_if_closed(self) -> None:
-        """Raise InterruptedError in the reading thread if the run has ended."""
+        """Raise InterruptedError if the run has ended, which ends the reading thread."""
         if self._closed.is_set():
             raise InterruptedError
 

@@ -1,1 +1,1 @@
-"""Measured and predicted times of steps, and the files and screen that show them."""
+"""Measures the times of steps, compares them with predictions, and records and shows them."""

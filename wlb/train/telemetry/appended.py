@@ -46,7 +46,7 @@ class AppendedFile:
         """Count a text that could not be written because of `error`; report the first such text."""
         self.num_lost += 1
         if self.num_lost == 1:
-            # Not sys.stderr, which may copy what is written to this very file.
+            # Do not write to sys.stderr, because it may be redirected to this very file.
             stream = sys.__stderr__ or sys.stderr
             stream.write(f"{self.path} cannot be written ({error}); training goes on without\n")
             stream.flush()

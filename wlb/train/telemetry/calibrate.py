@@ -86,10 +86,12 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """Fit and write the profile, and print which terms drifted. Does nothing except on rank 0.
+        """Fit and write the profile, and print for which terms the old profile is wrong.
+
+        Does nothing except on rank 0.
 
         Args:
-            path: The file.
+            path: The file to write; if it exists by now, another name is used.
             cost: The workload model that priced the run.
             run: The run's folder, named as the source of the profile.
             collectives: Whether the measured times include collectives.
@@ -142,13 +144,13 @@ class WriteProfile(Hook):
         self.calibration, self.path, self.meter = calibration, path, meter
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Add the record of a step after the warm-up."""
-        # own_ns is None in the warm-up.
+        """Collect the times of a step, unless it belongs to the warm-up."""
+        # `own_ns` is None in steps of the warm-up.
         if step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
     def finished(self, run: RunContext) -> None:
-        """Fit and write the profile."""
+        """Fit and write the profile, unless the run was stopped."""
         if not run.stop:
             self.calibration.finish(
                 self.path,

@@ -85,7 +85,7 @@ class WallMarks:
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
-        """Return a mark of computing time."""
+        """Return a mark of computing time, which is wall time in this class."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "part of a step ran on another thread than the one whose CPU time is measured"
@@ -93,7 +93,7 @@ class WallMarks:
         return time.perf_counter_ns()
 
     def wall_now(self) -> Any:
-        """Return a mark of wall time."""
+        """Return a mark of wall time, by which the duration of the whole step is measured."""
         return time.perf_counter_ns()
 
     def wall_of(self, point: Any) -> Any:
@@ -101,7 +101,7 @@ class WallMarks:
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
-        """Return the time between two marks of the same kind."""
+        """Return the time in ns from one mark to a later one of the same kind."""
         return stop - start
 
 
@@ -109,12 +109,12 @@ class ThreadMarks(WallMarks):
     """Marks passes by the CPU time of the thread that runs the step, and steps by wall time."""
 
     def now(self) -> int:
-        """Return the thread's CPU time."""
+        """Return a mark: the CPU time of this thread, in ns."""
         super().now()
         return time.thread_time_ns()
 
     def wall_of(self, point: int) -> int:
-        """Return the wall time now, because CPU time cannot be converted."""
+        """Return the present wall time, because a CPU time cannot be converted to wall time."""
         return time.perf_counter_ns()
 
 
@@ -129,11 +129,11 @@ class EventMarks(WallMarks):
         self._num_used = 0
 
     def reset(self) -> None:
-        """Make all events available for a new step."""
+        """Let a new step reuse all events."""
         self._num_used = 0
 
     def now(self) -> torch.cuda.Event:
-        """Record an event."""
+        """Record a CUDA event on the current stream, and return it as a mark."""
         if self._num_used == len(self._pool):
             self._pool.append(torch.cuda.Event(enable_timing=True))
         event = self._pool[self._num_used]
@@ -144,7 +144,7 @@ class EventMarks(WallMarks):
     wall_now = now
 
     def between_ns(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> int:
-        """Return the time between two events, which have both completed."""
+        """Return the time in ns between two events, which the device must have reached already."""
         return round(start.elapsed_time(stop) * 1e6)
 
 
@@ -183,7 +183,7 @@ class StepClock:
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
-        """Return the clock for a device."""
+        """Return a clock with the kind of marks that suits a device."""
         if device.type == "cuda":
             return cls(EventMarks())
         # If several threads compute, the CPU time of one of them says neither how much all have
@@ -269,7 +269,7 @@ class StepClock:
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:
-        """Return the times of the last step.
+        """Return the times of the passes of the last step.
 
         On CUDA, call it after the host has waited for the end of the step.
         """
@@ -280,7 +280,10 @@ class StepClock:
         return StepTimes(times, self._marks.between_ns(*self._wall))
 
     def spans(self) -> StepSpans:
-        """Return when the passes of the last step ran. It may be called whenever `take` may."""
+        """Return when the passes of the last step ran.
+
+        On CUDA, call it after the host has waited for the end of the step.
+        """
         origin = self._wall[0]
         return StepSpans(
             began_ns=self._began_ns,

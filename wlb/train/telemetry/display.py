@@ -45,7 +45,7 @@ class Heading(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """Both lines as one text."""
+        """Both lines of the heading as one text."""
         return f"{self.above} {self.name}".strip()
 
 
@@ -77,9 +77,9 @@ the number of tokens of the slowest EP rank over the mean EP rank's."""
 
 
 class StepFigures(NamedTuple):
-    """Figures of a step besides its metrics."""
+    """Figures of a step that are shown and recorded besides its predictions and measurements."""
 
-    learning_rate: float
+    learning_rate: float  # learning rate of the step's update
     memory_bytes: int  # peak memory of rank 0's GPU, or of its process on a CPU
 
 
@@ -113,7 +113,7 @@ class Display:
         self._has_warned = False
         self._left = TimeLeft(total_steps)
         self._live: Live | None = None
-        # A dumb terminal would show a live table only at the end.
+        # A terminal that cannot move its cursor would show a live table only at the end.
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
 

@@ -36,7 +36,7 @@ def _columns(pieces: Pieces) -> dict[str, list[int]]:
 
 
 class Ledger:
-    """Writes ledger.jsonl, line by line (`AppendedFile`)."""
+    """Writes the file ledger.jsonl in a run's folder, one line per step."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class Ledger:
 
 
 class RecordLedger(Hook):
-    """Writes every executed step to the ledger. For rank 0."""
+    """Writes every executed step to the ledger. Only rank 0 has this hook."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -108,14 +108,14 @@ class Count:
     repeated: int  # tokens trained more than once
     waiting: int  # tokens that wait for later steps
     skipped: int  # tokens in steps that did not update the weights
-    num_steps: int  # steps that count
+    num_steps: int  # steps whose updates the checkpoint contains
     num_begun: int  # how often training began or continued: at the first start, resumes, rollbacks
     num_undone: int  # recorded steps that do not count, because training resumed before them
     num_lost: int = 0  # steps that count but whose lines could not be written
 
     @property
     def is_exact(self) -> bool:
-        """Whether every token is trained once or waits."""
+        """Whether every token that was read was trained exactly once or waits for a later step."""
         return not (self.never or self.repeated or self.skipped or self.num_lost)
 
 
@@ -157,7 +157,10 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a ledger, without half a line that a killed process left."""
+    """Yield the lines of a ledger as dictionaries.
+
+    An incomplete line that a killed process left is skipped.
+    """
     torn = ""
     for line in path.read_text("utf-8", errors="replace").splitlines():
         if not line:

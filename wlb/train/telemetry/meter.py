@@ -83,12 +83,12 @@ class TelemetryMeter:
 
     @property
     def times_hold_collectives(self) -> bool:
-        """Whether measured times include collectives, as on CUDA."""
+        """Whether measured times include waiting in collectives. They do on CUDA, not on a CPU."""
         return self.mesh.device.type == "cuda"
 
     @property
     def num_steps(self) -> int:
-        """Steps that were added since the last record."""
+        """Number of steps that were added since the last call of `reduce`."""
         return len(self._latencies_ns)
 
     @property
@@ -205,7 +205,10 @@ class TelemetryMeter:
                 self._moments[name] += Moments.of(expected_ns * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:
-        """Return the record of all ranks' steps since the last record. A collective call."""
+        """Sum the added times over all ranks, return them as a record, and start anew.
+
+        A collective call.
+        """
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
         # Each code is an integer that combines a time with a rank, so that one all-reduce with

@@ -83,9 +83,9 @@ class StragglerWatch:
 
 
 class RankMeter:
-    """Collects this rank's times for the tables of ranks and the timelines.
+    """Collects this rank's times, and gathers the times of all ranks for tables and timelines.
 
-    All ranks add the same steps and gather together.
+    All ranks add the same steps, and call `table` and `timeline` together.
 
     Args:
         spec: The run.
@@ -106,7 +106,7 @@ class RankMeter:
         """Add the times of one or more steps of this rank.
 
         Args:
-            own_ns: Sums over the steps (`TelemetryMeter.own_ns`), shape [5].
+            own_ns: Five times, summed over the steps, as `TelemetryMeter.own_ns` returns them.
             num_steps: Number of steps.
         """
         self._own_ns = self._own_ns + own_ns

@@ -36,7 +36,7 @@ _COUNTS = frozenset(("step", "steps_done"))
 
 
 class Sink(Protocol):
-    """A destination of a run's records."""
+    """A destination of a run's records, such as a file or TensorBoard."""
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record."""
@@ -63,7 +63,7 @@ def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
 
 
 def refuse_missing(spec: RunSpec) -> None:
-    """Raise UserError for a configured sink whose package is not installed."""
+    """Raise UserError if TensorBoard or wandb is configured but its package is not installed."""
     for key, value, package in (
         ("telemetry.tensorboard", spec.telemetry.tensorboard, "tensorboard"),
         ("telemetry.wandb", spec.telemetry.wandb, "wandb"),
@@ -109,7 +109,7 @@ class JsonLines:
             self._file.write("\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record, unless it is a table beyond `MOST_TABLE_BYTES`."""
+        """Write a record as a line. Tables and timelines beyond `MOST_TABLE_BYTES` are left out."""
         text = json.dumps(record)
         if record["kind"] in _TABLES:
             if self._tables_left < len(text):
@@ -143,7 +143,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a record to the curves."""
+        """Add the numbers of a step's or evaluation's record to TensorBoard's curves."""
         if record["kind"] in CURVES:
             for name, value in scalars_of(record).items():
                 self._writer.add_scalar(name, value, record["steps_done"])
@@ -180,7 +180,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="steps_done")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Log the numbers of a record."""
+        """Log the numbers of a step's or evaluation's record to wandb."""
         if record["kind"] in CURVES:
             self._run.log({"steps_done": record["steps_done"], **scalars_of(record)})
 

@@ -31,7 +31,7 @@ class SnapshotMemory(Hook):
         self.folder, self.rank = directory / FOLDER, rank
 
     def begin(self, run: RunContext) -> None:
-        """Start to record allocations, and watch for a failing one."""
+        """Let torch record allocations, and write a snapshot when an allocation fails."""
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
         # The observer runs while the tensors of the failing step still exist.
         attach = getattr(torch._C, _ATTACH)  # a name that torch's stubs lack

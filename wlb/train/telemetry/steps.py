@@ -80,7 +80,8 @@ class RecordSteps(Hook):
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this rank has used so far.
 
-    On a GPU it is the memory of tensors, on a CPU the memory of the process.
+    On a GPU it is the peak memory that torch allocated for tensors, on a CPU the peak resident
+    memory of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

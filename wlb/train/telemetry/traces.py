@@ -56,7 +56,7 @@ class TraceSteps(Hook):
         self._start_if_due(run)
 
     def close(self) -> None:
-        """End a trace that is running."""
+        """Stop a trace that is still running, without writing it."""
         if self._running is not None:
             self._running.stop()
             self._running = None

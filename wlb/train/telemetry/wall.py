@@ -26,8 +26,9 @@ class WallTimes:
     """Adds up the wall time of one rank by phase.
 
     Args:
-        started_s: Unix time at which the run began.
-        ready_s: Unix time at which its ranks could begin; 0 if not known.
+        started_s: Unix time at which the command began.
+        ready_s: Unix time at which its ranks could begin, after stores were made and the run was
+            checked; 0 if not known.
     """
 
     def __init__(self, *, started_s: float, ready_s: float = 0.0) -> None:
@@ -55,7 +56,7 @@ class WallTimes:
 
     @property
     def seconds(self) -> dict[Phase, float]:
-        """Seconds of each phase until now."""
+        """Wall time of each phase until now, in seconds."""
         self.switch(self._phase)
         return dict(self._seconds)
 

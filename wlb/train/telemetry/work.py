@@ -15,7 +15,7 @@ from wlb.spec import RunSpec
 
 
 class WorkMeter:
-    """Adds up model FLOPs and wall time of steps. `take` returns the sums and starts anew.
+    """Adds up model FLOPs and wall time of steps.
 
     Attributes:
         peak_tflops: Peak TFLOP/s of one rank's device; 0 if not known.
