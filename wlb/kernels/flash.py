@@ -124,8 +124,9 @@ class Flash4Backend(FlashBackend):
         A call is given as the (queries, keys) of each of its segments. Kinds differ in whether
         there are more than 256 segments, and in whether the longest segment fits into one tile of
         queries and into one tile of keys. In backward tiles have 48 to 128 rows. In forward they
-        have 128 to 256 rows, counted over the query heads that share a key head. Heads of size 256
-        on a B200 have one more kind: more segments of a single tile than half the multiprocessors.
+        have 128 to 256 rows, counted over the query heads that share a key head. With heads of
+        size 256, a B200 has one more kind: calls in which the number of segments that fit into a
+        single tile exceeds half the number of multiprocessors.
 
         Args:
             queries_per_key: Query heads per key head.

@@ -78,7 +78,7 @@ class Backend(Protocol):
         ...
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-        """Return the gradients of q, k and v."""
+        """Return the gradients of q, k and v, from the output's gradient and `saved` tensors."""
         ...
 
 
@@ -182,7 +182,7 @@ def backward(backend: str, grad_THD: Tensor, saved: SavedTensors, segments: Segm
     if grad_THD.shape[0] == 0:
         dq, dk, dv, *_ = (x.new_zeros(x.shape) for x in saved)
         return dq, dk, dv
-    # Kernels need real strides, but the gradient of a sum, for example, has strides of 0.
+    # Kernels do not accept strides of 0, which for example the gradient of a sum has.
     grad_THD = grad_THD.contiguous()
     with observed(is_backward=True):
         return BACKENDS[backend].backward(grad_THD, saved, segments)

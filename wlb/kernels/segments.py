@@ -272,8 +272,8 @@ def _check(name: str, offsets: np.ndarray) -> None:
 def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
     if key_rows.shape != (num_keys,) or key_rows.dtype.kind not in "iu":
         raise UserError(
-            f"key_rows must be {num_keys} whole numbers, one per key, not {key_rows.dtype} of shape "
-            f"{key_rows.shape}"
+            f"key_rows must be {num_keys} whole numbers, one per key, not {key_rows.dtype} of "
+            f"shape {key_rows.shape}"
         )
     if key_rows.min(initial=0) < 0:
         raise UserError(f"key_rows has a negative row: {key_rows.min()}")

@@ -139,8 +139,8 @@ def select_backend(
 
     Args:
         requested: The value of `kernels.attention`.
-        device: Where the run computes.
-        dtype: Dtype in which it computes.
+        device: Device of the run.
+        dtype: Dtype in which the run computes attention.
         head_size: Size of a head.
         deterministic: Whether backward must add in a fixed order.
         scores: The mask's window and the cap on scores.

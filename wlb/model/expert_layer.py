@@ -39,7 +39,7 @@ Defer = Callable[[Sequence[Tensor], Compute], None]
 class ExpertRows:
     """What layers with experts need to know about a micro-batch."""
 
-    num: int  # real rows of this process; padding follows them and goes to no expert
+    num: int  # number of this process's real rows; padding follows them and goes to no expert
     # Weight of one row in the auxiliary loss and the z-loss: 1 / (rows of the step on all ranks).
     # So both losses are means over all rows of a step, whether or not the rows have a label.
     row_weight: float = 1.0

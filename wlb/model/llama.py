@@ -94,7 +94,7 @@ class Rows:
     cos: Tensor  # as in `LayerRows`, for layers without a sliding window
     sin: Tensor
     attend: Attend
-    labels: Tensor | None = None  # shape [T]; only on the last pipeline stage
+    labels: Tensor | None = None  # target of each row, shape [T]; only on the last pipeline stage
     loss_scale: float = 1.0  # the last stage multiplies the summed loss by this
     # for layers with experts; with None they treat padding like real rows
     experts: ExpertRows | None = None

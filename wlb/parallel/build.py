@@ -44,7 +44,7 @@ _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
-    """Return the dtype of the run's computation."""
+    """Return the dtype in which a run computes, bfloat16 or float32."""
     return torch.bfloat16 if spec.training.dtype == "bfloat16" else torch.float32
 
 

@@ -195,19 +195,19 @@ class _Choice:
     from `between` to the end are set when the host has read the numbers of rows.
     """
 
-    order_N: Tensor  # as in `Way`
-    counts_E: Tensor  # as in `Way`
+    order_N: Tensor  # order in which copies of rows are sent, as in `Way`
+    counts_E: Tensor  # number of this rank's rows for each expert
     arriving_RH: Tensor  # number of rows from each rank for each of this rank's experts
     # Numbers of received and sent rows, on the host. None after they are read, because pinned
     # memory is scarce.
     numbers_2SR: Tensor | None
     copied: torch.cuda.Event | None  # recorded after the copy to `numbers_2SR`; None on the CPU
-    between: RowsBetween | None = None
-    sent: list[slice] = field(default_factory=list[slice])  # rows of each stage in `order_N`
+    between: RowsBetween | None = None  # numbers of rows from and to each rank
+    sent: list[slice] = field(default_factory=list[slice])  # each stage's slice of `order_N`
     stages: list[StageRows] = field(default_factory=list[StageRows])
     order_M: Tensor | None = None  # sorts arriving rows by expert
     inverse_M: Tensor | None = None  # the inverse of `order_M`
-    ends_E: Tensor | None = None  # index after the last row of each of this rank's experts
+    ends_E: Tensor | None = None  # for each of this rank's experts the index after its last row
 
     @property
     def known(self) -> RowsBetween:
@@ -216,7 +216,10 @@ class _Choice:
         return self.between
 
     def order_of(self, stage: int) -> Tensor:
-        """Return the order that sorts a stage's arriving rows by expert; its first row is row 0."""
+        """Return the order that sorts a stage's arriving rows by expert.
+
+        Indices count from the stage's first row.
+        """
         assert self.order_M is not None
         rows = self.stages[stage].rows
         return _within(self.order_M[rows], rows)
@@ -301,7 +304,7 @@ class StagedWay:
             choice.stages.append(StageRows(experts, rows, _within(choice.ends_E[experts], rows)))
 
     def again(self) -> "StagedWay":
-        """Return the routing of the recomputation."""
+        """Return the routing for the layer's recomputation, which sends the same rows."""
         return StagedWay(self.group, self._choice, self)
 
     @property
@@ -316,7 +319,7 @@ class StagedWay:
 
     @property
     def ends_E(self) -> Tensor:
-        """Index after the last row of each of this rank's experts, int32."""
+        """For each of this rank's experts the index after its last row, int32."""
         assert self._choice.ends_E is not None
         return self._choice.ends_E
 

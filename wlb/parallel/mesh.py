@@ -79,7 +79,8 @@ class Mesh:
     rank: int  # this rank's number among all ranks
     device_mesh: DeviceMesh  # axes (pp, dp, cp, tp)
     fsdp: DeviceMesh  # dp and cp flattened, dp major
-    sharding: DeviceMesh  # the mesh FSDP2 shards over: `fsdp`, or its ranks as (replicate, shard)
+    # the mesh over which FSDP2 shards: `fsdp`, or with HSDP the same ranks as (replicate, shard)
+    sharding: DeviceMesh
     experts: DeviceMesh | None = None  # axes pp and `expert_axes`; None without experts
     kv_heads: DeviceMesh | None = None  # axes (kv_head, kv_copy); None without copies of KV heads
     # This rank's group for each kind of link (`wlb.parallel.grid.LINKS`). A group has this rank
@@ -108,7 +109,7 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of this rank: of every axis and mesh, and of `links`."""
+        """All process groups of this rank: along the axes of all meshes, and the links."""
         meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.kv_heads)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
         return [*groups, *self.links.values()]
@@ -180,7 +181,7 @@ def build_mesh(
     shard_size: int = 0,
     model: ModelSpec | None = None,
 ) -> Mesh:
-    """Build the mesh over all ranks. A collective call.
+    """Build the mesh over all ranks. This is a collective call.
 
     Args:
         parallel: Degrees of all axes. Their product must be the number of ranks.

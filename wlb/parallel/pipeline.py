@@ -140,7 +140,7 @@ class VarLenStage(PipelineStage):
         with self._chunk(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.has_backward:
-            # torch would keep an evaluation's outputs until the next step.
+            # In an evaluation, torch would keep this output until the next step.
             self.fwd_cache.pop(bwd_chunk_id, None)
         if not self.is_first:
             self._drop(self.args_recv_info[bwd_chunk_id])
@@ -248,8 +248,9 @@ class Pipeline:
 
     stages: list[VarLenStage]
     schedule: Schedule
-    weight_delay: int = 1  # see `LateWeights`
-    _schedules: dict[int, Any] = field(default_factory=dict)  # by number of micro-batches
+    weight_delay: int = 1  # how late weight-gradient passes run, see `LateWeights`
+    # torch's schedules, by number of micro-batches
+    _schedules: dict[int, Any] = field(default_factory=dict)
 
     def run(
         self, tokens: list[Tensor] | None, rows: Sequence[Any], num_rows: list[int], *, train: bool
@@ -273,7 +274,7 @@ class Pipeline:
         for stage in self.stages:
             stage.has_backward = train
             stage.rows = num_rows
-            # Schedules of different sizes share the stages.
+            # Reset the stage, because schedules for other numbers of micro-batches use it, too.
             stage.chunks = len(rows)
             stage.clear_runtime_states()
         losses: list[Tensor] = []

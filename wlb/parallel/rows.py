@@ -33,7 +33,7 @@ class LabelReader(TokenReader, Protocol):
     """A reader that knows which tokens are targets."""
 
     def labels(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
-        """Return tokens [start, stop) of a document, with IGNORE where a token is no target."""
+        """Return tokens [start, stop) of a document, with IGNORE for tokens that are no targets."""
         ...
 
 

@@ -67,7 +67,8 @@ def placement(name: str, mesh: Mesh) -> TpPlacement:
     """
     module, tp = name.split(".")[-2], mesh.device_mesh["tp"]
     if ".linear_attn." in name:
-        # Linear attention divides heads: rows of projections, channels of convolutions, gates.
+        # Linear-attention layers are divided by heads: all parameters along axis 0, except the
+        # norm, which all heads share, and the output projection, which is divided along axis 1.
         if module == "norm":
             return TpPlacement(tp, (Replicate(),), tp.get_group())
         return TpPlacement(tp, (Shard(int(module in ROW)),), None)

@@ -90,7 +90,7 @@ def discover() -> World | None:
     if is_given and "LOCAL_WORLD_SIZE" in env:
         return _from_torchrun(env)
     num_tasks = _tasks_of_step(env)
-    # A job of one process, such as a PyTorchJob of Kubernetes, may set RANK and WORLD_SIZE = 1.
+    # Do not refuse a job of one process with WORLD_SIZE = 1, such as a PyTorchJob of Kubernetes.
     if is_given and _number(env, "WORLD_SIZE") != max(1, num_tasks):
         step = f"a step of srun with {num_tasks} tasks" if num_tasks else "no step of srun"
         raise UserError(
@@ -236,7 +236,7 @@ def choose_device(
 
 
 def device_memory_bytes() -> int | None:
-    """Return the memory of the smallest visible GPU; None without a GPU."""
+    """Return the memory in bytes of the smallest visible GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     gpus = range(torch.cuda.device_count())
@@ -244,7 +244,7 @@ def device_memory_bytes() -> int | None:
 
 
 def rank_device(world: World, kind: str) -> torch.device:
-    """Return the GPU of this rank, or the CPU."""
+    """Return this rank's device: its GPU if `kind` is "cuda", or the CPU if it is "cpu"."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", 0 if world.one_gpu_each else world.local_rank)

@@ -79,14 +79,20 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse:
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> Launch:
-    """Describe the launch that writes activation(gate) * up to out_TF; GELU or else SiLU."""
+    """Describe the launch that writes activation(gate) * up to out_TF.
+
+    With `gelu` the activation is GELU's tanh approximation, otherwise SiLU.
+    """
     return _by_row(kernels.gated_kernel, gate_TF, up_TF, out_TF, gelu=gelu)
 
 
 def gated_backward(
     grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, d_gate: Tensor, d_up: Tensor, *, gelu: bool
 ) -> Launch:
-    """Describe the launch that writes the gradients of `gated` to d_gate and d_up."""
+    """Describe the launch that writes the gradients of `gated` to d_gate and d_up.
+
+    `grad_TF` is the gradient of its result. With `gelu` the activation is GELU, otherwise SiLU.
+    """
     tensors = (grad_TF, gate_TF, up_TF, d_gate, d_up)
     return _by_row(kernels.gated_backward_kernel, *tensors, gelu=gelu)
 
@@ -130,7 +136,12 @@ def _norm_warps(values: int) -> int:
 
 
 def norm_programs(num_rows: int, width: int) -> int:
-    """Return the number of programs of `norm_backward`, and so of partial sums, for [T, C] rows."""
+    """Return the number of programs of `norm_backward`, which is the number of partial sums.
+
+    Args:
+        num_rows: Number of rows to normalise.
+        width: Number of columns of a row.
+    """
     return min(_SUMMING_PROGRAMS, _blocks(num_rows, _norm_tile(width)["ROWS"]))
 
 

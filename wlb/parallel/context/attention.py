@@ -85,7 +85,7 @@ class ContextAttention:
     """
 
     segments: Segments  # segments of the first attention call, which has all queries
-    num_rows: int  # T, padding included
+    num_rows: int  # T, the number of this rank's rows, padding included
     heads: HeadShape
     backend: str  # name of the attention kernel, a key of `BACKENDS`
     exchange: FlatExchange | None  # None with one CP rank

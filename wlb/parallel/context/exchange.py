@@ -59,8 +59,8 @@ class DeviceStage(NamedTuple):
         """Return the segments of the stage's attention call.
 
         Args:
-            numbers: The row of `FlatExchange.numbers` for this stage; its first values are the
-                longest segment's queries and keys, and the size of the sliding window.
+            numbers: Sizes of this stage, its row of `FlatExchange.numbers`: the first values are
+                the longest segment's queries and keys, and the size of the sliding window.
             softcap: Cap on scores, 0 for none.
         """
         max_q, max_k, sliding = numbers[:3]
@@ -71,7 +71,7 @@ class DeviceStage(NamedTuple):
         """Return how many rows come from each rank, and how many go to each rank.
 
         Args:
-            numbers: The row of `FlatExchange.numbers` for this stage.
+            numbers: Sizes of this stage, its row of `FlatExchange.numbers`.
         """
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 
@@ -124,8 +124,8 @@ def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Te
     Reads only shapes, so it also works on fake tensors.
 
     Args:
-        tensors: As `FlatExchange.tensors`.
-        layout: As `FlatExchange.layout`.
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        layout: Kinds of the stages (`FlatExchange.layout`).
 
     Returns:
         The stages in the order of their attention calls, and `RankExchange.returned`.

@@ -65,10 +65,10 @@ def _start(
 
     Args:
         both_T2GD: Local K and V, stacked.
-        tensors: As `FlatExchange.tensors`.
-        numbers: As `FlatExchange.numbers`. It is on the host, so reading how many rows go to each
-            rank does not wait for the device.
-        layout: As `FlatExchange.layout`.
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        numbers: Sizes of all stages (`FlatExchange.numbers`). They are on the host, so reading how
+            many rows go to each rank does not wait for the device.
+        layout: Kinds of the stages (`FlatExchange.layout`).
         group_name: Name of the CP group.
     """
     stages = _travelling(tensors, layout)
@@ -99,10 +99,11 @@ def _start_return(
     Args:
         dkv_R2GD: Gradients of the rows of K and V that this rank received.
         stage: The stage of the exchange.
-        numbers: The row of `FlatExchange.numbers` for this stage.
+        numbers: Sizes of this stage, its row of `FlatExchange.numbers`.
         group_name: Name of the CP group.
     """
-    # A bfloat16 sum would round once per rank, so its error would grow with CP.
+    # Sum in float32: a bfloat16 sum would be rounded once per rank, so its error would grow with
+    # the number of CP ranks.
     dkv_R2GD = dkv_R2GD.to(sum_dtype(dkv_R2GD))
     if stage.sent_N is None:
         return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", stage.cp, group_name)
@@ -153,11 +154,11 @@ def gather_kv(
     Args:
         k_TGD: Local keys.
         v_TGD: Local values.
-        tensors: As `FlatExchange.tensors`.
-        numbers: As `FlatExchange.numbers`.
-        layout: As `FlatExchange.layout`.
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
+        layout: Kinds of the stages (`FlatExchange.layout`).
         group_name: Name of the CP group.
-        fused: Let a Triton kernel add the gradients.
+        fused: Let a Triton kernel add up the gradients that return in backward.
 
     Returns:
         The buffers, and slots: tensors without memory, whose gradients in backward are the
@@ -259,9 +260,9 @@ def gather_kv_again(
             keep the result.
         k_TGD: Local keys.
         v_TGD: Local values.
-        tensors: As `FlatExchange.tensors`.
-        numbers: As `FlatExchange.numbers`.
-        layout: As `FlatExchange.layout`.
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
+        layout: Kinds of the stages (`FlatExchange.layout`).
         group_name: Name of the CP group.
 
     Returns:
@@ -410,9 +411,9 @@ def context_attend(
         k_TGD: Local keys.
         v_TGD: Local values.
         begun: Both results of `gather_kv`, concatenated: the buffers in transfer, then the slots.
-        tensors: As `FlatExchange.tensors`.
-        numbers: As `FlatExchange.numbers`.
-        layout: As `FlatExchange.layout`.
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
+        layout: Kinds of the stages (`FlatExchange.layout`).
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
@@ -434,7 +435,7 @@ def context_attend(
         is_own = stage.transfer == Transfer.OWN
         kv = torch.stack([k_TGD, v_TGD], 1) if is_own else _collectives.wait_tensor(left.pop(0))
         keys = segment_keys(kv, stage.index_K, segments, backend)
-        # 2. Compute attention of the queries that see them.
+        # 2. Compute attention of the queries that attend to these keys.
         q = q_THD if rows is None else q_THD.index_select(0, rows)
         out, lse = forward(backend, q, *keys, segments)
         del kv, keys, q
@@ -489,7 +490,7 @@ def _stage_backward(
         grad, q, out = [x.index_select(0, rows) for x in (grad, q, out)]
         lse = lse.index_select(1, rows)
     dq, dk, dv = backward(backend, grad, SavedTensors(q, *keys, out, lse), segments)
-    # Free the copies before the sums below allocate.
+    # Free the copies before the sums below allocate memory.
     del keys, grad, q, out, lse
     if reads_buffer(segments, backend):
         return dq, torch.stack([dk, dv], 1)
@@ -534,9 +535,9 @@ def context_attend_backward(
         saved: q, output and log-sum-exp. Local k and v follow if a call reads local keys or if this
             op must gather the rows.
         arriving: Received rows of each stage. If empty, this op gathers K and V.
-        tensors: As `FlatExchange.tensors`.
-        numbers: As `FlatExchange.numbers`.
-        layout: As `FlatExchange.layout`.
+        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
+        layout: Kinds of the stages (`FlatExchange.layout`).
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.

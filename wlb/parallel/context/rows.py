@@ -45,7 +45,7 @@ class RankStage:
     sent_rows: IntArray | None  # local rows to send, sorted by receiver, shape [N]; only for NEEDED
     cu_seqlens_q: IntArray  # offsets of the call's segments, shape [num_segments + 1]
     cu_seqlens_k: IntArray
-    query_rows: IntArray | None  # local rows of the call's queries, shape [T2]; None means all rows
+    query_rows: IntArray | None  # local rows of the call's queries; None means all rows
     kv_index: IntArray | None  # row that each key is copied from, segment by segment, shape [K]
     # inverse[u, r] is the (u + 1)-th key that is copied from row r, or K if there are fewer.
     # Backward adds up the gradients of these keys. Shape [U, R], where U is the most copies of a
@@ -179,7 +179,8 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
             index, query_rows = np.concatenate([index, padding_row]), None
             cu_q, cu_k = _offsets(size, padding.size), _offsets(of_span, padding.size)
         else:
-            # Leave out spans without keys in this stage, because kernels need at least one.
+            # Leave out spans without keys in this stage, because attention kernels need at least
+            # one key in every segment.
             begin, used = offsets_of(size)[:-1], of_span > 0
             query_rows = ranges(begin[used], (begin + size)[used])
             cu_q, cu_k = offsets_of(size[used]), offsets_of(of_span[used])
