@@ -1,4 +1,4 @@
-"""The command line: one module per command parses options, calls the rooms and prints."""
+"""The command line. Each module parses the options of one command, runs it and prints."""
 
 from wlb.cli.main import main
 

@@ -10,7 +10,7 @@ _DESCRIPTION = """\
 Print a script that completes wlb's commands, options, presets and --set KEY= in a shell.
 
   echo 'source <(wlb completion bash)' >> ~/.bashrc
-  echo 'source <(wlb completion zsh)' >> ~/.zshrc       below the line that has compinit"""
+  echo 'source <(wlb completion zsh)' >> ~/.zshrc       after the line that runs compinit"""
 
 _SCRIPT = """\
 # Completion of wlb, made by `wlb completion {shell}`.
@@ -44,7 +44,7 @@ _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb completion`."""
+    """Add the parser of `wlb completion` to the subparsers `commands`."""
     parser = commands.add_parser(
         "completion",
         help="print a script that completes commands and keys in bash or zsh",
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options of a command; names and options of its subcommands follow them."""
+    """Yield the options of a command, then the names and options of its subcommands."""
     for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
         yield from (name for name in action.option_strings if name.startswith("--"))
         if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]

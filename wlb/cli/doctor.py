@@ -1,4 +1,4 @@
-"""`wlb doctor`: examine the machines of a run before it starts."""
+"""`wlb doctor`: check GPUs, kernels, network and files of the machines before a run starts."""
 
 import argparse
 import datetime
@@ -19,7 +19,7 @@ from wlb.report.tables import console, new_table
 from wlb.spec import KNOWN_SYSTEMS, Device, load, presets
 
 PRESETS = {"cpu": "demo_single", "cuda": "7b_128k"}
-"""Preset whose requirements are checked if NAME is not given, by type of device."""
+"""For each type of device, the preset whose requirements are checked if no NAME is given."""
 
 _DESCRIPTION = """\
 Examine the machines of a run: driver and GPUs, NVLink between TP ranks, NUMA binding,
@@ -31,16 +31,17 @@ beside the kernel profile's, and the speed of matrix products on each rank.
   wlb doctor 7b_128k                                this machine, for a run of 64 ranks
   srun ... wlb doctor 7b_128k --json found.json     all ranks of a job (slurm/doctor.sh)
 
-Without a launcher as many local ranks are started as the layout has, if this machine has so many
-GPUs (or, on the CPU, if they are few); otherwise one process skips checks between ranks.
+Without torchrun or Slurm, the command starts as many local ranks as the layout has, if this machine
+has enough GPUs (or, on the CPU, if the ranks are few). Otherwise it starts one process and skips
+the checks between ranks.
 
-fail: the run would not start, would hang, or would compute wrong numbers; warn: slower than it
-should be, or close to a limit. Exit status: 0 without a fail, 3 with one, 2 for a wrong command,
-1 if the examination itself failed."""
+"fail" means that the run would not start, would hang, or would compute wrong numbers. "warn" means
+that it would be slower than it should be, or that it is close to a limit. Exit status: 0 if no
+check failed, 3 if one failed, 2 for a wrong command, 1 if the examination itself broke off."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb doctor`."""
+    """Add the parser of `wlb doctor` to the subparsers `commands`."""
     parser = commands.add_parser(
         "doctor",
         help="examine GPUs, kernels and network before a run",
@@ -52,20 +53,21 @@ def add_parser(commands: Any) -> None:
         f"on a GPU)"
     )
     parser.add_argument("name", nargs="?", help=text)
-    text = f"settings of a compared system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
+    text = f"use the settings of a system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
     add_text(parser, "--system", "SYSTEM", text)
     add_overrides(parser, metavar="KEY=VALUE", help="override keys of the run")
-    add_flag(parser, "--quick", "only the kernel that the run takes, and short measurements")
-    text = "seconds that a group of checks may take before ranks that hang are named"
+    text = "check only the attention kernel that the run uses, and measure for a short time"
+    add_flag(parser, "--quick", text)
+    text = "seconds after which a group of checks is aborted and ranks that hang are named"
     add_value(parser, "--timeout", 300.0, text, metavar="S")
-    add_json(parser, "findings")
+    add_json(parser, "the findings")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb doctor` and return its exit status."""
     if not options.timeout > 0:
-        raise UserError(f"--timeout = {options.timeout:g} must be above 0")
+        raise UserError(f"--timeout = {options.timeout:g} must be above 0 seconds")
     check_outputs(options.json, needs_plots=False)
     with needs_train_extra("the examination needs"):
         from wlb.doctor import UNFIT, Options, examine
@@ -84,7 +86,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:
-    """Print and write the findings; called in rank 0's process."""
+    """Print the findings, and write them as JSON if requested. Only rank 0 calls this function.
+
+    Args:
+        name: Preset or TOML file of the run.
+        command: The command line, for the JSON.
+        json_to: File for the JSON; "-" for stdout; None for no JSON.
+        findings: Results of the checks (`wlb.doctor.Finding`).
+    """
     from wlb.doctor import Verdict, counts, is_failed
 
     summary = {str(verdict): count for verdict, count in counts(findings).items()}
@@ -115,7 +124,7 @@ def _report(name: str, command: str, json_to: str | None, findings: Sequence[Any
 
 
 def _answer(name: str, findings: Sequence[Any]) -> str:
-    """Say in a sentence whether the run can start here, and which checks failed or warned."""
+    """Return a sentence that says whether the run can start here, and which checks failed."""
     from wlb.doctor import Verdict
 
     of = {v: [f for f in findings if f.verdict == v] for v in (Verdict.FAIL, Verdict.WARN)}

@@ -9,18 +9,18 @@ from wlb.report.simulation import worth_line
 from wlb.report.tables import console, new_table
 
 _PROFILE = "cost.profile="
-_SHOWN = 40
+_SHOWN = 40  # most steps that the table lists
 GIB = 1 << 30
 _UNUSED = "systems steps step in_order device trace timeline over_memory strict replay"
 """Options of `wlb simulate` that have no effect with --run."""
 
 
 def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
-    """Raise a UserError if options are given that have no effect with --run.
+    """Raise a UserError that names the given options that have no effect with --run.
 
     Args:
-        options: The command line.
-        defaults: The defaults of all options.
+        options: The parsed command line.
+        defaults: The values that the options have if they are not given.
     """
     given = [
         name if name == "NAME" else f"--{name.replace('_', '-')}"
@@ -29,21 +29,22 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> 
     ]
     if given:
         raise UserError(
-            f"--run simulates a run as it was configured and takes only --set {_PROFILE}... "
-            f"and --json; remove {', '.join(given)}"
+            f"--run simulates a run as it was configured and may be combined only with "
+            f"--set {_PROFILE}... and --json; remove {', '.join(given)}"
         )
 
 
 def show(options: argparse.Namespace) -> int:
-    """Simulate the run's steps, print them beside the measured ones, and return the exit status."""
+    """Simulate a run's steps, print simulated and measured times, and return the exit status."""
     with output.needs_train_extra("--run needs"):
         from wlb.validation.recorded import simulate_recorded
-    # The steps are simulated as they were trained, so only the profile may change.
+    # The steps are simulated with the configuration with which they were trained, so the user may
+    # change only the kernel profile.
     other = [o for o in options.overrides if not o.startswith(_PROFILE)]
     if other:
         raise UserError(
-            f"--run takes the configuration of the run, but for the profile that simulates it: "
-            f"--set {_PROFILE}...; got {', '.join(other)}"
+            f"--run simulates a run as it was configured, and --set may change only "
+            f"{_PROFILE}...; remove {', '.join(other)}"
         )
     profile = options.overrides[-1].removeprefix(_PROFILE) if options.overrides else ""
     made = simulate_recorded(Path(options.recorded), profile=profile)

@@ -39,22 +39,22 @@ _COMMANDS = (init, prepare, train, doctor, pack, plan, simulate, tune, rehearse,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit status.
+    """Run a command of `wlb` and return its exit status.
 
-    A UserError, or an OSError of a user's path, prints one line on stderr. Any other exception is a
-    defect of wlb and keeps its traceback.
+    A UserError or OSError is printed as one line on stderr. Any other exception is a bug of wlb and
+    is printed with its traceback.
 
     Args:
-        arguments: Words of the command line without the program's name; None means `sys.argv`.
+        arguments: Words of the command line after `wlb`. None means those of `sys.argv`.
 
     Returns:
         The exit status:
         - 0: success
         - 1: a run failed
         - 2: the input was wrong
-        - 3: an examination found a fault, or a dry run does not fit in memory
-        - 4: a run was stopped early by a signal or a file, and has saved
-        - 130: interrupted
+        - 3: `wlb doctor` found a fault, or `wlb train --dry-run` a run that does not fit in memory
+        - 4: a signal or a stop file ended a run early, and the run has saved a checkpoint
+        - 130: the user pressed Ctrl-C
     """
     never_fail_to_encode(sys.stdout)
     parser, commands = parser_of()
@@ -62,15 +62,17 @@ def main(arguments: list[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 0
-    # For a misspelled command argparse would only list all commands.
+    # Suggest the command that may be meant. For a misspelled one, argparse only lists all commands.
     meant = did_you_mean(words[0], commands.choices)
     if meant and words[0] not in commands.choices and not words[0].startswith("-"):
         print(f"wlb: there is no command {words[0]!r}{meant}", file=sys.stderr)
         return 2
-    # As part of a file's name it would raise a ValueError, which looks like a defect of wlb.
+    # Refuse NUL characters here. As part of a file name they would raise a ValueError, which would
+    # be printed as a bug of wlb.
     if nul := next((word for word in words if "\0" in word), None):
         print(
-            f"wlb: {shortened(repr(nul), 300)} has a zero character; leave it out", file=sys.stderr
+            f"wlb: {shortened(repr(nul), 300)} has a zero character; remove the character",
+            file=sys.stderr,
         )
         return 2
     options, unknown = parser.parse_known_args(words)
@@ -89,22 +91,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that shortens its messages, because they quote an option's value of any length."""
+    """An argument parser that shortens error messages, because they may quote a very long value."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # Python 3.11 drops the word "--" and would use an empty list as the option's value.
+        # Refuse "--" as the value of an option: Python 3.11 drops the word and would use an empty
+        # list as the value.
         if action.nargs is None and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
 
 
 def _command_of(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command, or of the subcommand, that the words name."""
+    """Return the parser of the command or subcommand that the words of a command line name."""
     for word in words:
-        for action in parser._actions:  # argparse has no public list
+        for action in parser._actions:  # argparse has no public list of a parser's arguments
             if isinstance(action, argparse._SubParsersAction) and word in action.choices:
                 parser = action.choices[word]
                 break
@@ -112,7 +115,12 @@ def _command_of(parser: argparse.ArgumentParser, words: list[str]) -> argparse.A
 
 
 def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """Exit with the command's usage, and the known option that may be meant."""
+    """Exit with an error about the unknown words, and suggest the option that may be meant.
+
+    Args:
+        command: Parser of the command.
+        unknown: Words of the command line that the parser does not know.
+    """
     name = unknown[0].split("=")[0]
     if not name.startswith("-"):
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -121,7 +129,7 @@ def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoR
 
 
 def parser_of() -> tuple[argparse.ArgumentParser, Any]:
-    """Return the parser of the command line, and its commands."""
+    """Return the parser of `wlb`, and the object of its subparsers, which has all commands."""
     parser = _Parser(
         prog="wlb",
         description="Workload-balanced 4-D parallelism for LLM training.",
@@ -139,7 +147,7 @@ def parser_of() -> tuple[argparse.ArgumentParser, Any]:
 
 @contextmanager
 def _one_line_warnings(command: str) -> Generator[None]:
-    """Print warnings about old configuration keys without the source line that raised them."""
+    """Print warnings about old configuration keys in one line, without a line of source code."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:

@@ -11,13 +11,16 @@ from wlb.plan.numerals import real_of, size_of, whole_of
 MOST = 10**9
 """Largest number that an option accepts, unless the option has another limit."""
 MOST_PROCESSES = 4096
+"""Largest number of processes that an option accepts."""
 
 
 def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str], Any]:
-    """Return a parser of numbers, for the `type` of an option.
+    """Return a function that converts text to a number, for the `type` of an argparse option.
 
-    Numbers of a magnitude above `most` are refused, because a command would not end with them.
-    Infinity is accepted; commands that permit it take it as "no limit".
+    Args:
+        kind: int or float.
+        most: Largest magnitude that is accepted. With a larger one a command might never end. A
+            float may also be infinite, which some commands accept as "no limit".
     """
     what = "a whole number" if kind is int else "a number"
 
@@ -30,13 +33,13 @@ def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str],
             raise argparse.ArgumentTypeError(f"{shortened(text, 40)} must be at most {most}")
         return value
 
-    # argparse uses the function's name in its messages.
+    # Set the function's name, because argparse shows it in error messages.
     parsed.__name__ = kind.__name__
     return parsed
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes such as 5GB, for the `type` of an option."""
+    """Convert text such as 5GB to a number of bytes, for the `type` of an argparse option."""
     try:
         return size_of(text)
     except ValueError as error:
@@ -44,12 +47,20 @@ def size(text: str) -> int:
 
 
 def add_flag(parser: Any, name: str, text: str) -> None:
-    """Add an option without a value."""
+    """Add the option `name`, which takes no value, with the help `text`."""
     parser.add_argument(name, action="store_true", help=text)
 
 
 def add_text(parser: Any, name: str, metavar: str, text: str, **more: Any) -> None:
-    """Add an option that takes a text or a file's name; `more` goes to `add_argument`."""
+    """Add an option that takes a text or the name of a file.
+
+    Args:
+        parser: The parser, or an argument group of it.
+        name: The option with its dashes, such as "--out".
+        metavar: Name of the value in the help.
+        text: The help text.
+        **more: Further arguments of `add_argument`.
+    """
     parser.add_argument(name, metavar=metavar, help=text, **more)
 
 
@@ -59,13 +70,13 @@ def add_value(
     """Add an option with a default, which decides the option's type and is shown in its help.
 
     Args:
-        parser: A parser or a group of one.
-        name: The option, with its dashes.
-        usual: The default. For an enumeration member all members are choices; a tuple takes several
-            values.
+        parser: The parser, or an argument group of it.
+        name: The option with its dashes, such as "--steps".
+        usual: The default. If it is a member of an enum, the option accepts all members of the
+            enum. If it is a tuple, the option takes one or more values.
         text: The help text.
-        most: Largest number.
-        **more: Further arguments of `add_argument`; they override those that follow from the
+        most: Largest number that is accepted.
+        **more: Further arguments of `add_argument`, which replace those that follow from the
             default.
     """
     kind: Any = type(usual)
@@ -81,12 +92,17 @@ def add_value(
 
 
 def add_overrides(parser: Any, **more: Any) -> None:
-    """Add --set; `options.overrides` then lists its values in order."""
+    """Add the option --set KEY=VALUE ..., whose values are stored in `options.overrides` in order.
+
+    Args:
+        parser: The parser.
+        **more: Further arguments of `add_argument`.
+    """
     more = {"nargs": "+", "action": "extend", "default": [], **more}
     parser.add_argument("--set", dest="overrides", **more)
 
 
 def add_json(parser: Any, what: str) -> None:
-    """Add --json [FILE]; `what` says in the help what is written."""
-    text = f"{what} as JSON, to stdout or a file"
+    """Add the option --json [FILE]. Its help says that `what` is written."""
+    text = f"write {what} as JSON to FILE, or without FILE to stdout"
     add_text(parser, "--json", "FILE", text, nargs="?", const="-")

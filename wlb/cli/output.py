@@ -1,4 +1,4 @@
-"""Output that commands share: JSON, text that any stream can encode, files, missing packages."""
+"""Functions with which commands write JSON and text files and report missing packages."""
 
 import argparse
 import codecs
@@ -15,23 +15,24 @@ from wlb.plan import UserError
 
 
 def command_of(options: argparse.Namespace) -> str:
-    """Return the command line, for provenance."""
+    """Return the command line as text, to be stored in the files that the command writes."""
     return shlex.join(["wlb", *options.words])
 
 
 def never_fail_to_encode(stream: Any) -> None:
     """Make a stream escape characters that it cannot encode (`escaped`) instead of raising.
 
-    Otherwise printing a file name on an ASCII terminal could fail after all work is done.
+    Without this, printing a file name to an ASCII terminal could fail after all work is done.
     """
     if getattr(stream, "errors", None) == "strict":
         stream.reconfigure(errors=ESCAPED)
 
 
 def escaped(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that cannot be encoded by escapes that TOML and JSON strings understand.
+    r"""Replace characters that cannot be encoded by escapes (\uXXXX) of TOML and JSON strings.
 
-    This is a handler for `codecs.register_error`.
+    This is an error handler for `codecs.register_error`: it returns the replacement, and the
+    position at which to continue encoding.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -44,15 +45,18 @@ codecs.register_error(ESCAPED, escaped)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file; bytes of file names that are not valid UTF-8 are escaped."""
+    """Write a UTF-8 file. Characters that UTF-8 cannot encode are escaped (`escaped`).
+
+    Names of files may contain such characters, if their bytes are not valid UTF-8.
+    """
     Path(path).write_text(text, "utf-8", ESCAPED)
 
 
 def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
-    """Write `data` to where --json says, if anywhere.
+    """Write `data` as JSON to stdout or a file if --json is given; otherwise do nothing.
 
     Returns:
-        Whether it was printed to stdout; the caller then must not print anything else.
+        Whether the JSON went to stdout. If so, the caller must not print anything else.
     """
     if options.json is None:
         return False
@@ -65,14 +69,14 @@ def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
 
 
 def print_written(console: Console, *paths: str | None) -> None:
-    """Print the names of the files that were written."""
+    """Print a line "written: PATH" for each path that is not None or empty."""
     for path in paths:
         if path:
             console.print(f"written: {path}", markup=False)
 
 
 def check_figure(path: str | None) -> None:
-    """Raise a UserError, before any work, for a picture format that matplotlib cannot write."""
+    """Raise a UserError if matplotlib cannot write the picture format of a file's suffix."""
     suffix = Path(path or "").suffix.removeprefix(".")
     if not suffix:
         return
@@ -80,19 +84,21 @@ def check_figure(path: str | None) -> None:
 
     if suffix.lower() not in FigureCanvasBase.get_supported_filetypes():
         raise UserError(
-            f"{path}: matplotlib cannot write {suffix} pictures; use .png, .svg or .pdf"
+            f"{path}: matplotlib cannot write .{suffix} pictures; give a file that ends in .png, "
+            f".svg or .pdf"
         )
 
 
 @contextmanager
 def needs_train_extra(what: str) -> Generator[None]:
-    """Turn a missing package that this block imports into a UserError with the remedy.
+    """Raise a UserError that says how to install a package, if an import in this block fails.
 
-    `what` begins the message, such as "training needs".
+    Args:
+        what: Beginning of the message, such as "training needs".
     """
     try:
         yield
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{what} {error.name}, which is not installed; pip install 'wlb-llm[train]'"
+            f"{what} {error.name}, which is not installed; run: pip install 'wlb-llm[train]'"
         ) from None

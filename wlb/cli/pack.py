@@ -1,4 +1,4 @@
-"""`wlb pack`: pack an epoch of a token store in advance, for `packing.packs`; needs no torch."""
+"""`wlb pack`: pack an epoch of a token store before training (`packing.packs`); needs no torch."""
 
 import argparse
 from pathlib import Path
@@ -19,33 +19,36 @@ from wlb.spec import METHODS, load
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb pack`."""
+    """Add the parser of `wlb pack` to the subparsers `commands`."""
     parser = commands.add_parser(
         "pack",
-        help="pack an epoch of a token store offline, for packing.packs",
+        help="pack one epoch of a token store into a file before training",
         description="Pack one epoch of data.store with the packing settings of NAME and write a "
-        "file that `--set packing.packs=FILE` trains. Values of packing.method: "
+        "file, from which `wlb train --set packing.packs=FILE` trains. Values of packing.method: "
         + ", ".join(METHODS)
         + ".",
         epilog="example: wlb pack my_run.toml --set data.store=stores/chat "
         "packing.method=multipack_bfd_posid --out packs.npz",
     )
-    parser.add_argument("name", help="a preset or TOML file; data.store must be set")
+    parser.add_argument("name", help="a preset or TOML file, in which data.store must be set")
     add_overrides(parser)
-    parser.add_argument("--out", required=True, metavar="FILE", help="an .npz file")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the .npz file to write")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb pack` and return its exit status."""
     spec = load(options.name, options.overrides)
     if not spec.data.store:
-        raise UserError("data.store is empty; name the store to pack by --set data.store=PREFIX")
+        raise UserError("data.store is empty; give the store to pack with --set data.store=PREFIX")
     if spec.packing.packs:
-        raise UserError("packing.packs is set, but `wlb pack` writes such a file; leave it empty")
+        raise UserError(
+            f"packing.packs = {spec.packing.packs} must be empty, because `wlb pack` makes such a "
+            f'file; add --set packing.packs=""'
+        )
     path = Path(options.out)
     if path.suffix != ".npz":
-        raise UserError(f"--out {options.out} must be an .npz file, such as packs.npz")
+        raise UserError(f"--out {options.out} must end in .npz; give a name such as packs.npz")
     sources.check_outputs(options.out, needs_plots=False)
     store = TokenStore(spec.data.store)
     packs = packs_of(spec, store, workload_for(spec, "cpu"))
@@ -56,11 +59,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(packs: Packs, store: TokenStore) -> Table:
-    """Return a table that describes the packed epoch."""
+    """Return a table with the numbers of documents, tokens, steps and padding of a packed epoch."""
     lengths = store.lengths[packs.rows]
     ends = offsets_of(lengths)[packs.offsets]
     tokens = np.diff(ends)
-    # Rows include the padding of the layout.
+    # Count the rows of each micro-batch: its tokens and the padding that the layout adds.
     rows = tokens.copy()
     for i, (start, stop) in enumerate(zip(packs.offsets[:-1], packs.offsets[1:], strict=True)):
         rows[i] = segment_lengths(lengths[start:stop], packs.layout).sum()

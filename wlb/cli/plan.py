@@ -1,4 +1,4 @@
-"""`wlb plan`: pack and shard document lengths with every packing policy; needs no torch."""
+"""`wlb plan`: compare packing policies and sharding strategies on document lengths; no torch."""
 
 import argparse
 import math
@@ -53,43 +53,53 @@ from wlb.simulate.published import published_error
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
+"""Number of steps on which the sharding strategies are compared."""
 MOST_SOLVED = 32
-"""Most global batches that the solver packs, because each takes it seconds."""
+"""Most global batches that are packed with the ILP solver, which takes seconds for each."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb plan`."""
+    """Add the parser of `wlb plan` to the subparsers `commands`."""
     parser = commands.add_parser(
         "plan",
         help="compare packing policies on document lengths",
-        description="Pack the same global batches with every policy and print balance, delay, "
-        "tokens and time. The settings of NAME decide the window, micro-batches, caps and prices.",
-        epilog="Column 'long wt' is the weight of a label of the longest documents (a tenth of all "
-        "labels) in the mean loss of its step, relative to an equal share; if it is off by 0.05, "
-        "the remedy is training.loss_normalizer=constant.",
+        description="Pack the same global batches with every packing policy and print balance, "
+        "delay, tokens and time. The configuration NAME gives the context window, the number of "
+        "micro-batches, S_max and the prices.",
+        epilog="Column 'long wt': the weight that a label of the longest documents (those with a "
+        "tenth of all labels) has in the mean loss of its step, relative to an equal share. If it "
+        "differs from 1 by 0.05 or more, set training.loss_normalizer=constant.",
     )
     sources.add_arguments(parser)
-    add_flag(parser, "--all", "every column, how documents are sharded, and remarks on rows")
-    text = f"also pack the first {MOST_SOLVED} global batches with a solver (Eq. 1, W = 1 and 2)"
+    text = "print all columns, the comparison of sharding strategies, and remarks on the policies"
+    add_flag(parser, "--all", text)
+    text = (
+        f"also pack the first {MOST_SOLVED} global batches with the ILP solver of the paper's Eq. "
+        f"1, 1 and 2 global batches at a time"
+    )
     add_flag(parser, "--ilp", text)
     parser.add_argument(
         "--ilp-seconds",
         type=number(float),
         default=5.0,
-        help="time limit of the solver for a window",
+        help="time limit of each call of the ILP solver, in seconds (default: 5)",
     )
-    add_json(parser, "rows")
-    add_text(parser, "--html", "FILE", "a page with tables and plots")
-    add_text(parser, "--out", "FILE", "write the best policy's settings as TOML for wlb train")
-    text = "most steps that a token may wait on average under the best policy"
+    add_json(parser, "the results of all policies")
+    add_text(parser, "--html", "FILE", "write an HTML page with tables and plots")
+    text = "write a TOML file with the settings of the best policy, for wlb train"
+    add_text(parser, "--out", "FILE", text)
+    text = "largest mean delay that the best policy may have, in steps"
     add_value(parser, "--delay-budget", MEAN_DELAY, text)
-    text = "price documents by the FLOPs of this Hugging Face config.json, not by NAME's model"
+    text = (
+        "predict work from the FLOPs of the model of this Hugging Face config.json, instead of "
+        "from kernel times of NAME's model"
+    )
     add_text(parser, "--model", "FILE", text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb plan` and return its exit status."""
     # 1. Load the run and the documents.
     _check(options)
     given = load(options.name, options.overrides)
@@ -100,19 +110,19 @@ def run(options: argparse.Namespace) -> int:
     # 2. Pack the documents with every policy, and shard them with every strategy.
     sections = {variant.label: variant.section for variant in variants_of(spec)}
     own = next(iter(sections))
-    # The status is shown only if stderr is a terminal.
+    # rich shows this status line only if stderr is a terminal.
     with console(stderr=True).status("packing"):
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
     sharding = _sharding(spec, batches, cost)
-    # 3. Describe the documents and the setting.
+    # 3. Describe the documents, the layout and the prices.
     facts = sources.facts_shown(source, batches, spec)
     setting = _setting(spec, cost, len(batches), priced=priced)
     masks_labels = sources.masks_labels(source)
     stream = _stream(options, source, batches)
     more = weight_remark(runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels)
-    # 4. Compare the best policy, and the run as it is set, with the usual loader.
+    # 4. Compare two packings with the usual loader: the best policy's, and the run's present one.
     first: list[str] = []
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
@@ -141,7 +151,10 @@ def run(options: argparse.Namespace) -> int:
             first.append(f"As {options.name} is set, it {said} of the usual loader's GPU hours.")
         first.append(f"By packing alone, as {options.name} is set: {gain}.")
     elif options.out:
-        raise UserError("--out: no step of the usual loader to compare with; give more --steps")
+        raise UserError(
+            "--out cannot write the best policy, because the usual loader completes no step with "
+            "these documents; give more --steps"
+        )
     # 5. Write the page and the JSON, or print the tables.
     if options.html:
         page = packing_page(
@@ -179,22 +192,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse invalid options before any work."""
+    """Raise a UserError for invalid options, before any work is done."""
     check_between("--delay-budget", options.delay_budget, 0, math.inf)
     sources.check_outputs(
         options.json, options.html, needs_plots=bool(options.html), settings=options.out
     )
     if options.model and options.out:
         raise UserError(
-            "--out writes settings by which wlb train trains NAME's model, and --model prices "
-            "another one; leave one of them out"
+            "--out writes settings for NAME's model, but --model predicts the work of another "
+            "model; remove --out or --model"
         )
 
 
 def _prices(
     options: argparse.Namespace, spec: RunSpec
 ) -> tuple[ProfiledWorkload | CountedWorkload, str]:
-    """Return the cost model, and a description of it: a kernel profile or a config.json's FLOPs."""
+    """Return the cost model and a text that describes it.
+
+    The cost model is a kernel profile, or with --model the FLOPs of a config.json.
+    """
     if options.model:
         model = counted(options.model)
         return workload_of_model(model), f"FLOPs of {model}"
@@ -209,21 +225,28 @@ def _simulated(
     batches: list[GlobalBatch],
     best: PackingSection,
 ) -> list[SavedShare]:
-    """Simulate whole steps and return the saved shares of the usual loader's GPU hours.
+    """Simulate whole steps, and return what share of the usual loader's GPU hours packing saves.
+
+    Args:
+        spec: The run with its present packing.
+        usual: The run with the usual loader.
+        cost: The cost model.
+        batches: Global batches, of which the first ones are simulated.
+        best: The [packing] section of the best policy.
 
     Returns:
-        The share that the best policy saves, and the share that the run saves as it is set.
+        The share that the best policy saves, and the share that the run's present packing saves.
     """
     some = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
-        # If the run's packing is already the best, simulate the run unchanged, so that the figure
-        # equals the one of `wlb simulate`.
+        # If the run's packing is already the best, simulate the run unchanged, so that the result
+        # equals the result of `wlb simulate`.
         ours = [spec if best == spec.packing else packed_by(spec, best), spec]
         return simulated_shares(cost, some, usual=usual, ours=ours)
 
 
 def _shares_of(simulated: Sequence[SavedShare]) -> dict[str, float | None]:
-    """Return the shares as entries of the JSON output."""
+    """Return the results of `_simulated` as entries of the JSON output; None if there are none."""
     first, second = (*simulated, None, None)[:2]
     return {
         "simulated": first and first.saved,
@@ -242,20 +265,20 @@ def _take_away(
     *,
     masks_labels: bool,
 ) -> list[str]:
-    """Write the best policy's settings to --out, or describe in a sentence how to write them.
+    """Write the best policy's settings to the file of --out, or return a sentence about them.
 
     Args:
-        options: The command line.
-        given: The run as the user wrote it.
-        saving: The best policy and the usual loader.
-        section: The best policy's [packing] section.
-        why: What was found, for a comment in the file.
-        shares: Saved shares of GPU hours from simulated steps; None without a simulation.
-        masks_labels: Whether the store marks which tokens are trained.
+        options: The parsed command line.
+        given: The configuration as the user wrote it.
+        saving: Results of the best policy and of the usual loader.
+        section: The [packing] section of the best policy.
+        why: Sentence about the result, for a comment in the file.
+        shares: Result of `_simulated`; None without a simulation.
+        masks_labels: Whether the token store marks which tokens are trained.
 
     Returns:
-        At most one sentence. It is left out if the file was written, or if the policy saves
-        nothing.
+        A list with one sentence that names the policy. The list is empty if the file was written or
+        the policy saves nothing.
     """
     if not options.out and (saving.best is saving.usual or (shares and shares[0].saved <= 0)):
         return []
@@ -279,7 +302,15 @@ def _verdict(
     saving: Saving,
     shares: list[SavedShare] | None,
 ) -> str:
-    """Return the first line: what balance saves, for which model on which GPUs."""
+    """Return the first line of the output, which says what the best policy saves.
+
+    Args:
+        options: The parsed command line.
+        spec: The run, with all values filled in.
+        cost: The cost model.
+        saving: Results of the best policy and of the usual loader.
+        shares: Result of `_simulated`; None without a simulation.
+    """
     if isinstance(cost, CountedWorkload):
         setting = f"FLOPs of {options.model}"
         return verdict(saving, setting=setting, simulated=None, error=None)
@@ -300,7 +331,10 @@ def _verdict(
 def _assumes(
     options: argparse.Namespace, spec: RunSpec, cost: ProfiledWorkload | CountedWorkload
 ) -> tuple[str, str]:
-    """Return what a page's figures assume: the profile, and the model with its number of GPUs."""
+    """Return what the numbers of an HTML page are based on, as two parts of a sentence.
+
+    The parts are the name of the kernel profile, and the model with its number of GPUs.
+    """
     if isinstance(cost, CountedWorkload):
         return "FLOPs", f"of {options.model}; collectives and pipelines left out"
     gpus = spec.parallel.world_size
@@ -310,7 +344,12 @@ def _assumes(
 
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and values that a page lists last."""
+    """Return names and values for the end of an HTML page: command, settings, version and date.
+
+    Args:
+        options: The parsed command line.
+        setting: Further names and values (`_setting`).
+    """
     return [
         ("command", output.command_of(options)),
         ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
@@ -330,8 +369,19 @@ def _show(
     own: str,
     more: list[str],
 ) -> None:
-    """Print the answer, the documents and the policies; with --all also every column and remark."""
-    # Markup is off because a file's name may have brackets.
+    """Print the results.
+
+    Args:
+        options: The parsed command line.
+        first: Sentences that answer the question, which are printed first.
+        facts: Lines about the documents.
+        setting: Layout and prices (`_setting`).
+        runs: Results of all policies.
+        saving: Results of the best policy and of the usual loader; None if there are none.
+        own: Label of the run's present packing, which is marked in the table.
+        more: Remarks that are printed only with --all.
+    """
+    # Turn off rich's markup, because names of files may contain brackets.
     screen = console(markup=False)
     for line in (*first, *facts):
         screen.print(line)
@@ -354,7 +404,10 @@ def _show(
 def _solved(
     options: argparse.Namespace, spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel
 ) -> list[PackingRun]:
-    """Pack the first batches with the ILP solver, each time after a greedy packer."""
+    """Pack the first global batches with the ILP solver, and with the greedy policy `fixed`.
+
+    Both pack 1 and then 2 global batches together. The results of `fixed` are there for comparison.
+    """
     some = batches[:MOST_SOLVED]
     out: list[PackingRun] = []
     fixed = [v for v in variants_of(spec) if v.section.policy == Policy.FIXED]
@@ -369,7 +422,7 @@ def _solved(
 
 
 def _stream(options: argparse.Namespace, source: LengthSource, batches: list[GlobalBatch]) -> str:
-    """Describe how much of the source was packed, and whether it was too short."""
+    """Return a sentence on how many tokens were packed and whether the documents were repeated."""
     packed = sum(batch.documents.num_tokens for batch in batches)
     passes = sources.passes_of(source, batches)
     line = f"packed {packed:,} tokens"
@@ -387,8 +440,10 @@ def _stream(options: argparse.Namespace, source: LengthSource, batches: list[Glo
 def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) -> dict[str, Any]:
     """Compare all sharding strategies on the first steps of the run's packing.
 
-    `over_ideal` in the result is the attention time of the slowest rank over an ideal: the
-    attention time of uncut documents, divided by cp.
+    Returns:
+        A dictionary for the JSON output, with a sentence at the key "text". `over_ideal` is the
+        predicted attention time of the slowest CP rank, divided by an ideal time for each strategy.
+        The ideal is the attention time of the documents on one rank, divided by cp.
     """
     cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
@@ -423,8 +478,8 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) ->
     listed = ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items())
     text = (
         f"sharding ({own}, CP {cp}), first {len(plans)} steps: {_counted(counts)} micro-batches; "
-        f"predicted attention of the slowest rank over ideal: {listed}; of the key rows that an "
-        f"all-gather brings, the rank that needs most reads {needed:.0%} (exchange: "
+        f"predicted attention time of the slowest rank over ideal: {listed}; the rank that needs "
+        f"most reads {needed:.0%} of the key rows that an all-gather brings (exchange: "
         f"{_counted(exchanges)})"
     )
     return {
@@ -444,7 +499,13 @@ def _counted(counts: Counter[str]) -> str:
 def _needed_share(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, row_multiple: int
 ) -> float:
-    """Return the rows that the busiest ranks read over the rows that an all-gather would bring."""
+    """Return which share of the rows of an all-gather the CP rank that reads the most needs.
+
+    Args:
+        plans: Sharding plans of the micro-batches, over which rows are summed.
+        cost: The cost model, which says which layers have sliding windows.
+        row_multiple: Every rank pads its rows to a multiple of this.
+    """
     gathered = sum(
         rows_gathered(
             plan, local_tokens=local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
@@ -456,7 +517,14 @@ def _needed_share(
 
 
 def _setting(spec: RunSpec, cost: WorkloadModel, steps: int, *, priced: str) -> dict[str, Any]:
-    """Return what was packed, how it was priced, and the layout, for the output."""
+    """Return the conditions of the comparison by name: steps, window, prices, seed and layout.
+
+    Args:
+        spec: The run, with all values filled in.
+        cost: The cost model.
+        steps: Number of global batches that were packed.
+        priced: Text that describes the cost model.
+    """
     window = spec.data.context_window
     attention, linear = (int(f([window])[0]) for f in (cost.attention_ns, cost.linear_ns))
     return {

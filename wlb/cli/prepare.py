@@ -1,4 +1,4 @@
-"""`wlb prepare`: make a token store of text or conversations, or check stores; needs no torch."""
+"""`wlb prepare`: make token stores from text or conversations, or check stores; needs no torch."""
 
 import argparse
 from dataclasses import fields
@@ -23,8 +23,10 @@ DEFAULTS = PrepareOptions(inputs=("-",), out="-")
 CHAT_DEFAULTS = ChatChoice()
 
 SYNTHETIC_WINDOW = 131072
+"""Default of --window, in tokens: the longest document that --synthetic makes."""
 MOST_WINDOW = 1 << 28
-"""Most tokens of a drawn document, which is made in memory as 64-bit integers."""
+"""Largest value of --window, in tokens. A document is made in memory as 64-bit integers, so a
+longer one would take more than 2 GiB."""
 READING_OPTIONS = {
     "--vocab-size": "vocab_size",
     "--sample-bytes": "sample_bytes",
@@ -32,10 +34,10 @@ READING_OPTIONS = {
     "--heldout-fraction": "heldout_fraction",
     "--processes": "processes",
 }
-"""Options about reading files, which --synthetic does not accept, and their fields of
-PrepareOptions."""
+"""Options about reading files, each with its field of PrepareOptions. --synthetic reads no files
+and refuses them."""
 MOST_KEYS = 8
-"""Most unknown keys of messages that the report lists."""
+"""The report names at most this many keys of chat messages that `wlb prepare` does not know."""
 TEXT_OPTIONS = {
     "--documents": "policy",
     "--text-key": "text_key",
@@ -43,157 +45,170 @@ TEXT_OPTIONS = {
     "--bos": "bos",
     "--eos": "eos",
 }
-"""Options that --chat does not accept, and their fields of PrepareOptions."""
+"""Options for plain text, each with its field of PrepareOptions. --chat refuses them."""
 
 CHAT_OPTIONS = {
     f"--{field.name.replace('_', '-')}": field.name
     for field in fields(ChatChoice)
     if field.name != "template"
 }
-"""Options that need --chat, and their fields of ChatChoice. An option that is not given is None."""
+"""Options for conversations, each with its field of ChatChoice. They need --chat, and are None if
+they are not given."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb prepare`."""
+    """Add the parser of `wlb prepare` to the subparsers `commands`."""
     parser = commands.add_parser(
         "prepare",
         help="turn text, JSONL, JSON or Parquet into a token store",
-        description="Turn JSONL (.jsonl, .ndjson), JSON lists or lines (.json), Parquet and text "
-        "(any other file), each also .gz, .bz2 or .xz but Parquet, folders and glob patterns of "
-        "records or of text, into a token store (.bin + .idx + .json) for data.store; with --chat, "
-        "turn conversations into a store that marks which tokens are trained. The same command "
-        "continues an interrupted preparation.",
+        description="Turn files into a token store (.bin, .idx and .json) for data.store. Inputs "
+        "may be JSONL (.jsonl, .ndjson), JSON lists or lines (.json), Parquet, and text (any other "
+        "name). All except Parquet may be compressed (.gz, .bz2, .xz). With --chat, turn "
+        "conversations into a store that marks which tokens are trained. To resume an interrupted "
+        "preparation, repeat the command.",
     )
     text = (
-        "files, folders (read recursively), quoted patterns; with --verify alone: stores; none "
-        "with --synthetic"
+        "files, folders (read recursively) or quoted glob patterns; with --verify but without "
+        "--out, prefixes of stores; with --synthetic, none"
     )
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
-    add_text(parser, "--out", "PREFIX", "prefix of the store")
+    text = "path of the store without its suffix; files PREFIX.bin, .idx and .json are written"
+    add_text(parser, "--out", "PREFIX", text)
     add_flag(
         parser,
         "--verify",
-        "read the finished store and check its checksum and that all tokens are in the vocabulary; "
-        "without --out, INPUTs are prefixes of stores to check",
+        "check the finished store: its checksum, and that all tokens are in the vocabulary; "
+        "without --out, check the stores given as INPUT",
     )
     _add_tokenizer(parser.add_argument_group("tokenizer"))
     _add_documents(parser.add_argument_group("documents"))
     _add_chat(parser.add_argument_group("conversations"))
     _add_synthetic(parser.add_argument_group("documents of drawn lengths"))
-    text = "worker processes; the store is the same for any number"
+    text = "number of worker processes; the store does not depend on it"
     add_value(parser, "--processes", DEFAULTS.processes, text, most=MOST_PROCESSES)
-    text = "replace a store and parts of a preparation that had other inputs or arguments"
+    text = "replace a finished or unfinished store that was made from other inputs or options"
     add_flag(parser, "--overwrite", text)
     parser.set_defaults(run=run)
 
 
 def _add_tokenizer(group: Any) -> None:
     text = (
-        "a tokenizer.json or its folder; bytes: 256 bytes, BOS, EOS; bpe: a byte-level BPE "
-        f"trained on a sample of the input (default: {DEFAULTS.tokenizer}, or with --chat FOLDER "
-        f"that of the folder)"
+        "a tokenizer.json or its folder; or bytes (a token for each byte, BOS and EOS); or bpe (a "
+        "byte-level BPE that is trained on a sample of the input). Default: "
+        f"{DEFAULTS.tokenizer}, or with --chat FOLDER the tokenizer of the folder"
     )
     add_text(group, "--tokenizer", "FILE|bytes|bpe", text)
-    text = "most tokens of the trained BPE, those of --chat included"
+    text = "largest vocabulary of the trained BPE, special tokens of --chat included"
     add_value(group, "--vocab-size", DEFAULTS.vocab_size, text, most=10**6)
-    text = "text the BPE is trained on"
+    text = "bytes of text on which the BPE is trained"
     add_value(group, "--sample-bytes", DEFAULTS.sample_bytes, text, most=2**40)
-    text = "eos_bos: BOS before and EOS after each document; separator: EOS after; none: only text"
+    text = (
+        "special tokens around each document: eos_bos = BOS before and EOS after it, separator = "
+        "EOS after it, none = no special tokens"
+    )
     add_value(group, "--documents", DEFAULTS.policy, text, dest="policy")
     for name in ("bos", "eos"):
         text = (
-            f"the {name.upper()} token; default: as tokenizer_config.json says, or the one "
-            f"special token with a usual name"
+            f"the {name.upper()} token (default: the one that tokenizer_config.json names, or the "
+            f"only special token with a common name for it)"
         )
         add_text(group, f"--{name}", "TOKEN", text, default="")
 
 
 def _add_documents(group: Any) -> None:
-    text = "key of JSON objects, column of Parquet; for records only"
+    text = "key of JSON objects, or column of Parquet files, that has the text of a document"
     add_value(group, "--text-key", DEFAULTS.text_key, text)
-    text = "unit of a text file that becomes a document"
+    text = "which part of a text file becomes one document"
     add_value(group, "--one-per", DEFAULTS.text_unit, text, dest="text_unit")
     text = (
-        "reaction to malformed JSON, invalid UTF-8, a missing text or a record that is no "
-        "conversation: stop and name its place, or skip it (skipped records are counted, and the "
-        "first ones shown)"
+        "what to do with malformed JSON, invalid UTF-8, a missing text or a record that is not a "
+        "conversation: stop and say where it is, or skip it (skipped records are counted, and the "
+        "first ones are shown)"
     )
     add_value(group, "--on-error", DEFAULTS.on_error, text)
-    text = "share of documents that go to PREFIX-heldout, by a hash of seed and name"
+    text = "fraction of documents that go to the held-out store PREFIX-heldout"
     add_value(group, "--heldout-fraction", DEFAULTS.heldout_fraction, text)
-    text = "seed of the held-out choice and the BPE's sample"
+    text = "seed for the choice of held-out documents and of the BPE's sample"
     add_value(group, "--seed", DEFAULTS.seed, text, most=2**64 - 1)
 
 
 def _add_chat(group: Any) -> None:
     text = (
-        "records are conversations (messages, conversations, or prompt and completion), written "
-        "with this template: chatml, llama3, a model's folder (with chat_template.jinja or a "
-        "tokenizer_config.json, and its tokenizer.json), a Jinja file or a tokenizer_config.json; "
-        "only the messages of assistants are trained, but those marked as not trained (weight, "
-        "train, loss, loss_mask, ...); also records of instruction, input and output"
+        "read records as conversations (keys messages, conversations, prompt and completion, or "
+        "instruction, input and output) and write them with this chat template: chatml, llama3, a "
+        "model's folder (with tokenizer.json, and chat_template.jinja or tokenizer_config.json), a "
+        "Jinja file or a tokenizer_config.json. Only messages of assistants are trained, except "
+        "those that the record marks as not trained (weight, train, loss, loss_mask, ...)"
     )
     add_text(group, "--chat", "TEMPLATE", text)
     for option, text in (
         ("--turns", "which of the assistant's messages are trained"),
-        ("--too-long", "treatment of conversations of more than --limit tokens"),
-        ("--on-untrained", "reaction to a conversation without a trained token"),
+        ("--too-long", "what to do with conversations of more than --limit tokens"),
+        ("--on-untrained", "what to do with a conversation in which no token is trained"),
     ):
         add_value(group, option, getattr(CHAT_DEFAULTS, CHAT_OPTIONS[option]), text, default=None)
-    text = "most tokens of a document (default: any)"
+    text = "most tokens that a conversation may have (default: no limit)"
     add_text(group, "--limit", "TOKENS", text, type=number(int))
     group.add_argument(
         "--add-tokens",
         action="store_true",
         default=None,
-        help="give the tokenizer the special tokens of the template that it lacks, for a model "
-        "that is trained from the start; a trained BPE has them",
+        help="add special tokens of the template to the tokenizer if they are missing; use this "
+        "only for a model that is trained from scratch. A trained BPE always has them",
     )
 
 
 def _add_synthetic(group: Any) -> None:
     text = (
-        f"instead of INPUTs: draw documents' lengths from a family ({', '.join(FAMILIES)}) and "
-        f"fill them with the text of Python's standard library, a token a byte"
+        f"instead of reading INPUT, draw the lengths of documents from a distribution "
+        f"({', '.join(FAMILIES)}) and fill the documents with source text of Python's standard "
+        f"library, one token for each byte"
     )
     add_text(group, "--synthetic", "FAMILY", text)
-    text = "size of the store that --synthetic makes"
+    text = "number of tokens of the store that --synthetic makes"
     add_text(group, "--tokens", "TOKENS", text, type=number(int))
     text = (
-        f"context window that drawn lengths scale with, the longest document (default: "
-        f"{SYNTHETIC_WINDOW})"
+        f"context window to which --synthetic scales the lengths; also the longest document "
+        f"(default: {SYNTHETIC_WINDOW})"
     )
     add_text(group, "--window", "TOKENS", text, type=number(int, MOST_WINDOW))
 
 
 def _chat(options: argparse.Namespace) -> ChatChoice | None:
-    """Return the choices about conversations, or None without --chat.
+    """Return the values of the options for conversations, or None if --chat is not given.
 
     Raises:
-        UserError: An option about conversations is given without --chat, or one about plain text
-            with it.
+        UserError: An option for conversations is given without --chat, or an option for plain text
+            with --chat.
     """
     if options.chat is None:
         if given := _written(options, CHAT_OPTIONS):
             raise UserError(
-                f"{given} is for conversations; add --chat TEMPLATE if the records are "
-                f"conversations, or leave it out"
+                f"{given} applies only to conversations; add --chat TEMPLATE if the records are "
+                f"conversations, or remove {given}"
             )
         return None
     if given := _written(options, TEXT_OPTIONS):
         raise UserError(
-            f"{given} is for text; with --chat {options.chat} the template sets the tokens around "
-            f"messages, and the keys of conversations are fixed, so leave it out"
+            f"{given} applies only to plain text, because with --chat {options.chat} the template "
+            f"decides the special tokens and the keys of records are fixed; remove {given}"
         )
     if options.too_long and options.limit is None:
-        raise UserError(f"--too-long {options.too_long} needs --limit TOKENS, which is not given")
+        raise UserError(
+            f"--too-long {options.too_long} has no effect without a limit; add --limit TOKENS"
+        )
     chosen = {name: getattr(options, name) for name in CHAT_OPTIONS.values()}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     return ChatChoice(template=options.chat, **chosen)
 
 
 def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
-    """Return the options of `names` that differ from their defaults, as a user would type them."""
+    """Return the options that differ from their defaults, as a user would type them.
+
+    Args:
+        options: The parsed command line.
+        names: The options to look at, each with the name of its value in `options`.
+    """
     words: list[str] = []
     for option, name in names.items():
         value = getattr(options, name)
@@ -203,24 +218,28 @@ def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
-    # rich's markup is off, because file names may contain brackets.
+    """Run `wlb prepare` and return its exit status."""
+    # Turn off rich's markup, because names of files may contain brackets.
     screen = console(markup=False)
     if options.synthetic is not None:
         return _synthetic(options, screen)
     for option in ("tokens", "window"):
         if getattr(options, option) is not None:
-            raise UserError(f"--{option} is for --synthetic FAMILY, which is not given")
+            raise UserError(
+                f"--{option} applies only with --synthetic FAMILY; add --synthetic FAMILY, or "
+                f"remove --{option}"
+            )
     if not options.inputs:
         raise UserError(
-            "no INPUT is given; name files or folders, or draw documents' lengths with --synthetic "
-            "wlb_paper --tokens N"
+            "no INPUT is given; give files or folders, or draw lengths of documents with "
+            "--synthetic wlb_paper --tokens N"
         )
     if options.out is not None:
         return _texts(options, screen)
     if not options.verify:
         raise UserError(
-            "--out is missing; give --out PREFIX to make a store, or --verify to check stores"
+            "--out is missing; add --out PREFIX to make a store, or --verify to check the stores "
+            "that INPUT names"
         )
     for prefix in options.inputs:
         _verify(prefix, screen)
@@ -228,9 +247,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _texts(options: argparse.Namespace, screen: Console) -> int:
-    """Make a store of the INPUTs, print a description of it, and return the exit status."""
+    """Make a store from the files of INPUT, print a description, and return the exit status."""
     chat = _chat(options)
-    # A model's folder given to --chat also has the tokenizer.
+    # If --chat names the folder of a model, use the tokenizer of that folder by default.
     if options.tokenizer is None:
         is_folder = chat is not None and Path(chat.template).is_dir()
         options.tokenizer = chat.template if chat and is_folder else DEFAULTS.tokenizer
@@ -253,16 +272,19 @@ def _texts(options: argparse.Namespace, screen: Console) -> int:
 
 
 def _synthetic(options: argparse.Namespace, screen: Console) -> int:
-    """Make a store of documents of drawn lengths.
+    """Make a store of documents whose lengths are drawn (--synthetic); return the exit status.
 
     Raises:
-        UserError: An option is missing, or is given that has no meaning for drawn documents.
+        UserError: A required option is missing, or an option is given that --synthetic ignores.
     """
     if options.out is None or options.tokens is None:
-        raise UserError("--synthetic needs --out PREFIX and --tokens N, the size of the store")
+        raise UserError(
+            "--synthetic needs --out PREFIX and --tokens N (the number of tokens of the store); "
+            "add both"
+        )
     if options.inputs:
         raise UserError(
-            f"--synthetic draws its documents and reads no INPUT; leave out "
+            f"--synthetic makes its documents itself and reads no INPUT; remove "
             f"{' '.join(map(str, options.inputs))}"
         )
     given = _written(options, TEXT_OPTIONS | CHAT_OPTIONS | READING_OPTIONS)
@@ -271,8 +293,8 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
             given += f" --{option} {value}"
     if given:
         raise UserError(
-            f"--synthetic draws lengths and fills documents with bytes of text, so "
-            f"{given.strip()} has no meaning with it; leave it out"
+            f"{given.strip()} has no effect with --synthetic, which makes documents of one token "
+            f"for each byte; remove {given.strip()}"
         )
     prepare_synthetic(
         options.out,
@@ -295,7 +317,12 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
 
 
 def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
-    """Prepare the store, with a progress bar on stderr."""
+    """Make the store while showing a progress bar on stderr, and return what was done.
+
+    Args:
+        options: Inputs and settings of the preparation.
+        chat: Settings for conversations; None for plain text.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -319,19 +346,20 @@ def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
 
 
 def _verify(prefix: str, screen: Console) -> None:
-    """Check a store and print that it is intact."""
+    """Check the store with this prefix and print that it is intact; raise if it is not."""
     verify_store(prefix)
     screen.print(f"{prefix}: {TokenStore(prefix).summary}; checksum and vocabulary are right")
 
 
 def _table(made: StoreReport) -> Table:
-    """Return a table that describes the stores; rows without a value are left out."""
+    """Return a table that describes the stores that were made."""
     megabytes = made.num_bytes / 1e6
     heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
     trained = unknown = text = ""
     if made.num_text_files:
         text = f" ({made.num_text_files:,} read as text)"
-    # In plain text every token except each document's last one is trained; no row is needed then.
+    # Say how many tokens are trained, unless it is plain text, in which every token of a document
+    # except the last one is.
     if made.num_targets != made.num_tokens - made.num_documents:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:
@@ -366,7 +394,11 @@ def _table(made: StoreReport) -> Table:
 
 
 def _unread(counts: dict[str, int]) -> str:
-    """List the keys of messages that were not read, the most frequent first."""
+    """Return a text that lists keys of chat messages that were ignored, the most frequent first.
+
+    Args:
+        counts: Counters of the preparation; those whose name begins with `UNREAD` are used.
+    """
     found = {n.removeprefix(UNREAD): counts[n] for n in counts if n.startswith(UNREAD)}
     names = sorted(found, key=lambda name: (-found[name], name))
     shown = [f"{n!r} of {found[n]:,} messages" for n in names[:MOST_KEYS]]

@@ -19,53 +19,58 @@ from wlb.report.tables import console, new_table
 from wlb.spec import Device, load, presets
 
 SWEEP = ".sweep.jsonl"
+"""Suffix of the file of raw measurements, from which an interrupted `wlb profile` resumes."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb profile`."""
+    """Add the parser of `wlb profile` to the subparsers `commands`."""
     parser = commands.add_parser(
         "profile",
-        help="measure kernels on this machine and fit the cost model",
-        description="Measure attention, matrix products, element-wise operators and collectives; "
-        "fit W_a and W_l of Eq. 2; print the error on held-out points; write a kernel profile "
-        "(JSON), plots (PNG; they need matplotlib) and a log. An interrupted sweep continues "
-        "where it stopped. Start it under torchrun on several GPUs to measure collectives. "
-        "kernels_profile/README.md describes the format.",
-        epilog="example: wlb profile --out kernels_profile/h200.json; train with it by --set "
+        help="measure kernels on this machine and write a kernel profile",
+        description="Measure attention, matrix products, element-wise operators and collectives, "
+        "fit W_a and W_l of the paper's Eq. 2, and print the error on held-out measurements. "
+        "Writes a kernel profile (JSON), plots (PNG, with matplotlib) and a log. To resume an "
+        "interrupted measurement, repeat the command. To measure collectives, start the command "
+        "under torchrun on several GPUs. kernels_profile/README.md describes the format.",
+        epilog="example: wlb profile --out kernels_profile/h200.json; then train with --set "
         "cost.profile=kernels_profile/h200.json",
     )
     parser.add_argument("--device", choices=[str(d) for d in Device], default="auto")
     text = (
-        f"preset or .toml file that decides model, TP degree and longest document: "
+        f"preset or TOML file that gives the model, the TP size and the longest document: "
         f"{', '.join(presets())} (default: demo on a CPU, 7b_128k on a GPU)"
     )
     add_text(parser, "--preset", "NAME", text)
-    add_text(parser, "--set", "KEY=VALUE", "change the preset", dest="overrides", action="append")
-    text = "measure only this attention kernel, not all that are installed"
+    text = "change a key of the preset"
+    add_text(parser, "--set", "KEY=VALUE", text, dest="overrides", action="append")
+    text = "measure only this attention kernel (default: all that are installed)"
     add_text(parser, "--backend", "NAME", text)
-    text = "measure attention for more head layouts of a rank too, such as 8x64 or 8:2x128"
+    text = (
+        "also measure attention with these heads of a rank: HEADSxSIZE or HEADS:KV_HEADSxSIZE, "
+        "such as 8x64 or 8:2x128"
+    )
     add_text(parser, "--heads", "LAYOUT", text, nargs="+", default=[])
     add_text(
         parser,
         "--out",
         "FILE",
-        "profile, or an existing folder (default: NAME.json here)",
+        "file of the profile, or an existing folder for it (default: NAME.json)",
         type=Path,
     )
     parser.add_argument("--name", help="name of the profile (default: from --out or the device)")
     text = (
-        "GPUs per node of the cluster, which decides the prices of collectives (default: the GPUs "
-        "visible here if there are several, otherwise 8)"
+        "GPUs per node of the cluster, on which the prices of collectives depend (default: the "
+        "number of GPUs visible here if there are several, otherwise 8)"
     )
     add_text(parser, "--ranks-per-node", "N", text, type=number(int))
-    add_flag(parser, "--quick", "coarse sweep of less than a minute")
-    add_flag(parser, "--no-plots", "draw no plots")
+    add_flag(parser, "--quick", "measure fewer points, in less than a minute")
+    add_flag(parser, "--no-plots", "do not draw plots")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
-    # Importing torch takes seconds, and most commands do not need it.
+    """Run `wlb profile` and return its exit status."""
+    # Import torch only here, because the import takes seconds and most commands do not need torch.
     with needs_train_extra("profiling needs"):
         from wlb.parallel import world as worlds
         from wlb.profile import PRESETS, run_sweep, settings_of
@@ -86,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_of(
         spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
     )
-    # 3. Check that results can be written before measuring for hours.
+    # 3. Check that the results can be written, before measurements that may take hours.
     out, name = _names(options, settings.header()["name"])
     if not options.no_plots:
         from wlb.report.plots import require_matplotlib
@@ -104,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         command += f" ({world.world_size} ranks by {world.origin}, {here} here)"
         worlds.init(world, device, timeout_s=1800.0)
     try:
-        # 4. Measure. All ranks take part in collectives.
+        # 4. Measure. All ranks take part, because collectives are measured too.
         start = {
             "date": datetime.date.today().isoformat(),
             "commit": program_version(),
@@ -114,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         records, environment = run_sweep(settings, path, world, screen, start)
     finally:
         worlds.shutdown()
-    # 5. Rank 0 alone fits and writes the profile.
+    # 5. Fit and write the profile on rank 0 only.
     if world is not None and world.rank:
         return 0
     _finish(options, settings, records, environment, out, name, screen, begin)
@@ -122,14 +127,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
-    """Return the file of the profile and the profile's name."""
+    """Return the path and the name of the profile, from --out and --name or the device's name."""
     file = options.out if options.out is not None and not options.out.is_dir() else None
     name = options.name or (file.stem if file is not None else short_name(device_name))
     out = options.out or Path(f"{name}.json")
     if out.is_dir():
         out /= f"{name}.json"
     if out.suffix != ".json":
-        raise UserError(f"--out {out} must be a .json file")
+        raise UserError(f"--out {out} must end in .json; give a name such as profile.json")
     return out, name
 
 
@@ -143,7 +148,18 @@ def _finish(
     screen: Console,
     begin: float,
 ) -> None:
-    """Fit the profile to the measurements, print its errors, and write it with plots and log."""
+    """Fit the profile to the measurements, print its errors, and write it with plots and a log.
+
+    Args:
+        options: The parsed command line.
+        settings: What was measured (`wlb.profile.settings_of`).
+        records: The measurements.
+        environment: Names and versions of the device and the software.
+        out: File of the profile.
+        name: Name of the profile.
+        screen: Console whose output is also written to the log.
+        begin: Value of `time.perf_counter` when the command began.
+    """
     from wlb.cost.profile_file import save_profile
     from wlb.profile import SweepOrigin, build
 
@@ -177,7 +193,11 @@ def _finish(
 def visible_gpus(device: str) -> int | None:
     """Return the number of GPUs of this node; None if it is unknown.
 
-    A job that was given one GPU does not see the others of its node, so one GPU means unknown.
+    If only one GPU is visible, the number is unknown: a job with one GPU does not see the other
+    GPUs of its node.
+
+    Args:
+        device: "cuda" or "cpu".
     """
     import torch
 
@@ -186,18 +206,29 @@ def visible_gpus(device: str) -> int | None:
 
 
 def plots_folder(out: Path) -> Path:
-    """Return the folder of a profile's plots, next to the profile."""
+    """Return the folder for the plots of the profile `out`. It is next to the profile."""
     return out.with_name(f"{out.stem}_plots")
 
 
 def _written(options: argparse.Namespace, out: Path) -> str:
-    """Return the names of all files that the command writes."""
+    """Return the names of all files that the command writes, joined by commas.
+
+    Args:
+        options: The parsed command line.
+        out: File of the profile.
+    """
     plots = [] if options.no_plots else [f"{plots_folder(out)}/"]
     return ", ".join([str(out), *plots, *(str(out.with_suffix(s)) for s in (".log", SWEEP))])
 
 
 def _draw(built: Any, settings: Any, folder: Path) -> None:
-    """Draw the plots of a profile into a folder."""
+    """Write the plots of a profile as PNG files.
+
+    Args:
+        built: The profile with its measurements (`wlb.profile.build`).
+        settings: What was measured (`wlb.profile.settings_of`).
+        folder: Folder for the files.
+    """
     from wlb.report.profile.plots import profile_figures
     from wlb.report.profile.points import HeldPoint
 
@@ -217,7 +248,7 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 
 
 def _attention_table(built: Any) -> Table:
-    """Return a table of the errors of held-out attention calls."""
+    """Return a table with the errors of attention prices on measurements that were not fitted."""
     numbers = ("heads", "size", "launch us", "pairs (q, kv)", "varlen batches", "test-retest")
     title = "Attention: mean (95%, worst) error of held-out predictions, both passes"
     table = new_table(title, labels=["kernel"], texts=["blocks"], numbers=numbers)
@@ -244,12 +275,17 @@ def _attention_table(built: Any) -> Table:
 
 
 def blocks_words(table: Any) -> str:
-    """Say whether the table has a price for the grid of blocks that a call launches."""
+    """Return "priced" if an attention table prices the launch of thread blocks, else "no price"."""
     return "priced" if table.blocks else "no price"
 
 
 def _error(residuals: dict[str, float], name: str) -> str:
-    """Format the mean, 95th percentile and maximum of a relative error."""
+    """Return the mean, 95th percentile and maximum of a relative error as text.
+
+    Args:
+        residuals: Statistics of errors by name.
+        name: Name of the error, to which "_mape", "_p95" and "_max" are appended.
+    """
     values = [residuals.get(f"{name}_{part}") for part in ("mape", "p95", "max")]
     if None in values:
         return "not measured"
@@ -258,7 +294,7 @@ def _error(residuals: dict[str, float], name: str) -> str:
 
 
 def _linear_table(built: Any) -> Table:
-    """Return a table of what was fitted for everything except attention."""
+    """Return a table of the fitted speeds of everything except attention (W_l of Eq. 2)."""
     table = new_table("The linear part, forward / backward", texts=["term"], numbers=["fitted"])
     profile = built.profile
     for name, surface in (("forward", profile.gemm.forward), ("backward", profile.gemm.backward)):

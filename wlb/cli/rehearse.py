@@ -1,4 +1,4 @@
-"""`wlb rehearse`: run ranks of a cluster's job on fake GPUs, on one machine without a GPU."""
+"""`wlb rehearse`: run ranks of a job on fake CUDA tensors, on one machine without a GPU."""
 
 import argparse
 from pathlib import Path
@@ -19,9 +19,9 @@ _DESCRIPTION = """\
 Run ranks of a job on fake GPUs, without a GPU: the real planner, mesh, trainer, backward pass,
 optimiser, evaluation and checkpoint copies, on tensors that have shapes and no values.
 
-  wlb rehearse 7b_128k                        one rank of each pipeline position, three steps
+  wlb rehearse 7b_128k                        one rank of each pipeline stage, three steps
   wlb rehearse run.toml --ranks 0,63          some ranks
-  wlb rehearse 7b_128k --ranks all --jobs 8   all ranks; proves that they match and cannot deadlock
+  wlb rehearse 7b_128k --ranks all --jobs 8   all ranks; proves that they cannot deadlock
 
 Prints memory by kind beside the estimate and what torch's allocator would reserve, kernels and
 communication with priced times (exposed = the compute stream waits for it), and where the host
@@ -33,29 +33,31 @@ compiled once."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb rehearse`."""
+    """Add the parser of `wlb rehearse` to the subparsers `commands`."""
     parser = commands.add_parser(
         "rehearse",
-        help="run ranks of a cluster's job on fake GPUs",
+        help="run ranks of a job on fake GPUs, to find errors without a cluster",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
     text = "override keys, as in --set data.store=... parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
-    add_text(parser, "--system", "SYSTEM", f"settings of a system: {', '.join(KNOWN_SYSTEMS)}")
-    text = f"{ALL}, {ONE_PER_STAGE} (of each pipeline position), or numbers as in 0,63"
+    text = f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}"
+    add_text(parser, "--system", "SYSTEM", text)
+    text = f"{ALL}, {ONE_PER_STAGE} (one rank of each pipeline stage), or numbers as in 0,63"
     add_value(parser, "--ranks", ONE_PER_STAGE, text)
-    add_value(parser, "--steps", 3, "steps to rehearse", most=10_000)
-    text = "ranks that are rehearsed at a time, a process each"
+    add_value(parser, "--steps", 3, "number of steps to rehearse", most=10_000)
+    text = "number of ranks that are rehearsed at the same time, each in its own process"
     add_value(parser, "--jobs", 1, text, most=MOST_PROCESSES)
-    add_text(parser, "--trace", "FILE", "write kernels and transfers for Perfetto")
-    add_json(parser, "figures")
+    text = "write a trace of kernels and transfers, which Perfetto displays"
+    add_text(parser, "--trace", "FILE", text)
+    add_json(parser, "the results")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb rehearse` and return its exit status."""
     check_at_least("--steps", options.steps, 1)
     check_at_least("--jobs", options.jobs, 1)
     overrides = with_system(options.name, options.overrides, options.system)

@@ -1,4 +1,4 @@
-"""`wlb report`: write the page of a run, compare runs, or say why one failed; needs no torch."""
+"""`wlb report`: write a page about a run, compare runs, or say why a run failed; needs no torch."""
 
 import argparse
 from datetime import datetime
@@ -17,48 +17,51 @@ from wlb.report.tables import console
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb report`."""
+    """Add the parser of `wlb report` to the subparsers `commands`."""
     parser = commands.add_parser(
         "report",
-        help="a run's page: loss, speed, balance, ranks, a step's timeline; a table of several",
-        description="Read metrics.jsonl and write one HTML file that needs no network: loss, "
-        "tokens/s, predicted and measured times, imbalance compared with the usual loader's, a "
-        "heat map of ranks, the timeline of a step, delays, stragglers, configuration. Works "
-        "during the run. "
-        "Of several runs it prints tables instead: loss, speed, balance, keys that differ. "
-        "The page needs matplotlib (extra [plot]); nothing needs torch.",
-        epilog="A straggler is a rank whose measured / predicted time exceeds the median rank's by "
-        "15% in three consecutive tables of ranks.",
+        help="write a page about a run (loss, speed, balance, ranks), or compare several runs",
+        description="Read the metrics.jsonl of a run, which may still be training, and write one "
+        "HTML file that needs no network: loss, tokens/s, predicted and measured times, imbalance "
+        "with and without balanced packing, a heat map of ranks, the timeline of a step, delays, "
+        "stragglers and the configuration. For several runs, print tables instead: loss, speed, "
+        "balance, and configuration keys that differ. The page needs matplotlib (pip install "
+        "'wlb-llm[plot]'). Torch is not needed.",
+        epilog="A straggler is a rank whose ratio of measured to predicted time exceeds the median "
+        "over ranks by 15% in three consecutive tables of ranks.",
     )
     text = "folder of a run: run.output_dir/run.name"
     parser.add_argument("folders", metavar="RUN", nargs="+", help=text)
-    text = "file of the page of one run (default: RUN/report.html)"
+    text = "file for the page of one run (default: RUN/report.html)"
     add_text(parser, "--out", "FILE", text)
     text = (
-        "step whose passes are drawn, counted as in training's table: measured if recorded (every "
-        "100th step and the last), otherwise simulated from its plan, which needs the run's store "
-        "(default: the last recorded step)"
+        "step whose timeline is drawn, counted as in the table that training prints. Measured "
+        "times are drawn if they were recorded (every 100th step and the last one). Otherwise the "
+        "step is simulated, which needs the run's token store (default: the last recorded step)"
     )
     add_text(parser, "--step", "N", text, type=number(int))
     text = (
-        "only say what ended the last start of a run that is not training any more: the rank that "
-        "failed first, and where each rank was"
+        "only print why a run ended that does not train any more: which rank failed first, and "
+        "what each rank was doing"
     )
     add_flag(parser, "--failure", text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb report` and return its exit status."""
     if options.failure:
         return _failure([Path(folder) for folder in options.folders])
     is_one = len(options.folders) == 1
     for name, given in (("--step", options.step), ("--out", options.out)):
         if given is not None and not is_one:
-            raise UserError(f"{name} is for the page of one run; leave it out, or give one RUN")
+            raise UserError(
+                f"{name} applies only to the page of one run, but several runs are given; remove "
+                f"{name}, or give one RUN"
+            )
     sources.check_outputs(options.out, needs_plots=is_one)
     runs = [read_run(Path(folder)) for folder in options.folders]
-    # If a run has failed, print why before anything else.
+    # If a run has failed, print the reason before anything else.
     for each in runs:
         if (report := compose_report(each.folder, is_over=False)) is not None:
             print(f"{each.folder}: {report.text}")
@@ -72,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_page(options: argparse.Namespace, records: RunRecords) -> None:
-    """Write the HTML page of one run."""
+    """Write the HTML page of one run to the file of --out, or to report.html in its folder."""
     out = Path(options.out or records.folder / "report.html")
     sources.check_outputs(str(out), needs_plots=False)
     command = output.command_of(options)
@@ -81,7 +84,11 @@ def _write_page(options: argparse.Namespace, records: RunRecords) -> None:
 
 
 def _started(folder: Path) -> str:
-    """Return when the last start of a run began, in words; "" if it left no records."""
+    """Return ", started TIME" for the last time that a run was started; "" if there is no record.
+
+    Args:
+        folder: Folder of the run.
+    """
     records = newest_records(folder)
     if not records.exists():
         return ""
@@ -90,11 +97,15 @@ def _started(folder: Path) -> str:
 
 
 def _failure(folders: list[Path]) -> int:
-    """Print what ended the last start of each run."""
+    """Print why each run ended when it was last started; return the exit status.
+
+    Args:
+        folders: Folders of the runs.
+    """
     for folder in folders:
         if not folder.is_dir():
             raise UserError(
-                f"{folder} is no folder; give the folder of a run: run.output_dir/run.name"
+                f"{folder} is not a folder; give the folder of a run, run.output_dir/run.name"
             )
         report = compose_report(folder)
         text = report.text if report else "no rank of it left a record of a failure; see the log"

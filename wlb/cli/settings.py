@@ -1,4 +1,4 @@
-"""Recommended settings of `wlb plan` and `wlb tune packing`, as a TOML file and as options."""
+"""The settings that `wlb plan` and `wlb tune packing` recommend, as a TOML file and as options."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,27 +12,34 @@ from wlb.spec.methods import kept_method
 def packed_as(
     given: RunSpec, section: PackingSection, options: argparse.Namespace, *, is_constant: bool
 ) -> RunSpec:
-    """Return the run with another packing, and with the token store that was planned.
+    """Return a run with the recommended packing, and with the token store that was planned.
 
     Args:
-        given: The run as the user wrote it.
+        given: The configuration as the user wrote it.
         section: The recommended [packing] section, with all values filled in.
-        options: The command line; --corpus names the store.
-        is_constant: Set training.loss_normalizer = constant, so that labels weigh the same in all
-            steps.
+        options: The parsed command line, whose --corpus names the store.
+        is_constant: Whether to set training.loss_normalizer = constant, so that a label has the
+            same weight in all steps.
     """
     data, training = given.data, given.training
     if options.corpus:
         data = replace(data, store=options.corpus, blend=())
     if is_constant:
         training = replace(training, loss_normalizer=LossNormalizer.CONSTANT)
-    # A method of another policy, or a file of packs, would contradict the section.
+    # Clear packing.packs, and packing.method if it implies another policy, because they would
+    # contradict the recommended section.
     packing = replace(section, method=kept_method(section.method, section.policy), packs="")
     return check(replace(given, packing=packing, data=data, training=training))
 
 
 def as_toml(spec: RunSpec, options: argparse.Namespace, *, why: str) -> str:
-    """Return the text of a TOML file; `why` says in a comment what was found."""
+    """Return the configuration as a TOML file, with comments on where it comes from.
+
+    Args:
+        spec: The configuration.
+        options: The parsed command line, which a comment repeats.
+        why: Sentence about the result, for a comment.
+    """
     comments = (why, f"found by: {output.command_of(options)}")
     return to_toml(spec, comments=comments, whole=())
 
@@ -40,17 +47,25 @@ def as_toml(spec: RunSpec, options: argparse.Namespace, *, why: str) -> str:
 def all_keys(
     options: argparse.Namespace, overrides: Sequence[str], *, is_constant: bool
 ) -> list[str]:
-    """Return KEY=VALUE for --set: the user's, then the recommended ones."""
+    """Return the values KEY=VALUE of --set that give the recommended run.
+
+    Args:
+        options: The parsed command line, whose --set and --corpus come first.
+        overrides: The recommended packing settings as KEY=VALUE.
+        is_constant: Whether to set training.loss_normalizer = constant.
+    """
     more = ["training.loss_normalizer=constant"] if is_constant else []
     store = [f"data.store={options.corpus}"] if options.corpus else []
     return [*options.overrides, *store, *overrides, *more]
 
 
 def priced_model(options: argparse.Namespace, spec: RunSpec, profile: str) -> str:
-    """Name the priced model, its GPUs and the profile; say so if the model is only the default.
+    """Return a text that names the model, its number of GPUs and the profile of a prediction.
+
+    If the user gave no NAME, the text says that the model is only the default.
 
     Args:
-        options: The command line.
+        options: The parsed command line.
         spec: The run, with all values filled in.
         profile: Name of the kernel profile.
     """

@@ -1,6 +1,6 @@
-"""`wlb simulate`: simulate a run on a cluster and compare systems.
+"""`wlb simulate`: simulate a run on a cluster and compare it with other systems.
 
-Only --replay and --run need torch.
+Only the options --replay and --run need torch.
 """
 
 import argparse
@@ -36,59 +36,65 @@ from wlb.simulate.published import published_error, trust_line
 from wlb.spec import KNOWN_SYSTEMS, USUAL, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
-"""Shortest pass of a replay in seconds. The overhead of 1 to 2 ms a pass is small beside it."""
+"""Duration in seconds to which --replay scales the shortest pass. The overhead of the executor, 1
+to 2 ms for each pass, is small in comparison."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb simulate`."""
+    """Add the parser of `wlb simulate` to the subparsers `commands`."""
     parser = commands.add_parser(
         "simulate",
-        help="simulate a run on a cluster",
-        description="Pack, shard and simulate the same global batches with the settings of NAME "
-        "and with other systems; print step time, tokens/s, bubbles, memory and the parts of the "
-        "critical path. All times follow from the kernel profile; wlb/simulate/README.md lists "
-        "what is modelled. A layout that needs more than plans may use of cluster.memory_gib is "
-        "refused.",
+        help="simulate steps of a run on a cluster and compare systems",
+        description="Pack, shard and simulate the same global batches with the configuration NAME "
+        "and with the settings of other systems. Prints step time, tokens/s, bubbles, memory and "
+        "the parts of the critical path. All times follow from the kernel profile; "
+        "wlb/simulate/README.md lists what is modelled. A layout that does not fit in "
+        "cluster.memory_gib, less a reserve, is refused.",
         epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems usual plain_4d "
         "paper wlb --trace step.json --timeline step.png",
     )
     source = sources.add_arguments(parser)
     text = (
-        "simulate the steps of a finished run (run.output_dir/run.name) and compare them with its "
-        "measured times; takes only --set cost.profile=... and --json; needs torch and the run's "
-        "store"
+        "simulate the steps of a finished run (folder run.output_dir/run.name) and compare the "
+        "times with the measured ones. May be combined only with --set cost.profile=... and "
+        "--json. Needs torch and the run's token store"
     )
     add_text(source, "--run", "FOLDER", text, dest="recorded")
     text = (
-        f"compare with: {', '.join(KNOWN_SYSTEMS)} (default: usual, the loaders of Megatron-LM and "
-        f"torchtitan; plain_4d is the paper's baseline); the first is the baseline of the speed-ups"
+        f"systems to compare with: {', '.join(KNOWN_SYSTEMS)}. usual (the default) is the loader "
+        f"of Megatron-LM and torchtitan, plain_4d the paper's baseline. Speed-ups are relative to "
+        f"the first system"
     )
     known = list(KNOWN_SYSTEMS)
     add_text(parser, "--systems", "SYSTEM", text, nargs="*", default=[USUAL], choices=known)
-    text = "step that is drawn and explained (default: the step of median time)"
+    text = "number of the step that is drawn and explained (default: the step of median time)"
     parser.add_argument("--step", type=number(int), help=text)
-    add_text(parser, "--trace", "FILE", "write that step for Perfetto, chrome://tracing")
-    add_text(parser, "--timeline", "FILE", "draw that step as .png, .svg or .pdf")
-    add_json(parser, "results")
-    add_flag(parser, "--all", "every column, what prices are worth, and the parts of a step")
+    text = "write a trace of this step, which Perfetto or chrome://tracing displays"
+    add_text(parser, "--trace", "FILE", text)
+    add_text(parser, "--timeline", "FILE", "draw a timeline of this step (.png, .svg or .pdf)")
+    add_json(parser, "the results")
+    text = "print all columns, how exact the prices are, and the parts of the explained step"
+    add_flag(parser, "--all", text)
     add_flag(parser, "--over-memory", "also simulate layouts that do not fit in memory")
-    add_flag(parser, "--strict", "refuse runs that the kernel profile does not cover")
+    text = "refuse a run for which the kernel profile has no measurements"
+    add_flag(parser, "--strict", text)
     text = (
-        "also replay the first N steps (default: 4) of each system as timed waits on cp x pp x dp "
-        "real processes with the real pipeline executor, and compare; needs torch"
+        "also execute the first N steps (default: 4) of each system with the real pipeline "
+        "executor on cp x pp x dp processes that wait instead of computing, and compare the times; "
+        "needs torch"
     )
     add_text(parser, "--replay", "N", text, nargs="?", type=number(int), const=4)
     parser.set_defaults(run=run, defaults=parser.parse_args([]))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb simulate` and return its exit status."""
     if options.recorded:
         finished_run.refuse_others(options, options.defaults)
     if options.json == "-" and options.replay is not None:
         raise UserError(
-            "--replay prints a table, and --json without a file prints to stdout too; give --json "
-            "a FILE, or leave one of them out"
+            "--replay and --json without FILE both print to stdout; give --json FILE, or remove "
+            "--replay or --json"
         )
     written = (options.json, options.trace, options.timeline)
     sources.check_outputs(*written, needs_plots=bool(options.timeline))
@@ -100,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     systems = {name: _alternatives(options, spec, name) for name in options.systems}
-    # 2. Simulate all systems; the run itself is the last one.
+    # 2. Simulate all systems, and the run itself last.
     runs: list[RunSimulation] = []
     quiet = console(stderr=True)
     for label, alternatives in {**systems, "run": [spec]}.items():
@@ -108,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
             quiet.print(f"simulating {label}")
         runs.append(_fastest(options, alternatives, batches, label))
     own = runs[-1]
-    # 3. Choose a step of the run to draw and to explain.
+    # 3. Choose the step of the run that is drawn and explained.
     step = _chosen(options, own)
     simulation = own.simulation_of(step)
     _write(options, simulation, step)
@@ -122,13 +128,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Fill in the values that training would fill in, and switch the planner's baseline off."""
+    """Return the run with the values that training fills in, and with planner.baseline = false."""
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
-    """Return the configurations that a system may use, on the run's layout."""
+    """Return the configurations of a system, with the parallel layout of the run.
+
+    A system may have several alternatives, of which the fastest is used.
+
+    Args:
+        options: The parsed command line.
+        spec: The run.
+        system: Name of the system.
+    """
     return [
         replace(
             priced_spec(load(options.name, [*options.overrides, *overrides]), options),
@@ -144,8 +158,17 @@ def _fastest(
     batches: Sequence[GlobalBatch],
     label: str,
 ) -> RunSimulation:
-    """Return the fastest alternative that fits in memory; UserError if none does."""
-    # If all alternatives are refused, the first one's error is reported.
+    """Simulate the alternatives of a system, and return the fastest one that fits in memory.
+
+    Args:
+        options: The parsed command line.
+        alternatives: Configurations of the system.
+        batches: Global batches to simulate.
+        label: Name of the system in the output.
+
+    Raises:
+        UserError: No alternative can be simulated. The message is the first alternative's.
+    """
     fits: list[RunSimulation] = []
     refused: list[UserError] = []
     for spec in alternatives:
@@ -154,8 +177,8 @@ def _fastest(
             if options.strict and mismatches(cost):
                 raise UserError(
                     f"cost.profile = {spec.cost.profile} does not cover this run: "
-                    f"{'; '.join(mismatches(cost))}; measure one that does (wlb profile), or leave "
-                    f"--strict out"
+                    f"{'; '.join(mismatches(cost))}; measure a profile for this run with `wlb "
+                    f"profile`, or remove --strict"
                 )
             made = simulate_run(spec, cost, batches, label=label)
             if not options.over_memory:
@@ -169,17 +192,23 @@ def _fastest(
 
 
 def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
-    """Return the step to explain: --step, or the step of median time."""
+    """Return the number of the step to explain: --step, or else the step of median time."""
     count = made.step_time_s.size
     if options.step is None:
         return int(np.argsort(made.step_time_s, kind="stable")[count // 2])
     if not 0 <= options.step < count:
-        raise UserError(f"--step = {options.step}: there are steps 0..{count - 1}")
+        raise UserError(f"--step = {options.step} must be a simulated step, 0 to {count - 1}")
     return options.step
 
 
 def _write(options: argparse.Namespace, simulation: Simulation, step: int) -> None:
-    """Write the trace and the timeline, if they are requested."""
+    """Write the files of --trace and --timeline, if these options are given.
+
+    Args:
+        options: The parsed command line.
+        simulation: Simulation of one step.
+        step: Number of this step.
+    """
     if options.trace:
         write_trace(options.trace, simulation, first_step=step)
     if options.timeline:
@@ -197,15 +226,15 @@ def _show(
     source: str,
     gain: BalanceGain,
 ) -> None:
-    """Write --json, and print the tables unless JSON went to stdout.
+    """Write the results as JSON if requested, and print tables unless the JSON went to stdout.
 
     Args:
-        options: The command line.
-        runs: The systems to compare with, and the run itself as the last one.
-        simulation: The step that is explained.
-        step: Its number.
+        options: The parsed command line.
+        runs: Simulations of the systems, and of the run itself as the last one.
+        simulation: Simulation of the step that is explained.
+        step: Number of this step.
         source: Name of the documents.
-        gain: Predicted gain of the run's packing.
+        gain: Predicted imbalance with the run's packing and with the usual loader.
     """
     own, cost = runs[-1], runs[-1].simulator.cost
     data = {
@@ -246,7 +275,11 @@ def _show(
 
 
 def _answer(runs: list[RunSimulation]) -> str:
-    """Say in a sentence how much time the run saves over the first system."""
+    """Return a sentence on how much less GPU time the run takes than the first system.
+
+    Args:
+        runs: Simulations of the systems, and of the run itself as the last one.
+    """
     first, own = runs[0], runs[-1]
     spec, gpus = own.simulator.spec, own.simulator.spec.parallel.world_size
     share = 1 - first.tokens_per_s / own.tokens_per_s
@@ -264,7 +297,18 @@ def _answer(runs: list[RunSimulation]) -> str:
 def _replay(
     options: argparse.Namespace, batches: Sequence[GlobalBatch], runs: list[RunSimulation]
 ) -> int:
-    """Execute simulated passes as timed waits on real processes, and print how long steps took."""
+    """Execute simulated steps with the real pipeline executor, and print how long they took.
+
+    Each pass waits for its simulated time instead of computing.
+
+    Args:
+        options: The parsed command line, whose --replay is the number of steps.
+        batches: Global batches.
+        runs: Simulations of the systems and of the run.
+
+    Returns:
+        The exit status.
+    """
     with output.needs_train_extra("--replay needs"):
         from wlb.validation.replay_step import compare, waits_of
     check_at_least("--replay", options.replay, 1)

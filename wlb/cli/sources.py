@@ -1,4 +1,4 @@
-"""Document lengths for `wlb plan`, `tune` and `simulate`: from files, stores, or drawn."""
+"""Document lengths for `wlb plan`, `tune` and `simulate`: read from files or stores, or drawn."""
 
 import argparse
 from collections.abc import Sequence
@@ -33,22 +33,23 @@ from wlb.simulate.forecast import batches_to_compare
 from wlb.spec import USUAL, RunSpec, load, presets, system_overrides
 
 MOST_PASSES = 1000
+"""Most times that a source of documents may be repeated to fill --steps global batches."""
 MOST_TOKENS = 1 << 40
-"""Most tokens of all global batches together. More would take days to plan."""
+"""Most tokens that all global batches together may have. Planning more would take days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredSource(LengthSource):
-    """Documents of a token store."""
+    """The lengths of the documents of a token store."""
 
-    masks_labels: bool  # whether the store marks which tokens are trained
+    masks_labels: bool  # whether the store marks which tokens have labels, as in fine-tuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlendedSource(StoredSource):
-    """Several token stores mixed by weights; `lengths` has the documents of all of them."""
+    """The lengths of the documents of several token stores that are mixed (`data.blend`)."""
 
-    stores: BlendedStore
+    stores: BlendedStore  # the stores with their weights
 
 
 def add_arguments(
@@ -57,40 +58,41 @@ def add_arguments(
     steps: int | None = None,
     steps_default: str = "enough for about 2,048 micro-batches, at least 8",
 ) -> Any:
-    """Add the arguments that choose a run and one source of document lengths.
+    """Add the arguments that give a run and the source of document lengths.
 
     Args:
-        parser: The command's parser.
-        steps: Default of --steps; None if the command chooses it.
-        steps_default: Description of that choice, for the help.
+        parser: Parser of the command.
+        steps: Default of --steps; None if the command computes a default.
+        steps_default: Text that describes the default of --steps in the help.
 
     Returns:
-        The group of the sources, to which a command may add others.
+        The argument group of the sources, to which a command may add further sources.
     """
     parser.add_argument(
         "name",
         nargs="?",
         default="7b_128k",
-        help=f"a TOML file, or a preset: {', '.join(presets())} (default: 7b_128k); decides "
-        f"window, micro-batches, model, layout and [packing] options",
+        help=f"the configuration: a TOML file, or a preset: {', '.join(presets())} (default: "
+        f"7b_128k)",
     )
     group = parser.add_argument_group(
         "documents",
-        "at most one of these; default: data.store or data.blend of the run, and without them "
-        "lengths that are drawn like the paper's",
+        "give at most one of these; the default is data.store or data.blend of the configuration, "
+        "or if both are empty, lengths that are drawn like the paper's",
     )
     source = group.add_mutually_exclusive_group()
     text = (
-        "document lengths in tokens: .npy, .npz, .csv, .json, .jsonl, .parquet, or one a line; - "
-        "reads stdin"
+        "file of document lengths in tokens: .npy, .npz, .csv, .json, .jsonl, .parquet, or text "
+        "with one length in each line; - reads text from stdin"
     )
     add_text(source, "--lengths", "FILE", text)
-    add_text(source, "--corpus", "STORE", "prefix of a .bin/.idx token store")
-    add_text(source, "--synthetic", "FAMILY", f"random lengths: {', '.join(FAMILIES)}")
-    add_overrides(parser, metavar="KEY=VALUE")
-    text = f"global batches packed (default: {steps_default or steps})"
+    add_text(source, "--corpus", "STORE", "token store, as the path of its .bin without the suffix")
+    text = f"draw random lengths from a distribution: {', '.join(FAMILIES)}"
+    add_text(source, "--synthetic", "FAMILY", text)
+    add_overrides(parser, metavar="KEY=VALUE", help="override keys of the configuration")
+    text = f"number of global batches to pack (default: {steps if steps else steps_default})"
     parser.add_argument("--steps", type=number(int), default=steps, help=text)
-    add_flag(parser, "--in-order", "keep the order of the documents, no shuffling")
+    add_flag(parser, "--in-order", "read documents in their order instead of shuffling them")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -101,26 +103,33 @@ def add_arguments(
 
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
-    """Open the source of document lengths; UserError if it cannot be planned."""
+    """Return the document lengths from the source that the command line or the run names.
+
+    Raises:
+        UserError: The source cannot be read, or its documents or global batches are too large.
+    """
     if options.steps is None:
         options.steps = batches_to_compare(spec)
     check_at_least("--steps", options.steps, 1)
     if options.steps * spec.tokens_per_step > MOST_TOKENS:
         raise UserError(
-            f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are too "
-            f"many to plan at once; use fewer"
+            f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens have "
+            f"more than {MOST_TOKENS:,} tokens together; lower --steps"
         )
     _draw_if_none(options, spec)
     source = _source(options, spec)
     row = int(source.lengths.argmax())
     longest = int(source.lengths[row])
     if longest > MOST_TOKENS:
-        raise UserError(f"{source.name}: document {row} has {longest} tokens; check the lengths")
+        raise UserError(
+            f"{source.name}: document {row} has {longest} tokens but must have at most "
+            f"{MOST_TOKENS}; correct the lengths"
+        )
     return source
 
 
 def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
-    """Open the file, family or store that the options or the run name."""
+    """Return the lengths of --lengths, --synthetic, --corpus, or else of the run's token store."""
     if options.lengths:
         return lengths_of_file(options.lengths)
     if options.synthetic:
@@ -139,12 +148,12 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
 
 
 def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
-    """Return the store of --corpus, or else the run's."""
+    """Return the token store of --corpus, or else the run's data.blend or data.store."""
     return options.corpus or spec.data.blend or spec.data.store
 
 
 def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
-    """Draw lengths like the paper's if no documents are given, and print that they are drawn."""
+    """Set --synthetic to lengths like the paper's if no documents are given, and print so."""
     if options.lengths or options.synthetic or _store_of(options, spec):
         return
     options.synthetic = DRAWN
@@ -155,28 +164,37 @@ def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
 
 
 def usual_of(options: argparse.Namespace, spec: RunSpec) -> RunSpec:
-    """Return the same run as Megatron-LM and torchtitan would train it (`wlb.spec.USUAL`)."""
+    """Return the run with the usual loader of Megatron-LM and torchtitan (`wlb.spec.USUAL`)."""
     (overrides,) = system_overrides(USUAL, planned_gib=planned_gib(spec))
     made = filled_in(load(options.name, [*options.overrides, *overrides]), options)
     return replace(made, parallel=spec.parallel)
 
 
 def masks_labels(source: LengthSource) -> bool:
-    """Return whether the documents are from a store that marks which tokens are trained."""
+    """Return whether the source is a token store that marks which tokens have labels."""
     return isinstance(source, StoredSource) and source.masks_labels
 
 
 def batches_of(
     options: argparse.Namespace, spec: RunSpec, source: LengthSource
 ) -> list[GlobalBatch]:
-    """Return up to --steps global batches; a short source repeats unless data.epochs limits it."""
+    """Return the first --steps global batches of a source.
+
+    A source with fewer documents is repeated. If data.epochs limits the repetitions, the result has
+    fewer global batches.
+
+    Args:
+        options: The parsed command line.
+        spec: The run.
+        source: The document lengths.
+    """
     total = options.steps * spec.tokens_per_step
     passes = max(total * share / tokens for _, share, tokens in _parts(source))
     if not spec.data.epochs and passes > MOST_PASSES:
         raise UserError(
-            f"{source.name} has {source.num_tokens:,} tokens: {options.steps} global batches of "
-            f"{spec.tokens_per_step:,} would repeat it {passes:,.0f} times; use fewer --steps, a "
-            f"smaller window, or --set data.epochs=1"
+            f"{source.name} has only {source.num_tokens:,} tokens, so {options.steps} global "
+            f"batches of {spec.tokens_per_step:,} would repeat its documents {passes:,.0f} times; "
+            f"lower --steps, shorten the context window, or add --set data.epochs=1"
         )
     data: dict[str, Any] = {
         "tokens_per_batch": spec.tokens_per_step,
@@ -186,16 +204,22 @@ def batches_of(
     if not isinstance(source, BlendedSource):
         stream = GlobalBatches(source, shuffle=not options.in_order, **data)
     elif options.in_order:
-        raise UserError(f"--in-order: {source.name} are mixed and have no order; leave it out")
+        raise UserError(
+            f"--in-order cannot be used with the mixed stores {source.name}, which have no common "
+            f"order; remove --in-order"
+        )
     else:
-        # Lengths are enough: predicted times do not depend on which tokens are trained.
+        # Pass only lengths, because predicted times do not depend on which tokens have labels.
         lengths = [LengthSource(name=s.prefix, lengths=s.lengths) for s in source.stores.stores]
         stream = BlendedBatches(lengths, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
 
 
 def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
-    """Return each store's name, its share of a step's tokens, and its number of tokens."""
+    """Return for each store its name, its share of a step's tokens, and its number of tokens.
+
+    A source that is not a blend counts as one store.
+    """
     if not isinstance(source, BlendedSource):
         return [(source.name, 1.0, source.num_tokens)]
     stores, weights = source.stores.stores, source.stores.weights
@@ -206,7 +230,14 @@ def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
 
 
 def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str, float]:
-    """Return how many passes over each store the batches contain, by the store's name."""
+    """Return how many times global batches read each store, by the name of the store.
+
+    1.5 means that the batches have one and a half times the tokens of the store.
+
+    Args:
+        source: The document lengths.
+        batches: The global batches.
+    """
     parts = _parts(source)
     read = np.zeros(len(parts), np.int64)
     for batch in batches:
@@ -215,31 +246,41 @@ def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str,
 
 
 def facts_shown(source: LengthSource, batches: Sequence[GlobalBatch], spec: RunSpec) -> SourceFacts:
-    """Return facts about `lengths_shown`, for tables and pages."""
+    """Return statistics of the documents (`lengths_shown`) for tables and pages.
+
+    Args:
+        source: The document lengths.
+        batches: The global batches that were read from the source.
+        spec: The run, whose context window the statistics refer to.
+    """
     lengths = lengths_shown(source, batches)
     return facts_of(source.name, lengths, window=spec.data.context_window)
 
 
 def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntArray:
-    """Return the source's lengths; for a blend those in `batches`, which follow its weights."""
+    """Return the document lengths that tables and pages describe.
+
+    These are all lengths of the source. For a blend they are the lengths in `batches`, in which the
+    stores are mixed by their weights.
+    """
     if not isinstance(source, BlendedSource):
         return source.lengths
     return np.concatenate([batch.documents.length for batch in batches])
 
 
 def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
-    """Raise a UserError, before any work, if a file cannot be written or plots cannot be drawn.
+    """Raise a UserError if a file cannot be written or matplotlib is missing, before any work.
 
     Args:
-        *paths: Files to write; None for those that are not requested.
+        *paths: Files that will be written; None, "" and "-" (stdout) are ignored.
         needs_plots: Whether matplotlib is needed.
-        settings: A file for settings, which unlike the others may be a .toml file.
+        settings: A further file that will be written. Only this one may be a .toml file.
     """
     for path in paths:
         if path in presets() or (path and path.endswith(".toml")):
             raise UserError(
-                f"{path} is the name of a preset or of a settings file, but would be written; put "
-                f"NAME before the options, or use --json - to print"
+                f"{path} is a preset or a TOML file, but this option would overwrite it with "
+                f"results; put NAME before the options, or write --json - to print JSON"
             )
     for path in (*paths, settings):
         if path not in (None, "", "-"):
@@ -249,14 +290,21 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
 
 
 def filled_in(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Fill in values as training would: dp (1 if unknown), vocabulary size, and S_max."""
+    """Return the run with the values that training fills in: vocabulary size and S_max.
+
+    If parallel.dp is not set, it becomes 1.
+    """
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     spec = with_vocabulary(spec, options)
     return with_s_max(spec, planned_gib=planned_gib(spec))
 
 
 def with_vocabulary(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Fill in the vocabulary size of the store, or of the BPE that training would make."""
+    """Return the run with model.vocab_size set.
+
+    If it is 0, it becomes the size of the token store's vocabulary, or without a store the size of
+    the BPE that training would make.
+    """
     if spec.model.vocab_size:
         return spec
     size = None

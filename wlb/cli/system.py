@@ -1,4 +1,4 @@
-"""`--system NAME`: expands to --set overrides, in the alternative for which memory suffices."""
+"""The option `--system NAME`: replace it with the values of --set that the system stands for."""
 
 import sys
 from dataclasses import replace
@@ -9,14 +9,15 @@ from wlb.spec import RunSpec, load, system_choices
 
 
 def with_system(name: str, overrides: list[str], system: str) -> list[str]:
-    """Return the overrides of a system, followed by the user's, which win.
+    """Return the overrides KEY=VALUE of a system, followed by those of the user.
 
-    Of the system's alternatives, the first that leaves packing enough memory is chosen. If it is
-    not the first one, a line on stderr says so. The user's overrides may change the memory.
+    Later overrides replace earlier ones, so the user's have priority. A system may have several
+    alternatives. The first alternative that leaves packing enough memory is used. If that is not
+    the first of all, a line on stderr says so.
 
     Args:
         name: Preset or TOML file of the run.
-        overrides: The user's KEY=VALUE.
+        overrides: The user's values of --set.
         system: Name of the system; "" for none.
     """
     if not system:
@@ -26,21 +27,21 @@ def with_system(name: str, overrides: list[str], system: str) -> list[str]:
     if len(alternatives) == 1:
         return alternatives[0]
     index = first_with_room([_with_vocabulary(load(name, a)) for a in alternatives])
-    # Say so, because a user expects the first alternative.
+    # Tell the user, who expects the first alternative.
     if index:
         differs = ", ".join(a for a in choices[index] if a not in choices[0])
         print(
-            f"--system {system} is {system}:{index + 1} ({differs}): without it memory leaves "
-            f"packing too little room",
+            f"--system {system} uses its alternative {system}:{index + 1} ({differs}), because the "
+            f"first one leaves packing too little memory",
             file=sys.stderr,
         )
     return alternatives[index]
 
 
 def _with_vocabulary(spec: RunSpec) -> RunSpec:
-    """Fill in the vocabulary size of data.corpus, because no store is opened here.
+    """Return the run with model.vocab_size set, to estimate its memory without opening a store.
 
-    The size of a store's vocabulary may be another one.
+    The value is data.bpe_vocab_size, from which the vocabulary of a token store may differ.
     """
     size = spec.model.vocab_size or spec.data.bpe_vocab_size
     return replace(spec, model=replace(spec.model, vocab_size=size))

@@ -1,4 +1,4 @@
-"""`wlb train`: train a preset or TOML file; `--dry-run` only plans and simulates the run."""
+"""`wlb train`: train a preset or TOML file, or with `--dry-run` only plan and simulate the run."""
 
 import argparse
 import sys
@@ -49,7 +49,7 @@ causal attention, without recomputation and padding."""
 
 
 STOPPED = 4
-"""Exit status of a run that was stopped early by a signal or a file, and has saved."""
+"""Exit status of a run that a signal or a stop file ended early, after it saved a checkpoint."""
 COMMON = (
     "run.name",
     "run.output_dir",
@@ -96,11 +96,12 @@ COMMON = (
     "checkpoint.interval",
     "checkpoint.keep",
 )
-"""Keys that `wlb train --help` lists: those that presets and the top-level README vary."""
+"""Keys that `wlb train --help` lists, because presets or the README at the top set them. --help-all
+lists all keys."""
 
 
 class _HelpOfAllKeys(argparse.Action):
-    """An option that prints the help with every key, and exits as `--help` does."""
+    """The action of --help-all: print the help with all configuration keys, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         parser.epilog = _keys_help([key.name for key in list_keys(RunSpec)])
@@ -109,7 +110,7 @@ class _HelpOfAllKeys(argparse.Action):
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parser of `wlb train`."""
+    """Add the parser of `wlb train` to the subparsers `commands`."""
     parser = commands.add_parser(
         "train",
         help="train a preset or a TOML file",
@@ -123,47 +124,57 @@ def add_parser(commands: Any) -> None:
     text = "override keys, as in --set training.steps=100 parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
     text = (
-        f"settings of a compared system: {', '.join(KNOWN_SYSTEMS)}; NAME:2 is the second "
-        f"alternative of fixed_4d and wlb; --set overrides it"
+        f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}; fixed_4d:2 and wlb:2 are the "
+        f"second alternatives of these systems. Keys of --set have priority"
     )
     add_text(parser, "--system", "SYSTEM", text)
     text = (
-        "print size, predicted step time, days, memory and a first plan; train and read nothing. "
-        "Ends with status 3 if the memory does not fit"
+        "only print the size of the model, the predicted step time and days, the memory, and the "
+        "plan of the first step, without reading data or training. The exit status is 3 if the run "
+        "does not fit in memory"
     )
     add_flag(parser, "--dry-run", text)
     text = (
-        "continue from the run's last checkpoint, from that of a step or from a checkpoint's "
-        "folder; auto: from the last one if there is one (for requeued jobs)"
+        "resume from the last checkpoint of the run, or from the checkpoint of STEP or in FOLDER. "
+        "auto = resume from the last checkpoint if there is one, for jobs that are requeued"
     )
     add_text(parser, "--resume", "STEP|FOLDER|auto", text, nargs="?", const="")
     text = (
-        "at the end fit the kernel profile to the measured times, print which terms drifted, and "
-        "write a new profile: run.output_dir/NAME.json, a path ending in .json, or (without "
-        "argument) a name made from the old one. Use it by --set cost.profile=PATH"
+        "at the end of the run, fit the kernel profile to the measured times, print which prices "
+        "have changed, and write a new profile: to run.output_dir/NAME.json or to a path that ends "
+        "in .json (default: a name made from the old one). Use the new profile with --set "
+        "cost.profile=PATH"
     )
     add_text(parser, "--calibrate", "NAME_OR_PATH", text, nargs="?", const="")
-    add_flag(parser, "--verbose", "show all columns of steps, and all rows of the summary")
+    text = "print all columns of the table of steps, and all lines of the summary"
+    add_flag(parser, "--verbose", text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb train` and return its exit status."""
     started_s = time.time()
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
-            raise UserError(f"{name} needs a run that trains; leave --dry-run out")
+            raise UserError(f"{name} has no effect with --dry-run; remove {name} or --dry-run")
     if options.dry_run:
-        # A dry run imports no torch and uses no GPU, so it answers quickly on any machine.
+        # A dry run does not import torch or use a GPU, so it takes seconds on any machine.
         return 0 if dry_run.show(spec, console(markup=False)) else 3
-    # Handle signals from here on, because importing torch takes seconds.
+    # Handle signals from here, before torch is imported, because the import takes seconds.
     with Signals(answers=True) as signals:
         return _train(spec, options, signals, started_s)
 
 
 def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started_s: float) -> int:
-    """Train, and turn failures of the run into a message and an exit status."""
+    """Train the run and return the exit status. A failure of the run is printed as a message.
+
+    Args:
+        spec: The configuration.
+        options: The parsed command line.
+        signals: Handler of the signals that stop a run.
+        started_s: Time at which the command began, from `time.time`.
+    """
     with needs_train_extra("training needs"):
         from wlb.launch.local import RankFailure
         from wlb.train import start
@@ -182,19 +193,20 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     except OSError as error:
-        # A full disk is a failed run. `main` handles all other errors of files.
+        # A full disk is a failure of the run (exit status 1). `main` handles all other OSErrors as
+        # wrong input (exit status 2).
         if (failure := full_disk(error)) is None:
             raise
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:
-        # A rank that is killed while it draws a live table leaves the cursor hidden.
+        # Show the cursor: a rank that is killed while it draws a live table leaves it hidden.
         screen.show_cursor()
     return STOPPED if stopped else 0
 
 
 def _keys_help(names: Sequence[str]) -> str:
-    """Return the help text of configuration keys, grouped by section."""
+    """Return the help text of the configuration keys `names`, grouped by section."""
     keys = list_keys(RunSpec)
     shown = [key for key in keys if key.name in names]
     title = "keys of a TOML file and of --set (section.key, default, unit)"

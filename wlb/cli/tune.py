@@ -1,6 +1,6 @@
 """`wlb tune packing`: search packing settings for given documents (Section 4.2); needs no torch.
 
-The search of layouts, `wlb tune layout`, is in `wlb.cli.tune_layout`.
+`wlb tune layout`, which searches parallel layouts, is in `wlb.cli.tune_layout`.
 """
 
 import argparse
@@ -45,45 +45,50 @@ from wlb.spec import Policy, RunSpec, load
 
 
 def add_parser(commands: Any) -> None:
-    """Add the parsers of `wlb tune packing` and `wlb tune layout`."""
+    """Add the parsers of `wlb tune packing` and `wlb tune layout` to the subparsers `commands`."""
     parser = commands.add_parser(
         "tune",
-        help="find packing settings for document lengths, or a layout for a cluster",
-        description="Try settings on a sample of documents and recommend one.",
+        help="search packing settings for document lengths, or a parallel layout for a cluster",
+        description="Try settings on a sample of documents and recommend the best.",
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     packing = what.add_parser(
         "packing",
-        help="queue thresholds, S_max, T and delay price",
-        description="Sweep queue thresholds (number and values), S_max and T of Algorithm 1 and "
-        "the delay price of bounded; print the Pareto front of imbalance, delay and token "
-        "variation, and the setting that balances best within a delay budget.",
+        help="search queue thresholds, S_max, T (step tokens) and the price of delay",
+        description="Try combinations of queue thresholds, S_max and T (step tokens) for the "
+        "policy var_len (the paper's Algorithm 1), and prices of delay for the policy bounded. "
+        "Recommends the setting with the lowest imbalance within a delay budget. --all prints the "
+        "Pareto front of imbalance, delay and variation of tokens per step.",
     )
     sources.add_arguments(packing, steps=160)
     packing.add_argument(
         "--policies", nargs="+", default=["var_len", "bounded"], choices=("var_len", "bounded")
     )
     for name, default, text in (
-        ("--thresholds", THRESHOLDS, "candidates for L_i, in context windows"),
-        ("--s-max", S_MAX, "candidates for S_max, in context windows"),
-        ("--step-tokens", STEP_TOKENS, "candidates for T, in global batches; 0 = no cap"),
-        ("--prices", PRICES, "candidates for bounded's delay price, times its default"),
+        ("--thresholds", THRESHOLDS, "queue thresholds to try, in context windows"),
+        ("--s-max", S_MAX, "values of S_max to try, in context windows"),
+        ("--step-tokens", STEP_TOKENS, "values of T to try, in global batches; 0 = no limit"),
+        ("--prices", PRICES, "prices of delay to try with bounded, as multiples of the default"),
     ):
         add_value(packing, name, default, text, type=number(float))
-    add_value(packing, "--max-queues", 2, "most outlier queues", most=16)
-    add_value(packing, "--delay-budget", 0.5, "mean delay allowed, in steps")
-    add_value(packing, "--rows", 8, "rows that --all prints")
-    add_flag(packing, "--all", "also the best of the settings that were tried")
-    add_json(packing, "points")
-    add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
-    add_text(packing, "--out", "FILE", "write the recommended settings as TOML for wlb train")
+    text = "largest number of queues for outliers to try"
+    add_value(packing, "--max-queues", 2, text, most=16)
+    text = "largest mean delay that the recommended setting may have, in steps"
+    add_value(packing, "--delay-budget", 0.5, text)
+    add_value(packing, "--rows", 8, "number of settings that --all prints")
+    add_flag(packing, "--all", "also print the best settings that were tried")
+    add_json(packing, "the results of all settings")
+    text = "draw the Pareto front of imbalance and delay (.png, .svg or .pdf)"
+    add_text(packing, "--plot", "FILE", text)
+    text = "write a TOML file with the recommended settings, for wlb train"
+    add_text(packing, "--out", "FILE", text)
     packing.set_defaults(run=run)
     tune_layout.add_parser(what)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run `wlb tune packing` and return its exit status."""
-    # 1. Load the run, and keep the candidates that fit in memory.
+    # 1. Load the run, and keep only the values of S_max that fit in memory.
     _check(options)
     spec = sources.filled_in(load(options.name, options.overrides), options)
     s_max, left_out = _fitting(options, spec)
@@ -124,7 +129,8 @@ def run(options: argparse.Namespace) -> int:
     why = f"recommended: {best.summary.label}; predicted for {model}"
     if options.out:
         output.write_text(options.out, settings.as_toml(chosen, options, why=why))
-    # 4. Compare it with the usual loader and with the run as it is set, by whole simulated steps.
+    # 4. Simulate whole steps with the recommended setting, the usual loader and the run's present
+    # setting.
     usual_row, own_row = (
         measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
     )
@@ -173,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     screen.print(choice_table(choices))
     screen.print(f"Recommended: {in_words(filled.packing)}.")
     screen.print("To use it:")
-    # Do not fold the command, because it is meant to be copied.
+    # Do not break the command into lines, so that a user can copy it.
     screen.print(f"- in wlb's trainer: {command}", soft_wrap=True)
     if not options.corpus:
         screen.print(
@@ -208,9 +214,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
-    """Return the candidates for S_max that fit a GPU's memory, and a line about the others.
+    """Return the values of --s-max that fit in the memory of a GPU, and a remark on the others.
 
-    On a CPU, or if none fits, all candidates are returned.
+    On a CPU, or if none fits, all values are returned. The list of remarks is empty if none is
+    left out.
     """
     given = tuple(options.s_max)
     if options.device == "cpu":
@@ -232,7 +239,7 @@ def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, .
 
 
 def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
-    """Say in a sentence whether the recommended setting fits a GPU's memory; nothing on a CPU."""
+    """Return a sentence on whether the recommended setting fits in GPU memory; none on a CPU."""
     if options.device == "cpu":
         return []
     need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)
@@ -247,7 +254,7 @@ def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse invalid options before any work."""
+    """Raise a UserError for invalid options, before any work is done."""
     check_between("--delay-budget", options.delay_budget, 0, math.inf)
     check_at_least("--rows", options.rows, 1)
     sources.check_outputs(

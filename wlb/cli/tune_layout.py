@@ -1,4 +1,4 @@
-"""`wlb tune layout`: search layouts for a number of devices; needs no torch."""
+"""`wlb tune layout`: search the best parallel layout for a number of devices; needs no torch."""
 
 import argparse
 import math
@@ -37,50 +37,54 @@ from wlb.simulate.published import trust_line
 from wlb.spec import Recompute, RunSpec, Schedule, load, resolve_dp, to_toml
 
 STEPS = (32, 12)
+"""Largest and smallest default of --steps."""
 MICRO_BATCHES = 256
-"""Micro-batches to simulate by default, approximately. The number of steps follows from it, within
-STEPS (most, fewest)."""
+"""Number of micro-batches that should be simulated by default. Divided by the micro-batches of a
+step, it gives the default of --steps, within the limits STEPS."""
 
 
 def add_parser(what: Any) -> None:
-    """Add the parser of `wlb tune layout`."""
+    """Add the parser of `wlb tune layout` to the subparsers `what` of `wlb tune`."""
     parser = what.add_parser(
         "layout",
-        help="layout, recompute, packing and sharding for a number of devices",
-        description="Search the layouts of --gpus devices for the model, window, cluster and "
-        "global batch of NAME by simulation, within memory; print the best ones and why the others "
-        "lost. Every layout trains the same number of tokens per step.",
+        help="search parallel layout, recomputation, packing and sharding for a number of devices",
+        description="Simulate layouts of --gpus devices that fit in memory, for the model, context "
+        "window, cluster and global batch of the configuration NAME. Prints the fastest layouts, "
+        "and why others are slower. Every layout trains the same number of tokens per step.",
     )
     most, fewest = STEPS
-    text = f"{most}, fewer where steps have many micro-batches, at least {fewest}"
+    text = f"{most}, or down to {fewest} if steps have many micro-batches"
     sources.add_arguments(parser, steps=None, steps_default=text)
     parser.add_argument(
-        "--gpus", type=number(int, 2**20), required=True, help="devices of the whole run"
+        "--gpus", type=number(int, 2**20), required=True, help="number of devices of the whole run"
     )
-    text = "tokens of a step, a multiple of the window (default: NAME's)"
+    text = "tokens of a step, a multiple of the context window (default: as NAME has)"
     add_text(parser, "--global-batch-tokens", "TOKENS", text, type=number(int, 2**40))
-    text = "most steps that a token waits on average"
+    text = "largest mean delay of a token that a packing may have, in steps"
     add_value(parser, "--max-delay-mean", 0.5, text, metavar="STEPS")
     _add_restrictions(parser)
-    add_value(parser, "--top", 10, "layouts that are printed")
-    add_text(parser, "--out", "FILE", "write the best layout as TOML for wlb train")
-    add_json(parser, "results")
-    text = "processes (default: as many as there are cores)"
+    add_value(parser, "--top", 10, "number of layouts that are printed")
+    add_text(parser, "--out", "FILE", "write a TOML file with the best layout, for wlb train")
+    add_json(parser, "the results")
+    text = "number of worker processes (default: one for each CPU core)"
     parser.add_argument("--jobs", type=number(int, MOST_PROCESSES), default=0, help=text)
     parser.set_defaults(run=run)
 
 
 def _add_restrictions(parser: argparse.ArgumentParser) -> None:
-    """Add the options that narrow or widen the search."""
+    """Add the options that say which values the search tries."""
     for axis in (*AXES, EP):
         parser.add_argument(
             f"--{axis}",
             nargs="+",
             type=number(int),
             default=[],
-            help=f"only these degrees of {axis}",
+            help=f"try only these values of parallel.{axis}",
         )
-    parser.add_argument("--virtual-stages", nargs="+", type=number(int), default=[], metavar="V")
+    text = "try only these values of pp.virtual_stages"
+    parser.add_argument(
+        "--virtual-stages", nargs="+", type=number(int), default=[], metavar="V", help=text
+    )
     for name, values, default in (
         ("--schedules", Schedule, Schedule),
         ("--recompute", Recompute, Recompute),
@@ -90,13 +94,13 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
         )
-    text = "micro-batches per window to try besides 1"
+    text = "numbers of micro-batches to try besides N, as multiples of N"
     usual = PackingChoices().micro_batches
     add_value(parser, "--micro-batches", usual, text, nargs="*", metavar="FACTOR")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run `wlb tune layout` and return its exit status."""
     started = time.monotonic()
     _check(options)
     given = load(options.name, options.overrides)
@@ -104,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     if options.steps is None:
         most, fewest = STEPS
         options.steps = min(most, max(fewest, MICRO_BATCHES // spec.num_micro_batches))
-    # 1. Load the run as it is set, for comparison, and the documents.
+    # 1. Load the documents, and the run with its present settings for comparison.
     as_given = replace(spec, packing=given.packing, pp=given.pp)
     own, own_note = _own(as_given, options.gpus)
     source = sources.open_source(options, spec)
@@ -114,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     layouts = layouts_of(spec, gpus=options.gpus, choices=narrowed)
     first = layouts.candidates[0].spec
     profile = workload_for(first, options.device).profile
-    # The status is shown only if stderr is a terminal.
+    # rich shows this status line only if stderr is a terminal.
     status = console(stderr=True).status("layouts")
     with Workers(jobs=options.jobs or os.cpu_count() or 1) as workers, status:
         counts: Counter[str] = Counter()
@@ -153,22 +157,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse invalid options before any work."""
+    """Raise a UserError for invalid options, before any work is done."""
     check_at_least("--gpus", options.gpus, 1)
     check_at_least("--top", options.top, 1)
-    check_at_least("--jobs", options.jobs, 0, " (0 = as many as cores)")
+    check_at_least("--jobs", options.jobs, 0, " (0 = one for each CPU core)")
     check_between("--max-delay-mean", options.max_delay_mean, 0, math.inf)
     sources.check_outputs(options.json, needs_plots=False, settings=options.out)
 
 
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Return the run from which all layouts are derived.
+    """Return the run from which the search derives all layouts.
 
-    All layouts share its micro-batches and its vocabulary size, which is filled in as training
-    would.
+    It has the tokens per step of --global-batch-tokens, a vocabulary size, and none of the settings
+    that depend on a layout.
+
+    Args:
+        given: The configuration as the user wrote it.
+        options: The parsed command line.
     """
     window = given.data.context_window
-    # Without --global-batch-tokens, a step keeps as many tokens as the run has.
+    # Without --global-batch-tokens, a step has as many tokens as in the user's configuration.
     dp_of_own = given.parallel.dp or max(1, options.gpus // given.parallel.model_ranks)
     own_tokens = replace(given, parallel=replace(given.parallel, dp=dp_of_own)).tokens_per_step
     tokens = own_tokens if options.global_batch_tokens is None else options.global_batch_tokens
@@ -187,11 +195,20 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
 
 
 def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
-    """Return the run as it is set if that fits `gpus` devices; otherwise None and the reason."""
+    """Return the run with its present layout, for comparison with the layouts that are found.
+
+    Args:
+        spec: The run with its present settings.
+        gpus: Number of devices.
+
+    Returns:
+        The run and "". If the present layout cannot run on `gpus` devices, None and the reason.
+    """
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, planned_gib=planned_gib(own))
-        # effective_caps raises UserError if memory leaves packing no room to catch up.
+        # Check the present packing: effective_caps raises UserError if memory allows too few tokens
+        # in a step to train documents that waited.
         effective_caps(own)
         return own, ""
     except UserError as error:
@@ -199,7 +216,7 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
 
 
 def _own_note(known: Search) -> str:
-    """Return a remark if the run's present settings do not fit in memory; otherwise ""."""
+    """Return a sentence that says that the run's present settings do not fit in memory, or ""."""
     own = known.own
     if own is None or fits_own_devices(own):
         return ""
@@ -211,7 +228,7 @@ def _own_note(known: Search) -> str:
 
 
 def _choices(options: argparse.Namespace) -> tuple[LayoutChoices, PackingChoices]:
-    """Return the choices of layouts and of packings that the options permit."""
+    """Return which layouts and which packings the options tell the search to try."""
     numbers = (*AXES, EP, "virtual_stages")
     layouts = LayoutChoices(
         **{name: tuple(sorted(set(getattr(options, name)))) for name in numbers},
@@ -227,7 +244,13 @@ def _choices(options: argparse.Namespace) -> tuple[LayoutChoices, PackingChoices
 
 
 def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> str:
-    """Return the winner as a TOML file, without the values that training fills in."""
+    """Return the best layout as a TOML file, without values that training fills in itself.
+
+    Args:
+        options: The parsed command line, which a comment repeats.
+        given: The configuration as the user wrote it.
+        report: Result of the search.
+    """
     spec, winner = winning_spec(given, report.winner.spec), report.winner
     comments = (
         f"{winner.layout}",
@@ -239,7 +262,12 @@ def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> 
 
 
 def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
-    """Return `given` with the settings that the search found."""
+    """Return the user's configuration with the settings that the search found.
+
+    Args:
+        given: The configuration as the user wrote it.
+        found: The best run that the search found.
+    """
     return replace(
         given,
         parallel=found.parallel,
@@ -261,7 +289,16 @@ def _show(
     profile: KernelProfile,
     seconds: float,
 ) -> None:
-    """Write --json, and print the tables unless JSON went to stdout."""
+    """Write the results as JSON if requested, and print tables unless the JSON went to stdout.
+
+    Args:
+        options: The parsed command line.
+        report: Result of the search.
+        title: Title of the table.
+        facts: Lines about the documents.
+        profile: Kernel profile of the simulation.
+        seconds: Duration of the search.
+    """
     data = {
         "command": output.command_of(options),
         "version": program_version(),

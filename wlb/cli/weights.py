@@ -10,46 +10,55 @@ from wlb.cli.output import needs_train_extra
 from wlb.spec import Dtype
 
 MOST_NAMES = 5
-"""Most tensors that a warning lists."""
+"""The warning about values that are not finite names at most this many tensors."""
 
 
 def add_parsers(commands: Any) -> None:
-    """Add the parsers of `wlb export` and `wlb import`."""
+    """Add the parsers of `wlb export` and `wlb import` to the subparsers `commands`."""
     exporting = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Write the weights of a checkpoint of any layout as a Hugging Face folder that "
-        "transformers loads: safetensors, config.json, generation_config.json and the tokenizer of "
-        "the run's token store; after training on conversations also the chat template, with the "
-        "tokens that end its turns as EOS. The padding of the vocabulary is removed. Runs in one "
-        "CPU process.",
+        description="Write the weights of a checkpoint as a Hugging Face folder that transformers "
+        "can load, with safetensors, config.json, generation_config.json and the tokenizer of the "
+        "run's token store. The checkpoint may have any parallel layout. After training on "
+        "conversations, the folder also has the chat template, and generation stops at the tokens "
+        "that end a turn. Padding of the vocabulary is removed. The command runs in one process on "
+        "the CPU.",
     )
     exporting.add_argument(
-        "source", metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run (its newest)"
+        "source",
+        metavar="RUN_OR_CHECKPOINT",
+        help="the folder of a checkpoint, or of a run, whose newest checkpoint is exported",
     )
-    add_text(exporting, "--out", "DIR", "new folder", required=True)
+    add_text(exporting, "--out", "DIR", "the folder to write, which must not exist", required=True)
     exporting.add_argument(
-        "--dtype", choices=[str(d) for d in Dtype], help="dtype of the tensors (default: as saved)"
+        "--dtype",
+        choices=[str(d) for d in Dtype],
+        help="dtype of the exported tensors (default: as in the checkpoint)",
     )
-    text = "size of the largest file, about equal to the memory needed"
+    text = "size of the largest file; the command needs about as much memory"
     add_value(exporting, "--shard-size", "5GB", text, metavar="SIZE", type=size)
-    text = "a tokenizer.json to use instead of the store's"
+    text = "a tokenizer.json to use instead of the token store's"
     add_text(exporting, "--tokenizer", "FILE", text)
-    text = "a chat template, as wlb prepare --chat takes it, to use instead of the store's"
+    text = "a chat template, as for wlb prepare --chat, to use instead of the token store's"
     add_text(exporting, "--chat", "TEMPLATE", text)
     exporting.set_defaults(run=run_export)
     importing = commands.add_parser(
         "import",
-        help="make a checkpoint of a Hugging Face folder",
-        description="Convert a model in a Hugging Face folder to a checkpoint, with a model.toml "
-        "that trains from it on any layout: wlb train DIR/model.toml --set ... Reads safetensors "
-        "of Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3 (text), Qwen3-MoE, Mixtral and OLMoE, "
-        "with sliding windows, soft caps and RoPE scaling (llama3, linear, yarn); a tied head "
-        "stays the embedding. Other biases, activations and layers, quantised weights, and "
-        "missing or unknown tensors are refused by name.",
+        help="convert a Hugging Face folder to a checkpoint",
+        description="Convert a model in a Hugging Face folder to a checkpoint, and write a "
+        "model.toml that trains from the checkpoint on any parallel layout: wlb train "
+        "DIR/model.toml --set ... Supported are safetensors of Llama, Mistral, Qwen2, Qwen3, Gemma "
+        "2 and 3 (text), Qwen3-MoE, Mixtral and OLMoE, with sliding windows, soft caps and RoPE "
+        "scaling (llama3, linear, yarn). A head that is tied to the embedding stays tied. Other "
+        "biases, activations and layers, quantised weights, and missing or unknown tensors are "
+        "refused with a message that names them.",
     )
-    importing.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights")
-    add_text(importing, "--out", "DIR", "new checkpoint folder", required=True)
+    importing.add_argument(
+        "source", metavar="HF_DIR", help="the folder with config.json and safetensors"
+    )
+    text = "the checkpoint folder to write, which must not exist"
+    add_text(importing, "--out", "DIR", text, required=True)
     importing.set_defaults(run=run_import)
 
 
@@ -95,7 +104,11 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def _not_finite(counts: dict[str, int]) -> str:
-    """Return the warning about weights that are NaN or infinite."""
+    """Return the warning about weights that are NaN or infinite.
+
+    Args:
+        counts: Number of such values in each tensor, by the tensor's name.
+    """
     shown = [f"{name} ({number:,})" for name, number in counts.items()][:MOST_NAMES]
     more = f" and {len(counts) - MOST_NAMES} more tensors" if len(counts) > MOST_NAMES else ""
     return (
@@ -105,7 +118,7 @@ def _not_finite(counts: dict[str, int]) -> str:
 
 
 def _room() -> Any:
-    """Import `wlb.weights`, which needs torch and safetensors."""
+    """Import and return `wlb.weights`; UserError if torch or safetensors is not installed."""
     with needs_train_extra("weights need"):
         from wlb import weights
     return weights
