@@ -64,9 +64,10 @@ class _Rows:
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """Return for each source row the sum over its copies of their rows in y_P.
+        """Add up the rows of y_P that belong to copies of the same source row; returns N rows.
 
-        The sums are in float32 (or float64) if a source row has several copies.
+        The sums are in float32 (or float64) if a source row has several copies. Rows of padding are
+        left out.
         """
         if self.take_P is None:
             return y_P

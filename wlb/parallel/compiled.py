@@ -156,7 +156,7 @@ def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
 
 
 def num_graphs() -> int:
-    """Return how many graphs this process has compiled so far.
+    """Return how many graphs torch.compile has compiled in this process so far.
 
     Compiling one takes long: on a CPU as long as tens of small steps.
     """

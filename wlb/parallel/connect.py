@@ -133,7 +133,8 @@ def _exchange(mesh: Mesh) -> Iterator[tuple[str, Tensor, Tensor]]:
     send and the receive over a link are one batch, which NCCL starts as a whole.
 
     Yields:
-        As `checked_collectives`.
+        The transfer's name, the value received and the expected value; both are float64 scalars on
+        the device.
     """
     for kind, link in mesh.links.items():
         if link.size() == 1:

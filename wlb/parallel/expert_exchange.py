@@ -204,6 +204,7 @@ class _Choice:
     copied: torch.cuda.Event | None  # recorded after the copy to `numbers_2SR`; None on the CPU
     between: RowsBetween | None = None  # numbers of rows from and to each rank
     sent: list[slice] = field(default_factory=list[slice])  # each stage's slice of `order_N`
+    # for each stage, which of this rank's experts compute which arriving rows
     stages: list[StageRows] = field(default_factory=list[StageRows])
     order_M: Tensor | None = None  # sorts arriving rows by expert
     inverse_M: Tensor | None = None  # the inverse of `order_M`

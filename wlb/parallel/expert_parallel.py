@@ -129,7 +129,7 @@ def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Set `load` and `slowest` of each layer with experts: the step's row counts over all ranks.
+    """Set `MixtureMlp.load` and `slowest` of each layer to the step's row counts over all ranks.
 
     All ranks call this once, after a step's last backward pass.
 
@@ -169,7 +169,7 @@ def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
 
 
 def num_load_values(num_layers: int, ep: int) -> int:
-    """Return the number of values that `load_values` returns."""
+    """Return the number of values in `load_values`: two per layer, and one per EP rank."""
     return 2 * num_layers + ep
 
 

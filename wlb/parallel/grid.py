@@ -15,7 +15,7 @@ rank with another even link, so it is a kind of its own.
 
 
 def rank_grid(parallel: ParallelSpec) -> np.ndarray:
-    """Return the numbers of all ranks, shape [pp, dp, cp, tp]."""
+    """Return the number of the rank at each place of the mesh, shape [pp, dp, cp, tp]."""
     physical = np.arange(parallel.world_size).reshape(
         max(1, parallel.dp), parallel.pp, parallel.cp, parallel.tp
     )

@@ -189,10 +189,10 @@ def _over(link: dist.ProcessGroup, ops: list[dist.P2POp]) -> list[dist.P2POp]:
 class LateWeights(ScheduleInterleavedZeroBubble):
     """An interleaved zero-bubble schedule that runs weight-gradient passes later than torch's.
 
-    Pipeline rank r begins weight-gradient passes after `r * weight_delay` input-gradient passes,
-    and then alternates. torch's schedule is `weight_delay = 1`. If attention dominates the backward
-    pass, weight-gradient passes are short, and a rank must save up more of them to fill its idle
-    time at the end of a step.
+    Pipeline rank r begins weight-gradient passes after `r * weight_delay` input-gradient passes;
+    from then on it runs one of each in turn. torch's schedule is `weight_delay = 1`. If attention
+    dominates the backward pass, weight-gradient passes are short, and a rank must save up more of
+    them to fill its idle time at the end of a step.
     """
 
     def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:

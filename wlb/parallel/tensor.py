@@ -154,7 +154,7 @@ class Products(NamedTuple):
         return start_reduce_scatter(dx_TC, self)
 
     def scattered(self, x_TF: Tensor, weight_CF: Tensor) -> Tensor:
-        """Return x_TF times weight_CF, summed over ranks and scattered by rows: [S, C]."""
+        """Return x_TF times the transposed weight, summed over TP ranks and scattered: [S, C]."""
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:

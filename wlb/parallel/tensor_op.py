@@ -94,7 +94,14 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def begin_backward(
     grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Run `Products.begin_backward` for the last layer.
+    """Run `Products.begin_backward` for the last of several layers with the same input.
+
+    Args:
+        grad_TF: Gradient of the last layer's output.
+        x_SC: Input of the layers, 1/tp of the rows.
+        weight_FC: Weight of the last layer.
+        num_ranks: Number of TP ranks.
+        group_name: Name of the tp group.
 
     Returns:
         The last layer's part of the gradient of all rows, and the gathered rows, still in transfer,
@@ -175,7 +182,7 @@ def _scattered_like(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) ->
 
 @custom_op("product_scatter", fake=_scattered_like)
 def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """Return x_TF times weight_CF, summed over ranks and scattered by rows: [S, C]."""
+    """Return x_TF times the transposed weight, summed over TP ranks and scattered: [S, C]."""
     return Products(num_ranks, group_name).scattered(x_TF, weight_CF)
 
 

@@ -86,7 +86,7 @@ def gated_backward_kernel(
     g = tl.load(gate + at, here).to(tl.float32)
     u = tl.load(up + at, here).to(tl.float32)
     inner = g
-    slope = g  # x s'(x)
+    slope = g  # g * s'(g), with s as in `gated_kernel`
     if GELU:
         bounded = tl.minimum(tl.maximum(g, -12.0), 12.0)
         inner = 1.5957691216057308 * bounded * (1 + 0.044715 * bounded * bounded)

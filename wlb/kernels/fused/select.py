@@ -1,7 +1,7 @@
 """Choose whether a run uses the fused kernels for RoPE, gated MLPs, norms and key gradients.
 
-The time of these operators is that of memory accesses and kernel launches, of which fused kernels
-need fewer; this folder's README counts both.
+These operators spend their time on memory accesses and kernel launches, not on arithmetic. Fused
+kernels need fewer of both; this folder's README counts them.
 """
 
 import functools
@@ -27,8 +27,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class FusedChoice:
     """Whether a run uses the fused Triton kernels, and why."""
 
-    fused: bool
-    reason: str
+    fused: bool  # whether the run uses them
+    reason: str  # for the run's log
 
     @property
     def line(self) -> str:
