@@ -15,7 +15,7 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.profile.device import THROTTLE_REASONS, handle_of
 
-# What several checks found, and a remedy that several checks name.
+# What checks of a GPU say if ranks are on the CPU, and the remedy if NVML cannot be used.
 NO_GPU = "ranks are on the CPU"
 INSTALL_NVML = "pip install nvidia-ml-py"
 # NVML's reasons for lower clocks that mean a defect (BROKEN), or a GPU that is too hot (HOT).
@@ -328,7 +328,8 @@ def equal_software(everyone: Sequence[Facts]) -> Finding:
     if differing:
         found = "; ".join(_by_host(what, values, everyone) for what, values in differing.items())
         remedy = "start all ranks in one environment or container, on nodes with one driver"
-        # Different drivers alone may work; anything else may compute or plan differently.
+        # Ranks that only have different drivers may work. With any other difference, ranks may
+        # compute or plan differently.
         return (warned if list(differing) == ["driver"] else failed)(name, found, remedy)
     shown = [f"{what} {values[0]}" for what, values in versions.items() if values[0]]
     return passed(name, ", ".join(shown))

@@ -167,7 +167,8 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
         except UserError as error:
             options.show([failed("rendezvous", f"{HOST}: {error}", LOOK)])
             return False
-        # torch raises DistError here, Gloo a plain RuntimeError.
+        # Ranks that cannot connect get torch's DistError, which is a RuntimeError, or a plain
+        # RuntimeError from Gloo.
         except RuntimeError as error:
             if world.rank == 0:
                 options.show([_failed_rendezvous(error, world)])
@@ -339,9 +340,9 @@ def _not_started(spec: RunSpec) -> list[Finding]:
 
 
 def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
-    """Check the GPU's clocks while it multiplies matrices, and measure the matrix products' speed.
+    """Check the GPU's clocks while it multiplies matrices.
 
-    The speed is stored in `report`.
+    The speed of the matrix products is measured at the same time and stored in `report`.
     """
 
     def under_load(meanwhile: Callable[[], None]) -> None:

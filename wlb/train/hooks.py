@@ -91,7 +91,7 @@ class ExecutedStep:
     """A step that was executed and was not rolled back."""
 
     plan: StepPlan  # what all pipelines trained
-    pipeline: PipelinePlan  # this rank's pipeline's part of the plan
+    pipeline: PipelinePlan  # what the pipeline of this rank trained
     sums: StepSums  # the step's sums over all ranks
     loss: float  # mean over targets, in nats
     # Whether the step updated the weights. It did not if it had no target, or if it was skipped

@@ -51,7 +51,7 @@ class PlanMismatch(RuntimeError):
 class StepSums:
     """A step's sums over all ranks, equal on all of them."""
 
-    loss: float  # sum of token losses, times loss_scale
+    loss: float  # sum of the losses of all targets, times `RunSpec.loss_scale`
     gradient_norm: float  # global norm before clipping
     # Predicted attention time of the slowest CP rank over the mean CP rank's, after each of the two
     # was summed over micro-batches.
@@ -60,7 +60,7 @@ class StepSums:
     # Rows of keys that CP ranks exchanged; None if they exchanged none.
     key_rows: KeyRows | None = None
     experts: ExpertLoad | None = None  # loads of experts; None for a model without experts
-    stop: Stop = Stop.NO  # the strongest request to stop on any rank
+    stop: Stop = Stop.NO  # what asks the run to stop: the largest value that a rank has noticed
 
     @property
     def is_finite(self) -> bool:

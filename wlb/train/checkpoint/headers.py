@@ -17,8 +17,8 @@ from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
-# In a header, the key of the only entry that does not describe a tensor, and in that entry the key
-# under which torch writes where each tensor's part begins in the whole tensor.
+# `_ABOUT` is the key of a header's metadata; all other keys are names of tensors. In the metadata,
+# torch writes under `_SHARDING` where each part of a tensor begins in the whole tensor.
 _ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
 _MOST_BYTES = 100_000_000
 """Longest header, in bytes, that the safetensors library reads."""

@@ -105,7 +105,7 @@ def is_full(failure: BaseException) -> bool:
 def says_full(error: BaseException | None) -> bool:
     """Return whether an error, or the error that caused it, means a full disk or quota."""
     found = lack_of_room(error)
-    # Removing files does not help against a limit on file sizes.
+    # EFBIG is a limit on the size of one file. Removing old checkpoints does not help against it.
     return found is not None and found.errno != errno.EFBIG
 
 

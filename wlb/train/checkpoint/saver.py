@@ -394,7 +394,8 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     reader = CheckpointReader(saved_in)
     known = reader.names
     check_names(saved_in, known, _model(stages))
-    # A rank that the saved run did not have keeps its seeded random state.
+    # If the saved run had fewer ranks, the additional ranks keep the random state that they were
+    # seeded with.
     rng = {name: value for name, value in rng.items() if name in known}
     in_files = tensors_to_read(saved_in, stages, tensors) | rng
     reader.load(in_files, host_group())

@@ -15,7 +15,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class FolderLost(RunError):
-    """The run's folder was removed or renamed."""
+    """Raised if the run's folder was removed or renamed."""
 
 
 class KeepFolder(Hook):

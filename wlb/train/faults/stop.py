@@ -123,7 +123,7 @@ class Signals:
 
     @property
     def _ends_at_once(self) -> bool:
-        """Whether a signal raises StoppedEarly now: in a block of `early`, before the first step."""
+        """Whether a signal raises StoppedEarly: in a block of `early`, before the first step."""
         file = self._signal_file
         return self._is_early and not (file is not None and file.with_name(BEGAN).exists())
 

@@ -164,7 +164,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     torn = ""
     for line in path.read_text("utf-8", errors="replace").splitlines():
         if not line:
-            continue  # A start begins with a line end, in case the line before it lacks one.
+            # Every start of training first writes a line end, in case a killed process has left an
+            # incomplete line. So there are empty lines.
+            continue
         try:
             data = object_of(parse_json(line, path), path)
         except UserError:

@@ -191,7 +191,7 @@ def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     They are the ranks with TP rank 0 of the first pipelines, at most `MOST_TIMED` ranks. If these
     are too many in a single pipeline, they are its ranks with TP rank 0 and CP rank 0.
     """
-    # The grid has shape [dp, cp, pp].
+    # All ranks with TP rank 0, in shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
     if grid[0].size > MOST_TIMED:
         grid = grid[:, :1]
