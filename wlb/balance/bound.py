@@ -1,15 +1,16 @@
 """A lower bound on the time of a mini-batch, for any assignment to ranks and micro-batches.
 
-It is the largest of three bounds:
+A unit is a sample, or samples that must share a micro-batch. A slot is the set of the ranks' i-th
+micro-batches, which run at the same time. The result is the largest of three bounds:
 
 1. The mean work of a rank.
-2. For each k, some rank has k + 1 of the k * num_ranks + 1 heaviest units.
-3. If ranks wait for each other after every micro-batch: two units above half the token cap cannot
-   share a micro-batch. So the s-th slowest slot takes at least as long as the (s * num_ranks)-th
-   heaviest of these units. The work that does not fit into the first k slots, filled with the
-   tokens that have most work, must be done after them.
-
-A slot is the set of the ranks' i-th micro-batches, which run at the same time.
+2. For each k: among the k * num_ranks + 1 units with most work, some rank has at least k + 1. So
+   the time is at least the work of the k + 1 lightest of these units.
+3. If ranks wait for each other after every micro-batch: units with more tokens than half the cap
+   cannot share a micro-batch. Sort them by descending work. Then the s-th slowest slot (from 0)
+   takes at least as long as unit s * num_ranks of this order. And for each k, the k slowest slots
+   have room for a limited number of tokens. Even if these are the tokens with most work, the rest
+   of the work must be done in other slots.
 """
 
 import numpy as np
@@ -20,10 +21,10 @@ from wlb.plan.arrays import FloatArray
 def least_time(
     work: FloatArray, tokens: FloatArray, *, num_ranks: int, cap: int, slots_wait: bool
 ) -> float:
-    """Return the least time of a mini-batch.
+    """Return a lower bound on the time of a mini-batch, for any assignment of its units.
 
     Args:
-        work: Work of each unit, heaviest first, shape [num_units].
+        work: Work of each unit, in descending order, shape [num_units].
         tokens: Tokens of each unit, shape [num_units].
         num_ranks: Number of data-parallel ranks.
         cap: Most tokens of a micro-batch.
@@ -40,7 +41,7 @@ def least_time(
 
 
 def _slots(work: FloatArray, tokens: FloatArray, num_ranks: int, cap: int) -> float:
-    """Return the third bound, the best one over all k."""
+    """Return the third bound described at the top of this file, the largest one over all k."""
     large = np.flatnonzero(tokens * 2 > cap)[::num_ranks]
     if not large.size:
         return 0.0

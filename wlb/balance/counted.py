@@ -1,10 +1,12 @@
 """Gives every rank equally many samples, starting from bins that were made without that rule.
 
-1. Slot by slot, bins with most samples go to the ranks with fewest samples so far.
-2. Where ranks still differ, the lightest unit of the rank with most samples moves to the rank with
-   fewest, into the bin with most missing work among those that have room.
+A bin is one rank's micro-batch, and a slot is the set of bins that run at the same time. A unit is
+a sample, or samples that must share a micro-batch.
 
-A bin is one rank's micro-batch, and a slot is the set of bins that run at the same time.
+1. In each slot, the bins with most samples go to the ranks with fewest samples so far.
+2. While ranks have unequal numbers, a unit moves from the rank with most samples to the rank with
+   fewest: the unit with least work. Among the bins that have room for it, it goes to the bin that
+   lacks most work.
 """
 
 import numpy as np
@@ -15,17 +17,20 @@ from wlb.plan import IntArray
 
 
 def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntArray | None:
-    """Assign bins to ranks so that the ranks' numbers of samples satisfy the rules.
+    """Assign bins to ranks, and move units, so that each rank has a permitted number of samples.
+
+    A bin is one rank's micro-batch. The arguments leave open to which rank each bin belongs.
 
     Args:
         units: The units.
         bin_of: Bin of each unit. There are num_ranks * num bins, none of them empty or above the
             token cap.
         num: Micro-batches of a rank.
-        rules: The rules.
+        rules: What the assignment must satisfy.
 
     Returns:
-        rank * num + slot of each unit, or None if that was not possible.
+        The new bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if
+        the rules could not be satisfied.
     """
     ranks = rules.num_ranks
     loads, held = sums_by(bin_of, units.work), sums_by(bin_of, units.samples)
@@ -42,14 +47,17 @@ def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntAr
 
 
 def _move(units: Units, bin_of: IntArray, level: IntArray, num: int, rules: Rules) -> bool:
-    """Move units in place until counts satisfy the rules, and return whether that was possible.
+    """Move units between ranks until each rank has a permitted number of samples.
 
     Args:
         units: The units.
-        bin_of: rank * num + slot of each unit.
+        bin_of: Bin of each unit, changed in place. Bin rank * num + m is micro-batch m of a rank.
         level: Work that each bin should have, shape [num_ranks * num].
         num: Micro-batches of a rank.
-        rules: The rules.
+        rules: What the assignment must satisfy.
+
+    Returns:
+        Whether this was possible.
     """
     least, most = rules.counts or (0, 0)
     bins = level.size
@@ -61,8 +69,9 @@ def _move(units: Units, bin_of: IntArray, level: IntArray, num: int, rules: Rule
         giver, taker = int(total.argmax()), int(total.argmin())
         if total[giver] <= most and total[taker] >= least:
             return True
-        # Units are sorted by descending work, so the last one that may leave is the lightest. The
-        # last unit of a bin may not leave it.
+        # Take the unit with least work of the rank with most samples. It is the one with the
+        # largest index, because units are sorted by descending work. A unit that is alone in its
+        # bin may not leave it.
         movable = np.flatnonzero((bin_of // num == giver) & (inside[bin_of] > 1))
         targets = np.arange(taker * num, (taker + 1) * num)
         if not movable.size:

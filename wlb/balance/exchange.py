@@ -1,14 +1,16 @@
-"""Exchanges units between bins, so that each bin gets closer to its target of work.
+"""Exchanges units between bins, so that the work of each bin gets closer to its target.
 
-A round pairs each of the bins that exceed their targets most with another bin, and uses no bin
-twice. Each bin of a pair offers up to four units, which are divided in the best of 2^8 = 256 ways:
+A bin is one rank's micro-batch, and a unit is a sample or several samples that stay together. In a
+round, each of the bins that exceed their targets most is paired with another bin, and no bin is in
+two pairs. Each bin of a pair offers up to four units. There are 2^8 = 256 ways to divide eight
+units over two bins, and the best one is taken:
 
-    bin 0: units a b c d        way 0b00010111: a b c and e go to bin 0
-    bin 1: units e f g h        and d f g h to bin 1
+    bin 0 offers a b c d        the way 0b00010111:  a b c and e go to bin 0,
+    bin 1 offers e f g h                             d f g h go to bin 1
 
-This finds moves, swaps and two-for-one exchanges at once. All pairs of a round are evaluated by one
-matrix product. It is exact, because work is integer and sums stay below 2**50, so every host finds
-the same assignment.
+So one round finds moves, swaps, and exchanges of one unit for two. All pairs of a round are
+evaluated by one matrix product. It is exact, because work is integer and sums stay below 2**50, so
+every host finds the same assignment.
 Cost: 0.2 ms for a round of 28 pairs, 1 ms for 312.
 """
 
@@ -22,19 +24,20 @@ from wlb.plan.arrays import BoolArray, FloatArray
 TAKEN = 4
 """Number of units that each bin of a pair offers for exchange in a round."""
 WAYS = (np.arange(1 << (2 * TAKEN))[:, None] >> np.arange(2 * TAKEN) & 1).astype(np.float64)
-"""WAYS[w, u] says whether unit u goes to the first bin in way w, shape [256, 8]."""
+"""All ways to divide the eight units that two bins offer, shape [256, 8]. WAYS[w, u] is 1 if unit u
+goes to the first bin in way w, and 0 if it goes to the second."""
 
 
 def sums_by(label: IntArray, values: FloatArray, num: int = 0) -> FloatArray:
-    """Sum values by label.
+    """Return the sum of the values with each label.
 
     Args:
-        label: Label of each value, from 0.
-        values: The values.
-        num: Least number of labels.
+        label: Label of each value, an integer of at least 0, shape [n].
+        values: The values, shape [n].
+        num: The result has at least this many entries, even if fewer labels occur.
 
     Returns:
-        The sum for each label, shape [max(num, number of labels)].
+        Sums, shape [max(num, largest label + 1)].
     """
     return np.bincount(label, values, num).astype(np.float64)
 
@@ -43,14 +46,16 @@ def sums_by(label: IntArray, values: FloatArray, num: int = 0) -> FloatArray:
 class SharedBins:
     """The units of each bin, which `redistribute` changes in place.
 
-    Units are sorted by descending work. The index `num_units` stands for "no unit"; the columns of
-    units have a last entry of zeros for it. Values are integers in float64.
+    Units are sorted by descending work. The index `num_units` stands for "no unit": bins with fewer
+    units than others are filled up with it, and the last entry of the first three arrays, for this
+    index, is 0. Values are integers in float64.
     """
 
     work: FloatArray  # work of each unit, shape [num_units + 1]
     tokens: FloatArray  # tokens of each unit, shape [num_units + 1]
     samples: FloatArray  # number of samples of each unit, shape [num_units + 1]
-    # Units of each bin in ascending order, filled up with num_units, shape [num_bins, columns].
+    # Indices of each bin's units, ascending, filled up with `num_units`, shape [num_bins, columns].
+    # There are more columns than any bin has units.
     members: IntArray
     rank: IntArray  # rank of each bin, shape [num_bins]
 
@@ -59,7 +64,7 @@ class SharedBins:
         """Make bins of units.
 
         Args:
-            units: Work, tokens and samples of each unit, as in the fields.
+            units: Work, tokens and samples of each unit, with a last entry of 0.
             bin_of: Bin of each unit, shape [num_units].
             rank: Rank of each bin, shape [num_bins].
         """
@@ -85,13 +90,13 @@ class SharedBins:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """One bin of every pair, and the units that it offers."""
+    """The first (or the second) bin of every pair, and the units that it offers for exchange."""
 
     bins: IntArray  # the bins, shape [num_pairs]
-    members: IntArray  # all units of each bin, shape [num_pairs, columns]
-    columns: IntArray  # columns of `members` with the units that are offered, [num_pairs, TAKEN]
+    members: IntArray  # all units of each bin (`SharedBins.members`), shape [num_pairs, columns]
+    columns: IntArray  # where in `members` the offered units are, shape [num_pairs, TAKEN]
     units: IntArray  # the units that are offered, shape [num_pairs, TAKEN]
-    kept: IntArray  # number of units that are not offered, shape [num_pairs]
+    kept: IntArray  # number of units that are not offered, below 1 if all are, shape [num_pairs]
 
 
 def redistribute(
@@ -104,31 +109,34 @@ def redistribute(
     spare: FloatArray | None,
     turn: int,
 ) -> BoolArray:
-    """Divide the units of each pair of bins so that both exceed their targets about equally.
+    """Exchange units in each pair of bins, so that both exceed their targets about equally.
 
     Args:
         bins: The bins, changed in place.
-        top: First bin of each pair, which exceeds its target more.
-        low: Second bin of each pair.
-        excess: Work of each bin above its target, shape [num_bins].
+        top: First bin of each pair, which exceeds its target more, shape [num_pairs].
+        low: Second bin of each pair, shape [num_pairs].
+        excess: Work of each bin minus its target, shape [num_bins].
         cap: Most tokens of a bin.
-        spare: Samples that each bin may gain and lose, shape [2, num_bins]; None = any number.
-            Pairs of bins of one rank are not limited.
-        turn: Number of the round, which chooses the units that bins with many of them offer.
+        spare: How many samples each bin may gain (first row) and lose (second row), shape
+            [2, num_bins]. None = any number. Two bins of the same rank are not limited by it.
+        turn: Index of the round. Bins with more than four units offer other units in each round.
 
     Returns:
-        Whether each pair changed.
+        Whether each pair changed, shape [num_pairs].
     """
     a, b = _side(bins, top, turn), _side(bins, low, turn)
     units = np.concatenate([a.units, b.units], 1)
     work, tokens = bins.work[units], bins.tokens[units]
-    # Work and tokens of the first bin's offered units in each way, shape [num_pairs, 256].
+    # For each way to divide the offered units: work and tokens of the units that go to the first
+    # bin, shape [num_pairs, 256].
     ways_work, ways_tokens = work @ WAYS.T, tokens @ WAYS.T
     loads = excess[top], excess[low]
-    # In the best way the first bin has this much work of the offered units.
+    # With this much work of the offered units in the first bin, both bins would exceed their
+    # targets equally.
     want = work[:, :TAKEN].sum(1) - (loads[0] - loads[1]) / 2
     off = np.abs(ways_work - want[:, None])
-    # Forbid ways that exceed the token cap, leave a bin empty or break the counts of samples.
+    # Forbid ways in which a bin has more than `cap` tokens or no unit, or a rank has too many or
+    # too few samples.
     sizes = [bins.tokens[side.members].sum(1) for side in (a, b)]
     taken = tokens[:, :TAKEN].sum(1)
     most = np.maximum(cap - sizes[0], 0) + taken
@@ -140,7 +148,7 @@ def redistribute(
         bad |= _breaks_counts(bins, a, b, units, spare)
     off[bad] = np.inf
     best = off.argmin(1)
-    # Only exchanges that gain more than half a unit of work are made.
+    # Work is an integer, so an exchange gains something only if it gains more than 0.5.
     gain = np.abs(loads[0] - loads[1]) / 2 - off[np.arange(top.size), best]
     changed = gain > 0.5
     at = np.flatnonzero(changed)
@@ -151,7 +159,15 @@ def redistribute(
 
 
 def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
-    """Choose units that each bin offers, spread over its range of work; others in every turn."""
+    """Choose the units that bins offer for exchange in a round.
+
+    They are spread evenly over the bin's units, which are sorted by work.
+
+    Args:
+        bins: All bins.
+        chosen: The bins that offer units: one bin of every pair.
+        turn: Index of the round. Bins with more than TAKEN units offer other units in each round.
+    """
     members = bins.members[chosen]
     counts = (members < bins.work.size - 1).sum(1)
     steps = np.arange(TAKEN)
@@ -162,7 +178,14 @@ def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
 
 
 def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> BoolArray:
-    """Return which ways leave one bin of a pair without a unit, shape [num_pairs, 256]."""
+    """Return which ways to divide units leave a bin without any, a mask of shape [num_pairs, 256].
+
+    Args:
+        bins: All bins.
+        a: First bin of every pair.
+        b: Second bin of every pair.
+        units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
+    """
     real = (units < bins.work.size - 1).astype(np.float64)
     to_first = real @ WAYS.T
     lost = (to_first < 1) & (a.kept < 1)[:, None]
@@ -172,7 +195,18 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
 def _breaks_counts(
     bins: SharedBins, a: _Side, b: _Side, units: IntArray, spare: FloatArray
 ) -> BoolArray:
-    """Return which ways give a rank too many or too few samples, shape [num_pairs, 256]."""
+    """Return which ways to divide units give a rank too many or too few samples.
+
+    Args:
+        bins: All bins.
+        a: First bin of every pair.
+        b: Second bin of every pair.
+        units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
+        spare: How many samples each bin may gain (first row) and lose (second row).
+
+    Returns:
+        A mask of shape [num_pairs, 256].
+    """
     gained = bins.samples[units] @ WAYS.T - bins.samples[a.units].sum(1)[:, None]
     up = np.minimum(spare[0][a.bins], spare[1][b.bins])[:, None]
     down = np.minimum(spare[1][a.bins], spare[0][b.bins])[:, None]
@@ -181,14 +215,14 @@ def _breaks_counts(
 
 
 def _rewrite(bins: SharedBins, side: _Side, at: IntArray, units: IntArray, mine: BoolArray) -> None:
-    """Replace the offered units of one bin of the changed pairs.
+    """Give the first (or second) bin of each changed pair its new units.
 
     Args:
         bins: The bins, changed in place.
-        side: The bin of every pair, with its units.
-        at: The pairs that changed.
+        side: The first (or second) bin of every pair, with its old units.
+        at: Indices of the pairs that changed.
         units: Units that both bins of these pairs offered, shape [num_changed, 2 * TAKEN].
-        mine: Which of them the bin gets.
+        mine: Which of these units the bin gets, shape [num_changed, 2 * TAKEN].
     """
     none = bins.work.size - 1
     rows = side.members[at]

@@ -1,16 +1,17 @@
 """Fills bins with units: at most `cap` tokens a bin, and equal work within every slot.
 
-A bin is one rank's micro-batch. A slot has a bin of each rank; these run at the same time. Only
-bins of the same slot must be equal, so the heaviest units can share a slot that takes longer than
-the others:
+A unit is a sample, or samples that must share a micro-batch. A bin is one rank's micro-batch. A
+slot has one bin of each rank, and these run at the same time. Only bins of the same slot must have
+equal work. So the units with most work can share a slot that takes longer than the others:
 
     slot 0   | heavy unit | heavy unit |    level 9
     slot 1   | a b c      | d e f      |    level 5
 
-1. `levels` computes how much work a bin of each slot should have.
-2. `fill` takes units from heavy to light. Each goes to the bin that is furthest below its level and
+1. `levels` computes how much work a bin of each slot should have, its level.
+2. `fill` takes units by descending work. Each goes to the bin that is furthest below its level and
    has room.
-3. If a unit finds no room, it starts over with best fit by tokens, which wastes least room.
+3. If a unit finds no room, `fill` starts anew and places units by best fit, without regard to work,
+   because this leaves least room unused.
 
 Cost: 1 ms for 768 units, 15 to 40 ms for 8,192.
 """
@@ -24,18 +25,19 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
 TRIED = 6
-"""If this many bins of least work have too little room, the bin with fewest tokens is taken."""
+"""For each unit, about this many bins are tried: those that are furthest below their level. If they
+have too little room, the unit goes to the bin with fewest tokens."""
 
 
 def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
-    """Return how many micro-batches each rank needs at least.
+    """Return a lower bound on the number of micro-batches that each rank needs.
 
     Args:
         tokens: Tokens of each unit, shape [num_units].
         num_ranks: Number of ranks.
         cap: Most tokens of a micro-batch.
     """
-    # Two units above half the cap cannot share a micro-batch.
+    # Units with more tokens than half the cap cannot share a micro-batch, so each needs its own.
     whole = -(-int(tokens.sum()) // (cap * num_ranks))
     return max(1, whole, -(-int((tokens * 2 > cap).sum()) // num_ranks))
 
@@ -43,11 +45,13 @@ def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
 def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
     """Return how much work a bin of each slot should have, shape [num_slots].
 
-    Slots with a heavy unit must have at least its work, so all others should have less. The result
-    is max(floor, mean - x), with x such that the total work stays the same.
+    A slot is the set of bins (micro-batches) that run at the same time. A slot with a heavy unit
+    takes at least as long as this unit, so its other bins should get as much work, and the bins of
+    other slots less. The result is max(floor, mean - x), with x such that the total work stays the
+    same.
 
     Args:
-        floor: Least work of a bin of each slot: that of the slot's heaviest unit.
+        floor: Least work that the bins of each slot should have: the work of its heaviest unit.
         mean: Mean work of the bins of each slot.
     """
     total, lower = mean.sum(), 0.0
@@ -70,15 +74,18 @@ def fill(
     cap: int,
     heavy_slots: int | None = None,
 ) -> IntArray | None:
-    """Assign each unit to one of num_ranks * num bins.
+    """Assign each unit to one of num_ranks * num bins, so that the bins of a slot have equal work.
+
+    A bin is one micro-batch of one rank. A slot is the set of bins that run at the same time.
 
     Args:
-        work: Work of each unit, heaviest first, shape [num_units].
+        work: Work of each unit, in descending order, shape [num_units].
         tokens: Tokens of each unit, shape [num_units].
         num_ranks: Number of ranks. Bins [s * num_ranks, (s + 1) * num_ranks) are slot s.
         num: Micro-batches of each rank.
         cap: Most tokens of a bin.
-        heavy_slots: Number of slots whose level may be raised by their heaviest unit. None = all.
+        heavy_slots: Number of slots, from the first on, whose bins may have more work than others
+            because one of their units has more. None = all.
 
     Returns:
         The bin of each unit, or None if they do not fit.
@@ -94,10 +101,18 @@ def fill(
 def _most_room(
     work: FloatArray, tokens: FloatArray, level: FloatArray, cap: int
 ) -> IntArray | None:
-    """Assign each unit to the bin furthest below its level, or else with fewest tokens.
+    """Assign each unit to the bin furthest below its level; if full, to the one with fewest tokens.
 
-    Both minima come from heaps, whose entries are updated when they reach the top. Returns None if
-    a unit finds no room.
+    Two heaps find these bins. Their entries are updated when they reach the top.
+
+    Args:
+        work: Work of each unit, in descending order.
+        tokens: Tokens of each unit.
+        level: Work that each bin should have.
+        cap: Most tokens of a bin.
+
+    Returns:
+        The bin of each unit, or None if a unit finds no room.
     """
     excess, size = [-int(x) for x in level], [0] * level.size
     by_excess = [(e, b) for b, e in enumerate(excess)]
@@ -125,16 +140,17 @@ def _most_room(
 def _lowest_with_room(
     heap: list[tuple[int, int]], excess: list[int], size: list[int], most: int, full: int
 ) -> int | None:
-    """Return the bin furthest below its level that has room, if it is among the first few.
+    """Return the bin that is furthest below its level, among those with room for a unit.
 
-    Bins in which not even the smallest unit fits are removed from the heap.
+    Only about TRIED bins are looked at. If none of them has room, return None. Bins in which not
+    even the smallest unit fits are removed from the heap.
 
     Args:
-        heap: (excess, bin) of the bins; excesses may be outdated.
-        excess: Work of each bin above its level.
+        heap: A heap of (excess, bin). Entries may be outdated, and are updated here.
+        excess: Work of each bin minus its level.
         size: Tokens of each bin.
-        most: Most tokens of a bin in which the unit fits.
-        full: Most tokens of a bin in which the smallest unit fits.
+        most: The unit fits into bins of at most this many tokens.
+        full: The smallest unit fits into bins of at most this many tokens.
     """
     aside: list[tuple[int, int]] = []
     found = None
@@ -155,7 +171,7 @@ def _lowest_with_room(
 
 
 def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
-    """Assign units by best fit decreasing: each to the fullest bin with room.
+    """Assign units by descending tokens, each to the fullest bin that has room (best fit).
 
     Args:
         tokens: Tokens of each unit, shape [num_units].
@@ -185,12 +201,12 @@ def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
 
 
 def fill_empty(bin_of: IntArray, work: FloatArray, group: IntArray) -> None:
-    """Move a unit into each empty bin: the lightest one of the bin with most units.
+    """Move a unit into each empty bin: the one with least work of the bin that has most units.
 
     Args:
         bin_of: Bin of each unit, changed in place.
         work: Work of each unit.
-        group: Group of each bin. Units only move between bins of the same group.
+        group: A label for each bin. Units move only between bins with equal labels.
     """
     counts = np.bincount(bin_of, minlength=group.size)
     for bin_ in np.flatnonzero(counts == 0).tolist():

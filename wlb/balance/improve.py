@@ -87,8 +87,7 @@ def improve(
     Args:
         units: The units.
         bin_of: Bin of each unit at the beginning.
-        rank: Rank of each bin. Bins of different ranks may exchange units, unless `waiting`
-            forbids it.
+        rank: Rank of each bin. It matters only if `rules.counts` limits the samples of a rank.
         waiting: When ranks wait for each other, which decides how long a step takes.
         rules: What the assignment must satisfy.
         bound: Lower bound on the time of the step.

@@ -1,4 +1,4 @@
-"""The checked arguments of `balance_step`; every error names the sample and the limit."""
+"""Checks the arguments of `balance_step`. Every error names the sample and the limit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 
 WAITS = ("micro_batch", "step")
-"""Values of `wait`."""
+"""Values of the argument `wait` of `balance_step`."""
 TOO_LONG = ("refuse", "alone")
-"""Values of `too_long`."""
+"""Values of the argument `too_long` of `balance_step`."""
 GROUPS_ON = ("mini_batch", "rank")
-"""Values of `groups_on`."""
+"""Values of the argument `groups_on` of `balance_step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +33,8 @@ class SampleLabels:
     """
 
     mini_batches: int | IntArray  # number of mini-batches, or the mini-batch of each sample
-    group: IntArray | None  # group of each sample; None = no groups
+    # Group of each sample: samples of a group share a mini-batch. None = no groups.
+    group: IntArray | None
     atom: IntArray  # atom of each sample: samples of an atom share a micro-batch
     rank: IntArray | None  # rank of each sample, if samples stay on their ranks; None = anywhere
 
@@ -51,10 +52,11 @@ class SampleLabels:
 
         Args:
             num: Number of samples.
-            mini_batches: Number of mini-batches, or a label for each sample.
-            groups: A label for each sample.
-            atoms: A label for each sample.
-            ranks: Rank of each sample.
+            mini_batches: Number of mini-batches, or a label for each sample. Samples with equal
+                labels are in the same mini-batch.
+            groups: A label for each sample. Samples with equal labels form a group.
+            atoms: A label for each sample. Samples with equal labels share a micro-batch.
+            ranks: Rank of each sample. None = any rank.
 
         Raises:
             UserError: If there is not one label for each sample.
@@ -69,10 +71,10 @@ class SampleLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRules:
-    """What the samples of a rank must satisfy."""
+    """Rules about which samples are on the same rank, from the arguments of `balance_step`."""
 
     equal_counts: bool  # whether all ranks have equally many samples
-    slack: int  # ranks may have this many samples more or less than equal counts
+    slack: int  # a rank may have this many samples more or less than the equal number
     groups_on: str  # "rank" if a group must stay on one rank, or "mini_batch"
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class SlotRules:
     num: int | None  # number of micro-batches of a rank; None = as few as fit
     at_least: int  # least number of micro-batches of a rank
     multiple: int  # the number of micro-batches is a multiple of this
-    wait: str  # "micro_batch" or "step"
+    wait: str  # ranks wait for each other after every "micro_batch", or once in a "step"
 
     def __post_init__(self) -> None:
         if self.num is not None:
@@ -102,9 +104,9 @@ class StepRequest:
     num_ranks: int  # number of data-parallel ranks
     max_tokens: int  # most tokens of a micro-batch
     too_long: str  # what happens to longer samples: "refuse" or "alone"
-    labels: SampleLabels
-    rank_rules: RankRules
-    slots: SlotRules
+    labels: SampleLabels  # mini-batch, group, atom and rank of each sample
+    rank_rules: RankRules  # which samples are on the same rank
+    slots: SlotRules  # number of micro-batches of a rank, and when ranks wait
 
     def __post_init__(self) -> None:
         if not self.lengths.size:
@@ -165,17 +167,23 @@ class StepRequest:
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise UserError unless `value` is one of `known`; `name` is what the message calls it."""
+    """Raise UserError unless an argument has one of the known values.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Its value.
+        known: The permitted values.
+    """
     if value not in known:
         raise UserError(f"{name} = {value!r} must be one of {', '.join(known)}")
 
 
 def labels(name: str, values: IntLike, num: int) -> IntArray:
-    """Renumber labels from 0, in the order of their first samples.
+    """Replace labels by 0, 1, ... in the order in which they first occur.
 
     Args:
-        name: What an error message calls the labels.
-        values: An integer for each sample.
+        name: Name of the labels, for an error message.
+        values: The label of each sample, an integer.
         num: Number of samples.
 
     Returns:
@@ -191,7 +199,11 @@ def labels(name: str, values: IntLike, num: int) -> IntArray:
 
 
 def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
-    """Return the number of mini-batches, or the mini-batch of each of `num` samples."""
+    """Check the argument `mini_batches` of `balance_step` for `num` samples.
+
+    Returns:
+        The number of mini-batches, or the index of each sample's mini-batch, shape [num].
+    """
     if not isinstance(given, Iterable):
         return whole_number("mini_batches", given, 1)
     array = int_array("mini_batches", given)
@@ -201,7 +213,14 @@ def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
 
 
 def _inside(outer_name: str, outer: IntArray, inner_name: str, inner: IntArray) -> None:
-    """Raise UserError unless all samples with equal `inner` labels have equal `outer` labels."""
+    """Raise UserError unless samples with equal `inner` labels also have equal `outer` labels.
+
+    Args:
+        outer_name: Name of the outer labels for the message, such as "mini-batch".
+        outer: Outer label of each sample.
+        inner_name: Name of the inner labels for the message, such as "group".
+        inner: Inner label of each sample.
+    """
     of = np.zeros(int(inner.max()) + 1, np.int64)
     of[inner[::-1]] = outer[::-1]
     if (i := first_true(of[inner] != outer)) is not None:

@@ -30,9 +30,9 @@ SEVEN_B = ModelSpec(
 
 
 def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:
-    """Return the forward FLOPs of each sample, as `calculate_fwd_flops` of the framework slime does.
+    """Return the forward FLOPs of each sample, by the formula of the framework slime.
 
-    The formula is the one for dense models.
+    It is the formula of slime's `calculate_fwd_flops` for a dense model.
 
     Args:
         lengths: Tokens of each sample, shape [n].

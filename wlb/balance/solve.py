@@ -28,8 +28,8 @@ from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 
 CLOSE_ENOUGH = 1.01
-"""Once the time is at most this factor times its lower bound, no other assignment to start exchanges
-from is tried."""
+"""Once the time is at most this factor times its lower bound, no further assignments are tried as a
+start for exchanges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,7 +187,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
-    """Yield assignments of units to bins, from which exchanges start; None for an impossible one."""
+    """Yield assignments of units to bins from which exchanges start; None if one is impossible."""
     ranks = rules.num_ranks
     yield _filled_by_rank(units, rules, num)
     if rules.counts is not None and not units.stay_on_ranks and rules.slots_wait:

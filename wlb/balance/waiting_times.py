@@ -4,8 +4,8 @@ A bin is one micro-batch of one rank, and a slot is the set of bins that run at 
 are three cases:
 
 - `Slots`: ranks wait for each other after every micro-batch, and any bin may go to any rank.
-- `RankSlots`: the same, but every bin has its rank already.
-- `RankTotals`: ranks wait for each other once in a step, so only a rank's total counts.
+- `RankSlots`: ranks wait for each other after every micro-batch, and every bin has its rank.
+- `RankTotals`: ranks wait for each other once in a step. So only the sum of a rank's bins matters.
 
 Each case computes how long a step takes (`time`), by how much each bin exceeds its target
 (`excess`), and which bins exchange units in a round (`pairs`).
@@ -22,43 +22,55 @@ from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 
 NUM_PARTNERS = 6
-"""A bin has this many partners in turn, one in each round, before they repeat."""
+"""In consecutive rounds a bin exchanges units with this many different bins, before they repeat."""
 Pairs = tuple[IntArray, IntArray]
-"""The first and the second bin of each pair, shape [num_pairs] each."""
+"""Pairs of bins that exchange units: the first bin and the second bin of each, shape [num_pairs]."""
 
 
 class WaitingRule(Protocol):
-    """When ranks wait for each other. `loads` is the work of each bin, shape [num_bins]."""
+    """When ranks wait for each other. This decides how long a step takes for given bins.
+
+    A bin is one micro-batch of one rank. The argument `loads` is the work of each bin, shape
+    [num_bins].
+    """
 
     def time(self, loads: FloatArray) -> float:
-        """Return how long a step takes."""
+        """Return how long a step takes, in the unit of work."""
         ...
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Compute new targets from the present loads."""
+        """Compute how much work each bin should have (its target), given the work it has now."""
         ...
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin above its target, which may be negative."""
+        """Return the work of each bin minus its target, which may be negative."""
         ...
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Return the bins that exchange units in round `turn`.
+        """Return the pairs of bins that exchange units in a round.
 
-        These are the bins with most excess, each with a partner that has less.
+        The bins that exceed their targets most are paired with others.
+
+        Args:
+            excess: Work of each bin minus its target.
+            turn: Index of the round. Partners change from round to round.
         """
         ...
 
 
 @dataclass(slots=True)
 class Slots:
-    """Slots are made of num_ranks bins each by descending work, which is optimal for given bins."""
+    """The rule if ranks wait after every micro-batch and any bin may go to any rank.
+
+    The bins are sorted by descending work and cut into slots of num_ranks bins that run at the same
+    time. No other division of the bins into slots is faster.
+    """
 
     num_ranks: int  # number of data-parallel ranks
     target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
 
     def time(self, loads: FloatArray) -> float:
-        """Return the sum over slots of the heaviest bin."""
+        """Return how long a step takes: the sum over slots of the work of the heaviest bin."""
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
@@ -73,7 +85,7 @@ class Slots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins with most excess with bins that have less, on any ranks."""
+        """Pair the bins that exceed their targets most with others, which may be on any rank."""
         num = excess.size
         order = np.argsort(excess, kind="stable")
         return _partners(order[None], min(num // 2, max(num // self.num_ranks, num // 8)), turn)
@@ -81,14 +93,18 @@ class Slots:
 
 @dataclass(slots=True)
 class RankSlots:
-    """Bins r * num to (r + 1) * num - 1 belong to rank r, and run in descending order of work."""
+    """The rule if ranks wait after every micro-batch and every bin has its rank.
+
+    Bins r * num to (r + 1) * num - 1 belong to rank r, with num bins for each rank, and run in
+    descending order of work.
+    """
 
     num_ranks: int  # number of data-parallel ranks
     stay_on_ranks: bool  # whether units must stay on their ranks
     target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
 
     def time(self, loads: FloatArray) -> float:
-        """Return the sum over slots of the slowest rank's bin."""
+        """Return how long a step takes: the sum over micro-batches of the slowest rank's work."""
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
@@ -105,7 +121,10 @@ class RankSlots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins with most excess with others, on the same rank if units must stay there."""
+        """Pair the bins that exceed their targets most with others.
+
+        If units must stay on their ranks, both bins of a pair are on the same rank.
+        """
         by_rank = excess.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         if self.stay_on_ranks:
@@ -117,24 +136,27 @@ class RankSlots:
 
 @dataclass(slots=True)
 class RankTotals:
-    """Only a rank's total counts. Bins r * num to (r + 1) * num - 1 belong to rank r."""
+    """The rule if ranks wait once in a step, so that only the sum of a rank's bins matters.
+
+    Bins r * num to (r + 1) * num - 1 belong to rank r, with num bins for each rank.
+    """
 
     num_ranks: int  # number of data-parallel ranks
 
     def time(self, loads: FloatArray) -> float:
-        """Return the total of the slowest rank."""
+        """Return how long a step takes: the total work of the slowest rank."""
         return float(loads.reshape(self.num_ranks, -1).sum(1).max())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
         """Do nothing, because the target of every rank is the mean."""
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return, for each bin, how far its rank's total is above the mean."""
+        """Return, for each bin, the total work of its rank minus the mean total of all ranks."""
         totals = loads.reshape(self.num_ranks, -1).sum(1)
         return np.repeat(totals - totals.mean(), loads.size // self.num_ranks)
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair a bin of each slow rank with a bin of a fast rank; other bins in every round."""
+        """Pair a bin of each slow rank with a bin of a faster rank; the bins change every round."""
         num = excess.size // self.num_ranks
         ranks = np.argsort(excess[::num], kind="stable")
         top, low = _partners(ranks[None], self.num_ranks // 2, turn)
@@ -145,21 +167,22 @@ def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
     """Return the work that a bin of each slot should have, shape [num_slots].
 
     Args:
-        bins: The bins.
+        bins: The bins, with their units.
         loads: Work of each bin.
-        slots: Bins of each slot, shape [num_slots, num_ranks].
+        slots: Indices of the bins that run at the same time, shape [num_slots, num_ranks].
     """
     heaviest = bins.work[bins.members[:, 0]]
     return levels(heaviest[slots].max(1), loads[slots].mean(1))
 
 
 def _partners(order: IntArray, num: int, turn: int) -> Pairs:
-    """Pair the bins with most excess with others, which change from round to round.
+    """Pair the bins that exceed their targets most with others, which change from round to round.
 
     Args:
-        order: Bins by ascending excess, shape [num_rows, n]. Both bins of a pair are of one row.
+        order: Indices of bins, sorted by ascending work above target, shape [num_rows, n]. Both
+            bins of a pair are taken from the same row.
         num: Number of pairs in each row.
-        turn: Number of the round.
+        turn: Index of the round.
     """
     top, rest = order[:, ::-1][:, :num], order[:, : order.shape[1] - num]
     start = turn % NUM_PARTNERS * num
