@@ -107,9 +107,9 @@ def test_records_give_a_node_as_many_ranks_as_is_said_and_no_other_sweep(small, 
     # The records are kept for the same sweep alone.
     assert profile(tmp_path, "--no-plots", "--set", "model.hidden_size=96") == 2
     told = capsys.readouterr().err
-    assert "mine.sweep.jsonl has the records of another sweep (model.hidden_size: " in told
-    assert " there, 96 now); remove it" in told
-    assert "remove it or give another --out" in told
+    assert "mine.sweep.jsonl has the records of a different sweep (model.hidden_size: " in told
+    assert " in the file, 96 now); remove the file" in told
+    assert "remove the file or give another --out" in told
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(0, None), (1, None), (4, 4)])
@@ -186,9 +186,9 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
     [
         (["--backend", "cutlass"], "--backend 'cutlass' is not one of flash_attention_3, "),
         (["--backend", "torch_varlen"], "kernels.attention = torch_varlen can't compute"),
-        (["--heads", "8"], "--heads '8' is no head layout; give query heads"),
-        (["--heads", "٨x64"], "--heads '٨x64' is no head layout; give query heads"),
-        (["--heads", "8:3x64"], "--heads '8:3x64' is no head layout"),
+        (["--heads", "8"], "--heads '8' is not a head layout; give QUERY"),
+        (["--heads", "٨x64"], "--heads '٨x64' is not a head layout; give QUERY"),
+        (["--heads", "8:3x64"], "--heads '8:3x64' is not a head layout"),
         (["--preset", "nothing"], "nothing"),
         (["--out", "mine.txt"], "must be a .json file"),
     ],

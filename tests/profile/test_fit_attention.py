@@ -230,7 +230,9 @@ def test_points_out_of_memory_are_filled_and_the_rest_is_fitted():
 def test_too_little_is_refused():
     of = layout("sdpa")
     few = replace(measured(of, kernel(of)), records=measured(of, kernel(of)).records[:1])
-    with pytest.raises(ValueError, match="too little was measured of sdpa with 4 heads: 1 single"):
+    with pytest.raises(
+        ValueError, match="too little was measured of sdpa with 4 heads: the sweep has 1 "
+    ):
         fit_attention(few, backends=("sdpa",), provenance=SOURCE)
 
 

@@ -206,10 +206,13 @@ def test_an_operator_that_does_not_grow_is_free_a_byte():
 @pytest.mark.parametrize(
     ("fit", "message"),
     [
-        (lambda: fit_gemm(gemms()[:1], SOURCE), "for 1 token counts and 1 sizes"),
-        (lambda: fit_elementwise([], SOURCE, value_bytes=4), "operator norm was not measured"),
-        (lambda: fit_head([], SOURCE), "output head was not measured"),
-        (lambda: fit_layer([], sums, SOURCE), "0 whole layers were measured"),
+        (lambda: fit_gemm(gemms()[:1], SOURCE), "for 1 numbers of tokens and 1 sizes"),
+        (
+            lambda: fit_elementwise([], SOURCE, value_bytes=4),
+            "no record of the element-wise operator norm",
+        ),
+        (lambda: fit_head([], SOURCE), "no record of the output head"),
+        (lambda: fit_layer([], sums, SOURCE), "0 records of whole layers"),
     ],
 )
 def test_too_little_is_refused(fit, message):

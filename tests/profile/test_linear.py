@@ -137,7 +137,7 @@ def test_a_model_with_experts_in_some_layers_has_points_of_both_kinds():
     assert {(32, 48), (48, 32), (32, 80), (80, 32)} <= gemms
     assert {t.point["width"] for t in tasks if t.point.get("op") == "swiglu"} == {48, 80}
     odd = replace(model, ffn_hidden_size=49)
-    with pytest.raises(ValueError, match="tp = 2 does not divide the model's ffn_hidden_size, 49"):
+    with pytest.raises(ValueError, match="tp = 2 does not divide the model's ffn_hidden_size = 49"):
         linear_tasks(odd, (2,), (8,), OnceTimer(), device=CPU, dtype=torch.float32)
 
 
@@ -256,7 +256,7 @@ def test_real_times():
     ("model", "tps", "tokens", "message"),
     [
         (ModelSpec(), (1,), (8,), r"vocab_size = 0"),
-        (MODEL, (8,), (8,), r"tp = 8 does not divide the model's num_heads, 4"),
+        (MODEL, (8,), (8,), r"tp = 8 does not divide the model's num_heads = 4"),
         (MODEL, (1,), (), r"tokens \[\]"),
         (MODEL, (1,), (0,), r"tokens \[0\]"),
         (MODEL, (), (8,), r"TP degrees \[\]"),

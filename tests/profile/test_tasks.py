@@ -83,11 +83,11 @@ def test_another_sweep_s_file_is_refused_by_what_differs_and_kept(tmp_path: Path
     _sweep(path, _counted([], 1))
     before = path.read_text("utf-8")
     other = {**HEADER, "device": "a GPU", "dtype": "bfloat16"}
-    with pytest.raises(ValueError, match="another sweep") as caught:
+    with pytest.raises(ValueError, match="a different sweep") as caught:
         RecordFile(path, other)
     message = str(caught.value)
-    assert "device: 'a CPU' there, 'a GPU' now" in message
-    assert "dtype: None there, 'bfloat16' now" in message
+    assert "device: 'a CPU' in the file, 'a GPU' now" in message
+    assert "dtype: None in the file, 'bfloat16' now" in message
     assert "tokens" not in message
     assert path.read_text("utf-8") == before
 
@@ -186,7 +186,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str):
     path = tmp_path / "records.jsonl"
     _sweep(path, _counted([], 1))
     path.write_text(path.read_text("utf-8") + line, "utf-8")
-    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl is no record of a sweep"):
+    with pytest.raises(ValueError, match=r"line 3 of .*records\.jsonl is not a record of a sweep"):
         RecordFile(path, HEADER)
 
 

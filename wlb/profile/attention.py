@@ -1,13 +1,15 @@
 """Measure attention kernels on a grid of equal segments and on random varlen calls.
 
-- A grid point is a call on equal segments of `q` rows over `kv` keys. There are enough of them to
-  fill the device, because in training a segment shares the device with others.
-- Kernels that group similar segments (SDPA) are measured with and without a prefix (keys before the
-  first row). A one-token segment is added, because equal segments alone would form a single group.
-- A random batch is the segments of one CP rank in a sharded random micro-batch. Held-out batches
-  only test the fit. They run first and last in a sweep, which gives the test-retest error.
+- A grid point is a call on equal segments of `q` queries and `kv` keys. A call has enough segments
+  to fill the device, because in training a segment shares the device with others.
+- Kernels that group similar segments (SDPA) are measured with and without a prefix, which is the
+  keys before the first query. A one-token segment is added to the call, because equal segments
+  alone would form a single group.
+- A random batch is a call on the segments of one CP rank in a random micro-batch. Held-out batches
+  are not used by the fit and only test it. They run first and last in a sweep; the difference shows
+  how well times can be reproduced.
 
-Kernels are called through the executor's custom ops, without autograd.
+Kernels are called through the custom operators that training uses, without autograd.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,24 +32,24 @@ from wlb.profile.timing import KernelTimer
 from wlb.sharding import shard
 
 CUDA_TILES = 1024
-"""Number of tiles of a call that fills a GPU with several waves."""
+"""Number of tiles (thread blocks) in a call on a GPU. It fills all SMs several times."""
 CPU_KEYS, CPU_SEGMENTS = 4096, 256
-"""Number of keys that the segments of a call on a CPU have together, and most segments of a call.
+"""Keys of all segments of a call on a CPU together, and most segments of such a call.
 
-With so many keys, the fixed cost of a call is negligible."""
+With so many keys, the fixed cost of a call is a negligible part of its time."""
 MOST_BYTES = 24 << 30
 """Most bytes of keys, values and their gradients in a call of equal segments."""
 NAMED_BY = ("backend", "num_heads", "num_kv_heads", "head_dim")
-"""Fields of a `HeadLayout` that stand in the point of a task."""
+"""Fields of a `HeadLayout` that are part of `Task.point`, to identify the layout."""
 STRATEGIES = ("per_sequence", "per_document", "balanced")
 """Sharding strategies of random batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLayout:
-    """An attention kernel, and the heads of one rank that it computes."""
+    """An attention kernel, with the numbers and sizes of the heads that a rank computes."""
 
-    backend: str
+    backend: str  # name of the kernel
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -56,7 +58,7 @@ class HeadLayout:
 
     @property
     def name(self) -> dict[str, Any]:
-        """Entries of a task's point that identify the layout."""
+        """The entries of `Task.point` that identify the layout."""
         return {name: getattr(self, name) for name in NAMED_BY}
 
     @property
@@ -66,7 +68,7 @@ class HeadLayout:
 
     @property
     def kernel(self) -> tuple[str, int, int]:
-        """Equal for layouts that differ only in their number of heads."""
+        """(Kernel, head size, query heads per KV head); one fit covers any number of such heads."""
         return self.backend, self.head_dim, self.group
 
     @property
@@ -76,25 +78,25 @@ class HeadLayout:
 
     @property
     def tiles(self) -> Tiles:
-        """Tile sizes of the kernel; 1 x 1 for kernels without tiles."""
+        """Tile sizes of the kernel; tiles of a single token for kernels without tiles."""
         is_untiled = self.padded_lengths or self.device.type == "cpu"
         return Tiles(1, 1, 1) if is_untiled else tiles_of(self.backend, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGrid:
-    """Points of an attention sweep."""
+    """Settings of an attention sweep: which calls are measured, and for how long."""
 
-    lengths: tuple[int, ...]  # numbers of rows and of keys on the grid, ascending
-    held_pairs: int  # number of random points off the grid, on which errors are measured
+    lengths: tuple[int, ...]  # numbers of queries and of keys of grid points, ascending
+    held_pairs: int  # number of random points between grid points, on which errors are measured
     batches: int  # number of random batches that the fit uses
     held_batches: int  # number of random batches on which errors are measured
-    batch_tokens: tuple[int, ...]  # numbers of rows from which a random batch draws its own
-    budget_s: float  # time for the repeats of a point, forward and backward together
+    batch_tokens: tuple[int, ...]  # a random batch has one of these numbers of queries
+    budget_s: float  # seconds for the repeats of a call, forward and backward together
 
     @property
     def longest(self) -> int:
-        """Largest number of rows and of keys."""
+        """Largest number of queries or keys of a grid point."""
         return self.lengths[-1]
 
 
@@ -104,7 +106,8 @@ def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tu
     Args:
         first: Shortest length.
         last: Longest length, which is always included.
-        per_octave: Multiples of first, 2 * first, 4 * first and so on that are included.
+        per_octave: Factors by which first, 2 * first, 4 * first and so on are multiplied to give
+            the lengths. (1.0,) gives these numbers only.
     """
     found = {last}
     power = first
@@ -121,13 +124,14 @@ def time_call(
 
     Args:
         layout: Kernel and heads.
-        q: Rows of each segment, shape [num_segments].
-        kv: Keys of each segment, shape [num_segments].
+        q: Number of queries of each segment, shape [num_segments].
+        kv: Number of keys of each segment, shape [num_segments].
         timer: Timer of the device.
-        budget_s: Time for the repeats.
+        budget_s: Seconds for the repeats.
 
     Returns:
-        Median time and spread (10th to 90th percentile over the median) of each pass.
+        forward_ns and backward_ns, the median times, and forward_spread and backward_spread, the
+        difference between 90th and 10th percentile divided by the median.
     """
     offsets_q, offsets_k = offsets_of(q), offsets_of(kv)
     segments = Segments.from_offsets(offsets_q, offsets_k, device=layout.device)
@@ -161,10 +165,14 @@ def time_call(
 
 
 def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, int]]:
-    """Yield (rows, keys) of the grid's points, with at most as many rows as keys.
+    """Yield (queries, keys) of the grid points, with at most as many queries as keys.
 
-    Kernels that pad get a second point with one row less for each (n, n), because their segments
-    with and without a prefix differ in speed.
+    Kernels that pad lengths differ in speed on segments with and without a prefix. So for each
+    point (n, n) they get a second point (n - 1, n), which has a prefix of one key.
+
+    Args:
+        layout: Kernel and heads.
+        grid: Settings of the sweep.
     """
     for i, q in enumerate(grid.lengths):
         yield q, q
@@ -175,7 +183,7 @@ def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, i
 
 
 def count_of(layout: HeadLayout, q: int, kv: int) -> int:
-    """Return the number of equal segments of `q` rows and `kv` keys that fills the device."""
+    """Return the number of equal segments of `q` queries and `kv` keys that fills the device."""
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
     fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tiles.forward_rows)))
@@ -184,7 +192,11 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
 
 
 def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Return rows and keys of the segments that a point of an equal-segments task describes."""
+    """Return the numbers of queries and of keys of the segments in a task on equal segments.
+
+    Args:
+        point: `Task.point` of the task.
+    """
     q, kv = (np.full(point["count"], point[name], np.int64) for name in ("q", "kv"))
     if point["has_other"]:
         q, kv = np.insert(q, 0, 1), np.insert(kv, 0, 1)
@@ -192,10 +204,15 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 
 
 def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
-    """Return the tasks with equal segments.
+    """Return the tasks on equal segments.
 
-    Their kinds are "call" (one tiny segment), "two_groups" (two segments of different groups),
-    "grid", and "held_pair" (random points off the grid).
+    Their kinds are "call" (one tiny segment), "two_groups" (two segments, which the kernel puts
+    into different groups), "grid" (grid points), and "held_pair" (random points between them).
+
+    Args:
+        layout: Kernel and heads.
+        grid: Settings of the sweep.
+        timer: Timer of the device.
     """
     task = partial(_equal_task, layout, grid, timer)
     shortest = grid.lengths[0]
@@ -214,7 +231,14 @@ def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> l
 def head_tasks(
     layout: HeadLayout, others: Sequence[HeadLayout], grid: AttentionGrid, timer: KernelTimer
 ) -> list[Task]:
-    """Return tasks of kind "heads": a few points with the layout's and other numbers of heads."""
+    """Return tasks of kind "heads", which measure some grid points with several numbers of heads.
+
+    Args:
+        layout: Kernel and heads of an attention table.
+        others: Layouts of the same kernel with other numbers of heads.
+        grid: Settings of the sweep.
+        timer: Timer of the device.
+    """
     some = [n for n in grid.lengths if 128 <= n <= 8192][::3]
     return [
         _equal_task(at, grid, timer, "heads", q, kv)
@@ -242,8 +266,8 @@ def _equal_task(
         grid: Settings of the sweep.
         timer: Timer of the device.
         kind: Kind of the task.
-        q: Rows of a segment.
-        kv: Keys of a segment.
+        q: Number of queries of a segment.
+        kv: Number of keys of a segment.
         count: Number of segments. Defaults to the number that fills the device.
         has_other: Whether the call also has a one-token segment. Defaults to whether the kernel
             groups similar segments.
@@ -259,16 +283,18 @@ def _equal_task(
 
 
 def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
-    """Return rows and keys of the segments of one CP rank in a random micro-batch.
+    """Return the numbers of queries and keys of one CP rank's segments in a random micro-batch.
 
-    Equal values of `index` give equal segments.
+    Args:
+        grid: Settings of the sweep.
+        index: Number of the micro-batch. The same number always gives the same segments.
     """
     rng = np.random.default_rng([7, index])
     cp = int(rng.choice([1, 2, 4, 8]))
     rows = int(rng.choice(grid.batch_tokens))
     tokens = min(rows * cp, 2 * grid.longest)
-    # The median document of the length family is 1/175 of its window, so a window of 1/8 to 4 times
-    # the micro-batch gives batches of few long and of many short documents.
+    # In the length family, the median document has 1/175 of the window. So if the window is 1/8 to
+    # 4 times the micro-batch, some batches have few long and others many short documents.
     window = int(np.exp(rng.uniform(np.log(tokens / 8), np.log(4 * tokens))))
     drawn = LengthFamily().sample(4_000, window=max(64, window), seed=index)
     drawn = np.minimum(drawn, grid.longest)
@@ -291,7 +317,8 @@ def batch_tasks(
         layout: Kernel and heads.
         grid: Settings of the sweep.
         timer: Timer of the device.
-        held: Whether to return kind "held_batch" instead of "batch". They share no batch.
+        held: Whether to return held-out tasks (kind "held_batch") instead of tasks for the fit
+            (kind "batch"). The two kinds have different batches.
         repeat: Number of the repetition, 0 or 1. Both repetitions have the same batches.
     """
 
@@ -302,7 +329,8 @@ def batch_tasks(
     first = 1000 if held else 0
     tasks: list[Task] = []
     for index in range(first, first + num):
-        # With the digest in its key, a record is not reused if random_call returns other segments.
+        # The digest is part of the task's key. So a stored record is not used for other segments,
+        # which `random_call` may return after a change of its code.
         segments = digest(*random_call(grid, index))
         point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
         tasks.append(Task(kind=kind, point=point, run=partial(run, index), may_fail=True))

@@ -32,9 +32,9 @@ from wlb.profile.tasks import Record, measured
 from wlb.spec import ModelSpec
 
 STAND_INS = {"cpu": "cpu", "cuda": "h100"}
-"""Device -> shipped profile that supplies the cost of collectives that were not measured."""
+"""Device -> name of the shipped profile whose costs stand in for unmeasured collectives."""
 RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
-"""Device -> ranks per node that are assumed if the machine does not tell."""
+"""Device -> number of ranks per node that is assumed if the machine does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class BuiltProfile:
     attention: tuple[FittedAttention, ...]  # fits of the profile's attention tables, in order
     residuals: dict[str, float]  # relative errors of the first table and of whole layers
     notes: tuple[str, ...]  # sentences on what is missing, assumed or doubtful
-    records: Sequence[Record] = field(repr=False)
+    records: Sequence[Record] = field(repr=False)  # all records of the sweep
 
     @property
     def failed(self) -> list[Record]:
@@ -55,10 +55,10 @@ class BuiltProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOrigin:
-    """Where a sweep ran. Each part of a profile gets its provenance from here."""
+    """Where and how a sweep ran. The provenance of each part of a profile is made from this."""
 
     name: str  # name of the profile
-    environment: Mapping[str, Any]  # header of the records' file with its starts (`run_sweep`)
+    environment: Mapping[str, Any]  # description of machine and sweep, as `run_sweep` returns it
     ranks_per_node: int | None = None  # None = 8 on GPUs, and all processes on a CPU
 
     @property
@@ -67,7 +67,7 @@ class SweepOrigin:
         return self.environment["dtype"]
 
     def provenance(self, source: str, **more: Any) -> Provenance:
-        """Return a provenance of the last start that measured something.
+        """Return a provenance with date, commit and command of the latest start of the sweep.
 
         Args:
             source: What the values come from.
@@ -110,8 +110,8 @@ def build(
         return _built(records, model, layouts, grid, origin)
     except KeyError as error:
         raise UserError(
-            f"a record of the sweep lacks {error}, which its kind has; remove the sweep's file, or "
-            f"the line, to measure it again"
+            f"a record of the sweep lacks {error}; remove this record's line from the sweep's "
+            f"file, or remove the file, to measure again"
         ) from error
 
 
@@ -173,7 +173,20 @@ def _attention(
     call_of: Callable[[Record], Call],
     origin: SweepOrigin,
 ) -> tuple[tuple[FittedAttention, ...], list[str]]:
-    """Return fits of the layouts with enough records, and notes. Raise UserError without any."""
+    """Fit an attention table for each layout that has enough records.
+
+    Args:
+        records: Records of the sweep.
+        layouts: Head layouts.
+        call_of: Function that returns the segments of a record's call.
+        origin: Where the sweep ran.
+
+    Returns:
+        The fitted tables, and notes on what is missing or doubtful.
+
+    Raises:
+        UserError: If no layout has enough records.
+    """
     found: list[FittedAttention] = []
     notes: list[str] = []
     for layout in layouts:
@@ -196,11 +209,15 @@ def _attention(
 def collectives(
     records: Sequence[Record], origin: SweepOrigin
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
-    """Return the costs of all collectives, and notes.
+    """Return the costs of all collectives, and notes on costs that could not be fitted.
 
-    Some may have no cost: they were not measured, or their times do not grow with size, which is
-    noise and no reason to lose a sweep. On a CPU these get the cost within a node, otherwise the
-    cost in a shipped profile. Their provenance says so.
+    A collective may not have been measured, or its measured times may not grow with size because of
+    noise. On a CPU it then gets the cost that was measured within a node, and otherwise the cost in
+    a shipped profile. Its provenance says so.
+
+    Args:
+        records: Records of the sweep.
+        origin: Where the sweep ran.
     """
     found: dict[tuple[str, str], CollectiveCost] = {}
     why: dict[tuple[str, str], str] = {}
@@ -227,7 +244,7 @@ def collectives(
             bytes_per_s=float(f"{fit.bytes_per_s:.4g}"),
             provenance=origin.provenance(f"wlb profile, {ranks} ranks", residuals=fit.residuals),
         )
-    # Fill the gaps with stand-ins, and say so in their provenance.
+    # Fill the gaps with costs from elsewhere, and say so in their provenance.
     for op, scope in pairs:
         if (op, scope) in found:
             continue

@@ -1,13 +1,16 @@
-"""Refit a kernel profile to the times that a run measured, term by term of Eq. 2.
+"""Refit a kernel profile to the times that a run measured.
 
-- Attention gets a factor for each pass: the weighted median over records of measured over predicted
-  time, with predicted time as weight. So a few disturbed steps have little influence.
-- Linear work gets a line for each pass if at least half of the records determine it: a factor and a
-  constant time for each micro-batch. Otherwise it gets a factor only.
-- Head and loss get a factor of their own, which plans ignore.
+The terms of predicted time (Eq. 2 of the paper) are attention and linear work (everything else in
+layers), each in forward and in backward. They are fitted separately:
 
-Only the factor of a term relative to the others (`Scales.relative`) changes plans. `Scales.common`
-shows whether the machine is slower in everything.
+- Attention gets a factor for each pass. It is the median over records of measured time divided by
+  predicted time, weighted by predicted time, so that a few disturbed steps have little influence.
+- Linear work gets a factor and a constant time per micro-batch for each pass, if at least half of
+  the records determine both. Otherwise it gets a factor only.
+- Output head and loss get a separate factor, which does not change plans.
+
+Plans change only if terms get different factors (`Scales.relative`). `Scales.common` shows whether
+the whole machine is slower than predicted.
 """
 
 import re
@@ -30,40 +33,41 @@ from wlb.cost.surface import Curve, Surface
 from wlb.plan import TERMS, Telemetry, UserError
 
 LINEAR = ("linear_forward", "linear_backward")
-"""Terms that may get a constant time besides their factor."""
+"""Terms that may get a constant time in addition to their factor."""
 _CALL = "{}_call_ns"
+"""Field of `LayerCost` and `ElementwiseCost` that each pass has; "{}" is forward or backward."""
 _ATTENTION = ("{}", "square_{}", "launch_{}_ns", "group_{}_ns")
-"""Names of fields with one value per pass: _CALL of `LayerCost` and `ElementwiseCost`, and
-_ATTENTION of `AttentionTable`. "{}" stands for the pass."""
+"""Fields of `AttentionTable` that each pass has; "{}" is forward or backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Measured over predicted time of each term of a run."""
+    """Factors between measured and predicted time of a run (measured / predicted), by term."""
 
     attention_forward: float
     attention_backward: float
     linear_forward: float
     linear_backward: float
-    linear_forward_extra_ns: float = 0.0  # constant time of each micro-batch in each stage
+    # Constant time of each micro-batch in each stage, in addition to the factor.
+    linear_forward_extra_ns: float = 0.0
     linear_backward_extra_ns: float = 0.0
-    head: float = 1.0  # factor of head and loss; 1 if they were not predicted
-    num_records: int  # records that the fit used
-    num_steps: int  # steps that these records cover
+    head: float = 1.0  # factor of output head and loss; 1 if their time was not predicted
+    num_records: int  # number of records that the fit used
+    num_steps: int  # number of steps that these records cover
 
     @property
     def by_term(self) -> dict[str, float]:
-        """Factors by the name of their term."""
+        """The factor of each term, by the name of the term."""
         return {name: getattr(self, name) for name in TERMS}
 
     @property
     def common(self) -> float:
-        """Median factor, which says how much slower the whole machine is than predicted."""
+        """Median of the factors: how much slower than predicted the whole machine is."""
         return median(self.by_term.values())
 
     @property
     def relative(self) -> dict[str, float]:
-        """Factor of each term over the median factor of the other terms."""
+        """The factor of each term divided by the median factor of the other terms, by name."""
         factors = self.by_term
         return {
             name: factor / median(f for other, f in factors.items() if other != name)
@@ -79,7 +83,7 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
     """Fit the factor of each term to the records of a run.
 
     Raises:
-        UserError: If no record has a measured and a predicted time of some term.
+        UserError: If there is a term for which no record has both a measured and a predicted time.
     """
     scales: dict[str, float] = {}
     for name in TERMS:
@@ -87,10 +91,11 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
         known = [m for m in known if m.measured_s and m.predicted_s]
         if not known:
             raise UserError(
-                f"nothing to calibrate with: no {name} time was measured in {len(records)} records "
-                f"after warm-up; train more steps or lower telemetry.warmup_steps"
+                f"the profile cannot be calibrated: none of {len(records)} records after warm-up "
+                f"has a time of {name}; train more steps or lower telemetry.warmup_steps"
             )
-        # Fit a line if at least half of the records determine one, otherwise a factor.
+        # Fit factor and constant if at least half of the records determine both, otherwise only a
+        # factor.
         lines = [(m, line) for m in known if (line := m.line) is not None]
         if name in LINEAR and 2 * len(lines) >= len(known):
             scales[name] = _weighted_median([(slope, m.predicted_s) for m, (slope, _) in lines])
@@ -110,7 +115,8 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
 def _weighted_median(pairs: list[tuple[float, float]]) -> float:
     """Return the weighted median of (value, weight) pairs.
 
-    If two values divide the weight exactly in half, it is their mean.
+    If exactly half of the weight belongs to values up to some value, the result is the mean of this
+    value and the next.
     """
     half, below = sum(weight for _, weight in pairs) / 2, 0.0
     ordered = sorted(pairs)
@@ -139,10 +145,10 @@ def scaled_profile(
     backend: str | None = None,
     collectives: bool = True,
 ) -> KernelProfile:
-    """Return `profile` with all times of each term multiplied by the term's factor.
+    """Return a copy of `profile` in which the times of each term are multiplied by its factor.
 
-    Linear factors scale `LayerCost`, because single operators were not measured. The cost of the
-    embedding is not changed.
+    The factors of linear work are applied to `LayerCost`, because a run does not measure single
+    operators. The cost of the embedding is not changed.
 
     Args:
         profile: The profile that predicted the times.
@@ -155,12 +161,12 @@ def scaled_profile(
         head: Factor of head and loss.
         name: Name of the new profile.
         provenance: Provenance of the scaled parts.
-        table: Attention table to scale. None scales all tables.
-        backend: The kernel that the run measured. Other kernels that use a scaled table keep an
-            unscaled copy of it. None scales the table for all its kernels.
+        table: The attention table to scale; None scales all tables.
+        backend: The attention kernel that the run used. Other kernels of a scaled table keep an
+            unscaled copy of the table. None scales the table for all its kernels.
         collectives: Whether linear factors also apply to all-gathers and reduce-scatters. Pass
-            False if the measurement did not include them. The factors of both passes are averaged
-            by their number of calls under TP.
+            False if the measurement did not include them. They get the mean of the factors of both
+            passes, weighted by the number of calls that each pass has under TP.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
@@ -192,20 +198,20 @@ def scaled_profile(
 
 
 def calibrated_name(name: str) -> str:
-    """Return the name of a calibrated profile: "cpu", "cpu-calibrated", "cpu-calibrated-2", ..."""
+    """Return the name after calibration: "cpu-calibrated" for "cpu", then "cpu-calibrated-2"."""
     match = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
     return f"{match[1]}-{int(match[2] or 1) + 1}" if match else f"{name}-calibrated"
 
 
 def _slower(cost: Any, factors: tuple[float, float], *names: str) -> dict[str, Any]:
-    """Return fields of `cost` as they are if its passes take `factors` times as long.
+    """Return new values of fields of `cost`, for which its passes take longer by `factors`.
 
-    Times and factors grow; throughput in surfaces and curves falls.
+    Times and factors are multiplied. Throughput in surfaces and curves is divided.
 
     Args:
         cost: A part of a profile.
         factors: Factors of forward and of backward.
-        *names: Names of fields, in which "{}" stands for the pass.
+        *names: Names of fields, in which "{}" is to be replaced by the pass.
     """
     found: dict[str, Any] = {}
     for one_pass, factor in zip(("forward", "backward"), factors, strict=True):
@@ -260,7 +266,8 @@ def _slower_layer(
 def _slower_collectives(
     costs: tuple[CollectiveCost, ...], forward: float, backward: float
 ) -> tuple[CollectiveCost, ...]:
-    # A collective has one cost for both passes, so average the factors by the calls of each pass.
+    # A collective has one cost for both passes, so average the factors, weighted by the number of
+    # calls in each pass.
     passes = (sum(TP_FORWARD), sum(TP_BACKWARD))
     both = (passes[0] * forward + passes[1] * backward) / sum(passes)
     in_layers = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

@@ -1,12 +1,14 @@
 """Measure collectives and fit time = alpha + bytes on the wire / bandwidth.
 
-- Sizes are those of the gathered buffer, or of the buffer before scattering, as in nccl-tests.
-- The calls are those of the trainer (`wlb.parallel.collectives`).
+- The size of an all-gather is that of the gathered buffer, and the size of a reduce-scatter is that
+  of the buffer before scattering, as in nccl-tests.
+- The trainer's functions (`wlb.parallel.collectives`) are measured.
 - A time is the median over repeats of the slowest rank's time. On a CPU it is wall time after a
-  barrier, on CUDA the time between events after a small all-reduce.
+  barrier. On CUDA it is the time between events, after a small all-reduce.
 - Under torchrun or srun, rank 0 runs the tasks and the other ranks take part (`follow`).
-  Collectives within a node are measured on rank 0's node, and between nodes on one rank of each
-  node. A process alone starts local ranks once, for all points.
+  Collectives within a node are measured on rank 0's node. Collectives between nodes are measured
+  with one rank of each node.
+- A process without a launcher starts local ranks once, which then measure all points.
 """
 
 import time
@@ -32,13 +34,15 @@ from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import Repeats, Timing, spin
 
 SMALLEST_BYTES = 1 << 12
-"""Smallest measured buffer."""
+"""Size of the smallest buffer that is measured."""
 CPU_LARGEST_BYTES = 1 << 24
 CUDA_LARGEST_BYTES = 1 << 30
 SHARE_OF_FREE_MEMORY = 8
-"""The largest buffer has at most 1 / this of a GPU's free memory, because it is copied."""
+"""The largest buffer has at most the free memory of a GPU divided by this number.
+
+Collectives need further buffers of the same size."""
 LOCAL_RANKS = 2
-"""Ranks that a process alone starts on a CPU."""
+"""Number of local ranks that a process without a launcher starts on a CPU."""
 WARM_UPS = 3
 HEAD_START_CYCLES = 400_000
 """Cycles for which the device spins (about 200 us) while the host issues a repeat."""
@@ -47,12 +51,12 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint:
-    """A collective to measure, with the size of its buffer."""
+    """A collective to measure, with its group and the size of its buffer."""
 
     op: Collective
-    scope: Scope
-    num_ranks: int
-    size_bytes: int  # a multiple of num_ranks x bytes of a value
+    scope: Scope  # whether the group is within a node or between nodes
+    num_ranks: int  # size of the group
+    size_bytes: int  # size of the buffer, a multiple of num_ranks x bytes of a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,9 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class CollectiveSweep:
-    """The tasks of rank 0, and how the other ranks take part.
+    """The tasks that rank 0 runs, and the function by which the other ranks take part.
 
-    It is a context manager. When rank 0 leaves the block, the other ranks are released.
+    It is a context manager. When rank 0 leaves the block, `follow` returns on the other ranks.
 
         with collective_tasks(world, device, dtype=dtype) as sweep:
             sweep.follow()  # returns at once on rank 0, on others when rank 0 leaves the block
@@ -77,9 +81,11 @@ class CollectiveSweep:
     """
 
     tasks: list[Task]  # empty on ranks other than 0
-    note: str  # a sentence on what is measured
-    follow: Callable[[], None] = lambda: None  # takes part until rank 0 releases this rank
-    release: Callable[[], None] = lambda: None  # releases the other ranks; called by rank 0
+    note: str  # a sentence for the user on what is measured
+    # Takes part in rank 0's tasks until rank 0 calls `release`. Returns at once on rank 0.
+    follow: Callable[[], None] = lambda: None
+    # On rank 0: makes `follow` return on the other ranks.
+    release: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
         return self
@@ -100,18 +106,19 @@ def collective_tasks(
 ) -> CollectiveSweep:
     """Return the tasks that measure collectives, of kind "collective".
 
-    Their points have op, scope, ranks and bytes; their numbers are ns, low_ns, high_ns and count.
+    `Task.point` has op, scope, ranks and bytes. The measured numbers are ns (the median), low_ns
+    and high_ns (10th and 90th percentile) and count (of repeats).
 
     Args:
-        world: This process among the ranks of a launcher, all of which must call this; None for a
-            process alone.
-        device: Device of this rank. For local ranks only its kind matters.
+        world: This process among the ranks of a launcher, which must all call this function; None
+            if there is no launcher.
+        device: Device of this rank. If there is no launcher, only its type matters.
         dtype: Data type of buffers.
         sizes: Sizes of buffers in bytes, rounded down to whole values on each rank. Defaults to
             powers of 4 from 4 KiB to 16 MiB on a CPU, and to 1 GiB on CUDA.
-        budget_s: Time for the repeats of a point.
-        least: Fewest repeats of a point.
-        most: Most repeats of a point.
+        budget_s: Seconds for the repeats of a task.
+        least: Fewest repeats of a task.
+        most: Most repeats of a task.
     """
     repeats = Repeats(budget_s=budget_s, least=least, most=most)
     if world is not None and world.world_size > 1:
@@ -144,13 +151,20 @@ def default_sizes(device: torch.device) -> list[int]:
 def _points(
     scopes: dict[Scope, int], sizes: Sequence[int], value_bytes: int
 ) -> list[CollectivePoint]:
-    """Return all points to measure. `scopes` gives the number of ranks in each scope's group."""
+    """Return all collectives and sizes to measure.
+
+    Args:
+        scopes: Number of ranks in the group of each scope.
+        sizes: Sizes of buffers in bytes.
+        value_bytes: Bytes of a value.
+    """
     points: list[CollectivePoint] = []
     for (scope, num_ranks), op, size in product(scopes.items(), Collective, sorted(sizes)):
         whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
         if whole < 1:
             raise UserError(
-                f"a buffer of {size} bytes is less than a value a rank on {num_ranks} ranks"
+                f"a buffer of {size} bytes has less than one value of {value_bytes} bytes for each "
+                f"of {num_ranks} ranks; use larger buffers"
             )
         points.append(CollectivePoint(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole))
     return list(dict.fromkeys(points))
@@ -166,15 +180,22 @@ def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers])
     return Task(kind="collective", point=named, run=lambda: measure(point))
 
 
-# The following functions measure on local ranks, which are launched once for all points.
+# The following functions measure on local ranks, which are started once for all points.
 
 
 def _of_local_ranks(
     kind: str, num_ranks: int, dtype: torch.dtype, points: list[CollectivePoint], repeats: Repeats
 ) -> Callable[[CollectivePoint], Numbers]:
-    """Return a function that measures a point on local ranks.
+    """Return a function that returns the measured numbers of a point.
 
-    Its first call starts the ranks, which measure all points at once.
+    Its first call starts local ranks, which measure all points.
+
+    Args:
+        kind: Type of the device: "cpu" or "cuda".
+        num_ranks: Number of local ranks.
+        dtype: Data type of buffers.
+        points: All points that will be asked for.
+        repeats: How often each point is repeated.
     """
 
     @cache
@@ -205,7 +226,8 @@ def _numbers(found: Numbers | str) -> Numbers:
     return found
 
 
-# The following functions measure on ranks that a launcher started; rank 0 broadcasts each point.
+# The following functions measure on ranks that a launcher has started. Rank 0 broadcasts each
+# point.
 
 
 def _sweep_of_world(
@@ -216,7 +238,7 @@ def _sweep_of_world(
     repeats: Repeats,
 ) -> CollectiveSweep:
     mine = sizes or default_sizes(device)
-    # GPUs may have unequal free memory, so measure the sizes that all ranks can take.
+    # GPUs may have unequal free memory, so measure only the sizes for which all ranks have memory.
     of_ranks: list[Any] = [None] * world.world_size
     dist.all_gather_object(of_ranks, (world.node_rank, mine), group=host_group())
     agreed = [size for size in of_ranks[0][1] if all(size in there for _, there in of_ranks)]
@@ -236,10 +258,13 @@ def _sweep_of_world(
 
 
 def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
-    """Return the ranks of each scope's group, without groups of one rank.
+    """Return the ranks of the groups within a node and between nodes; groups of 1 are left out.
+
+    The group within a node has all ranks of rank 0's node. The group between nodes has the first
+    rank of each node.
 
     Args:
-        nodes: Node of each rank.
+        nodes: Number of the node of each rank.
     """
     first_node = tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
     firsts = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
@@ -249,9 +274,9 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 
 @dataclass(slots=True, kw_only=True)
 class _LedRanks:
-    """Measures points on all ranks, led by rank 0.
+    """Measures points on all ranks of a launcher, in the order that rank 0 broadcasts.
 
-    The other ranks wait in a broadcast for the next point, at most for the group's timeout.
+    The other ranks wait for the next point in a broadcast, at most for the timeout of its group.
     """
 
     world: worlds.World
@@ -259,12 +284,12 @@ class _LedRanks:
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Measure a point. Rank 0 calls this; it is in the group of every scope."""
+        """Measure a point. Only rank 0 calls this, because it is in the groups of all scopes."""
         self._broadcast(point)
         return _numbers(measure(point, self.places[point.scope]))
 
     def follow(self) -> None:
-        """Take part in measuring until this rank is released. Return at once on rank 0."""
+        """Take part in measuring until rank 0 calls `release`. Return at once on rank 0."""
         while self.world.rank and not self.released:
             point = self._broadcast(None)
             if point is None:
@@ -273,28 +298,33 @@ class _LedRanks:
                 measure(point, self.places[point.scope])
 
     def release(self) -> None:
-        """Let the other ranks return from `follow`. Does nothing on them."""
+        """Make `follow` return on the other ranks. Only rank 0 does this."""
         if not self.world.rank and not self.released:
             self._broadcast(None)
             self.released = True
 
     def _broadcast(self, point: CollectivePoint | None) -> CollectivePoint | None:
-        """Send rank 0's next point to all ranks; None releases them."""
+        """Send the next point of rank 0 to all ranks, and return it; None ends `follow`."""
         points = [point]
         dist.broadcast_object_list(points, src=0, group=host_group())
         return points[0]
 
 
-# The following functions measure a point; every rank of the group calls them at the same time.
+# The following functions measure a point. Every rank of the group calls them at the same time.
 
 
 def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
-    """Measure a point, or return an error text if any rank lacks memory."""
+    """Measure a point, or return an error text if any rank of the group lacks memory.
+
+    Args:
+        point: Collective and size of the buffer.
+        place: Process group and device of this rank.
+    """
     problem, call = "", None
     try:
         call = _call(point, place)
-        # Allocate room for the result now. A rank that ran out of memory inside the collective
-        # would leave the others waiting there.
+        # Test whether there is memory for the result. If a rank ran out of memory inside the
+        # collective, the other ranks would wait for it until their timeout.
         torch.empty(2 * point.size_bytes, dtype=torch.uint8, device=place.device)
     except torch.OutOfMemoryError as error:
         problem = str(error).partition("\n")[0] or "out of memory"
@@ -330,7 +360,13 @@ def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
 
 
 def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """Send from the group's first rank to its second, as the pipeline does."""
+    """Send a tensor from the first rank of a group to the second, as pipeline stages do.
+
+    Args:
+        whole: Tensor to send, or to receive into.
+        rank: This rank in the group. Ranks above 1 do nothing.
+        group: The group.
+    """
     if rank > 1:
         return
     act = dist.irecv if rank else dist.isend
@@ -340,18 +376,18 @@ def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _times(call: Callable[[], Any], place: _Place) -> np.ndarray:
-    """Return the nanoseconds of the slowest rank in each repeat."""
+    """Repeat a call on all ranks, and return the slowest rank's nanoseconds in each repeat."""
     sample = _cuda_samples if place.device.type == "cuda" else _cpu_samples
     start = time.perf_counter()
     sample(call, place, WARM_UPS)
     took_s = (time.perf_counter() - start) / WARM_UPS
-    # All ranks must make the same number of calls, so they agree on the slowest rank's time.
+    # All ranks must make the same number of calls, so compute it from the slowest rank's time.
     count = place.repeats.count(float(_slowest(np.array([took_s]), place)[0]))
     return _slowest(sample(call, place, count), place)
 
 
 def _slowest(values: np.ndarray, place: _Place) -> np.ndarray:
-    """Return the maximum of each value over the ranks of the group."""
+    """Return the maximum of each entry of `values` over the ranks of the group."""
     tensor = torch.from_numpy(values.astype(np.float64)).to(place.device)
     return collectives.all_reduce(tensor, place.group, "max").cpu().numpy()
 
@@ -367,7 +403,7 @@ def _cpu_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarr
 
 
 def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
-    """Issue all repeats, then wait for the device once and return their nanoseconds."""
+    """Issue `count` calls, wait for the device once at the end, and return their nanoseconds."""
     flag = torch.zeros(1, device=place.device)
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(count):
@@ -392,8 +428,8 @@ class AlphaBeta:
 
     alpha_ns: float
     bytes_per_s: float
-    # Relative errors of the fit, and of predicting each time by a fit to the others (leave one
-    # out), each as median and maximum.
+    # Median and maximum of two kinds of relative errors: of the fit to all times ("fit"), and of
+    # each time predicted by a fit to all other times ("leave_one_out").
     residuals: tuple[tuple[str, float], ...]
 
 
@@ -406,9 +442,9 @@ def fit_alpha_beta(
 
     Args:
         sizes: Buffer sizes in bytes.
-        times_ns: Time of each.
+        times_ns: Measured time for each size.
         op: The collective.
-        num_ranks: Ranks of its group.
+        num_ranks: Number of ranks of its group.
 
     Raises:
         UserError: With fewer than 3 sizes, or if times do not grow with size.
@@ -417,8 +453,8 @@ def fit_alpha_beta(
     times = np.asarray(times_ns, np.float64)
     if wire.shape != times.shape or np.unique(wire).size < 3 or not (times > 0).all():
         raise UserError(
-            f"{op}: sizes {list(sizes)} and times {list(times_ns)} ns must be at least 3 different "
-            f"sizes of more than one rank ({num_ranks}) with a time above 0 each"
+            f"{op} on {num_ranks} ranks: sizes {list(sizes)} with times {list(times_ns)} ns cannot "
+            f"be fitted; measure at least 3 different sizes on at least 2 ranks, with times above 0"
         )
     alpha, beta = _solve(wire, times)
     if beta <= 0:
@@ -442,7 +478,14 @@ def fit_alpha_beta(
 
 
 def _solve(wire: np.ndarray, times: np.ndarray) -> tuple[float, float]:
-    """Return alpha in ns and the ns of a byte. Columns are scaled to equal size for precision."""
+    """Return alpha (ns) and beta (ns per byte) of the fit times = alpha + beta * wire.
+
+    The unknowns are scaled to about equal size, for precision.
+
+    Args:
+        wire: Bytes on the wire of each measurement.
+        times: Nanoseconds of each measurement.
+    """
     scale = times.max() / wire.max()
     design = np.stack([1 / times, scale * wire / times], axis=1)
     height = times.min()

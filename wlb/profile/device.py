@@ -1,8 +1,8 @@
 """Describe the machine of a sweep, and monitor its GPU's clocks, power and throttling.
 
-`describe` returns equal values at every start on one machine, so a file of records can begin with
-them. `Monitor` needs NVML (package nvidia-ml-py). Without it, or on a CPU, its record says why it
-is empty.
+`describe` returns the same values at every start on a machine, so a file of records can begin with
+them and be compared with them. `Monitor` needs NVML (package nvidia-ml-py). Without NVML, or on a
+CPU, its record says why it has no samples.
 """
 
 import contextlib
@@ -34,13 +34,14 @@ THROTTLE_REASONS = {
     "nvmlClocksThrottleReasonHwThermalSlowdown": "hardware_thermal",
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power_brake",
 }
-"""NVML constant -> name of the reason in a record. All versions of NVML have these constants."""
+"""NVML constant of a throttling reason -> name of the reason in a record."""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return device, versions and sizes as plain JSON values.
+    """Return names, versions and memory sizes of the device as plain JSON values.
 
-    Sizes that the system does not tell are 0. "packages" are the installed attention packages.
+    Sizes that the system does not report are 0. "packages" has the versions of the installed
+    attention packages.
     """
     found: dict[str, Any] = {
         "device": device.type,
@@ -113,9 +114,14 @@ def _driver() -> str:
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of the GPU with this UUID, as torch gives it.
+    """Return NVML's handle of a GPU.
 
-    Indices would not do: CUDA_VISIBLE_DEVICES reorders GPUs for torch, but not for NVML.
+    GPUs are identified by UUID, because CUDA_VISIBLE_DEVICES changes their indices in torch, but
+    not in NVML.
+
+    Args:
+        nvml: The module pynvml.
+        uuid: UUID of the GPU as torch returns it, with or without a prefix.
     """
     by_uuid = nvml.nvmlDeviceGetHandleByUUID
     if uuid.startswith(("GPU-", "MIG-")):
@@ -130,7 +136,8 @@ def handle_of(nvml: Any, uuid: str) -> Any:
 class Monitor:
     """Samples clocks (MHz), power (W), temperature (C) and throttling of a GPU in a `with` block.
 
-    A thread reads NVML every `every_s` seconds. That takes about a millisecond, without the GIL.
+    A thread reads NVML every `every_s` seconds. A reading takes about a millisecond and does not
+    hold the GIL.
     """
 
     def __init__(self, device: torch.device, *, every_s: float = 1.0) -> None:
@@ -180,9 +187,10 @@ class Monitor:
         """Return a summary of the samples as plain JSON values. Call it after `stop`.
 
         Returns:
-            Quantities by name, each as [min, median, max]; "throttled", the share of samples with
-            each reason of throttling; "unavailable", NVML's messages for quantities that it cannot
-            read; and "why_empty", why there are no samples, or "".
+            Each sampled quantity by name, as [min, median, max], and also: "num_samples";
+            "throttled", for each reason of throttling the share of samples that had it;
+            "unavailable", NVML's error messages for quantities that it cannot read; "why_empty",
+            the reason if there are no samples, otherwise "".
         """
         assert self._thread is None, "stop first"
         throttled = self._samples.get("throttling", [])

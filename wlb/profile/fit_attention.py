@@ -1,15 +1,16 @@
 """Fit an AttentionTable to measured calls, and report its errors on held-out calls.
 
 1. Tiny calls give the fixed cost of a call and of a group of similar segments.
-2. Grid points give throughput: tile-quantised FLOPs over the call's time without the fixed cost.
+2. Grid points give throughput: FLOPs, rounded up to whole tiles, divided by the call's time without
+   its fixed cost.
 3. Robust least squares on random batches fits factors for short and for long segments (with and
-   without a prefix), and corrects the fixed costs.
+   without keys before the first query), and corrects the fixed costs.
 4. For kernels whose thread blocks compute tiles, step 3 also fits the cost of a call's grid of
    blocks (`BlockCost`). Steps 2 and 3 are then repeated with that cost subtracted.
 
 The growth of throughput is limited so that predicted time never falls as segments grow. Errors are
-those of the finished table on all held-out calls, predicted in the way that runs do. The page of
-this folder explains the steps.
+those of the finished table on all held-out calls, predicted in the same way as in runs. The README
+of this folder explains the steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,33 +38,36 @@ from wlb.profile.tasks import Record, measured
 PASSES = ("forward", "backward")
 FLOPS = {"forward": FORWARD_FLOPS_PER_PAIR, "backward": BACKWARD_FLOPS_PER_PAIR}
 LONG_ROWS = 256
-"""Fewest rows of a segment that counts as long in the fit of factors."""
+"""Fewest queries of a segment that counts as long in the fit of factors."""
 EQUAL_CALLS_WEIGHT = 0.3
-"""Weight of all calls on equal segments relative to that of all random batches."""
+"""Summed weight of all calls on equal segments, if all random batches together have weight 1."""
 MOST_FACTOR = 2.0
 """Largest factor. Factors are clipped to [1 / MOST_FACTOR, MOST_FACTOR], with a note.
 
-Outside this range grid and batches contradict each other, as after a sweep on a busy machine."""
+A factor outside this range means that grid points and random batches contradict each other, as
+after a sweep on a busy machine."""
 
 NUM_FACTORS_FROM = 4
-"""Number of features of a call before those of its segments: call, groups, blocks, tail."""
+"""Index of the first feature of a call that belongs to its segments.
+
+The features before it are call, groups, blocks and tail (`_features`)."""
 FIRST_BLOCK_NS = 0.1
-"""Initial value of the cost of a block and of the tail in the fit, in nanoseconds."""
+"""Value from which the fit of the costs of a block and of the tail starts, in nanoseconds."""
 
 Call = tuple[IntArray, IntArray]
-"""Rows and keys of a call's segments, shape [num_segments] each."""
+"""Numbers of queries and of keys of a call's segments, shape [num_segments] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRecords:
-    """The attention records of one head layout."""
+    """A head layout, and the records of a sweep from which its table is fitted."""
 
     layout: HeadLayout
-    records: Sequence[Record]  # of the whole sweep
+    records: Sequence[Record]  # all records of the sweep
     call_of: Callable[[Record], Call]  # returns the segments of a record's call
 
     def of(self, kind: str) -> list[Record]:
-        """Return the records of a kind for this layout that did not fail."""
+        """Return this layout's records of one kind of task, without tasks that failed."""
         mine = self.layout.name.items()
         return [r for r in measured(self.records, kind) if mine <= r.point.items()]
 
@@ -72,10 +76,10 @@ class AttentionRecords:
 class HeldOutCall:
     """A held-out call, with its measured and predicted time."""
 
-    kind: str
-    label: Mapping[str, int]  # sizes of the call
-    measured_ns: tuple[float, float]  # forward, backward
-    predicted_ns: tuple[float, float]
+    kind: str  # "held_pair" or "held_batch"
+    label: Mapping[str, int]  # sizes of the call, by name
+    measured_ns: tuple[float, float]  # time of forward and of backward
+    predicted_ns: tuple[float, float]  # time of forward and of backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ class FittedAttention:
     table: AttentionTable
     residuals: dict[str, float]  # relative errors by name, such as "held_batch_total_mape"
     notes: tuple[str, ...]  # sentences on what is missing or doubtful
-    points: tuple[HeldOutCall, ...] = field(repr=False)
+    points: tuple[HeldOutCall, ...] = field(repr=False)  # the held-out calls
 
 
 def fit_attention(
@@ -94,17 +98,17 @@ def fit_attention(
     """Fit a table to the records of one head layout.
 
     Args:
-        attention: The records.
-        backends: Kernels that the table is for.
-        provenance: Provenance of the table, to which residuals are added.
+        attention: Head layout and records.
+        backends: Names of the kernels that the table is for.
+        provenance: Provenance of the table, to which errors are added.
 
     Raises:
         UserError: If too little of the grid was measured.
     """
     table = _from_grid(attention, backends, provenance)
     fitted, notes = _fit_batches(attention, table, has_blocks=False)
-    # Kernels that group similar segments have no grid of tiles. If there are notes, the times
-    # cannot be trusted, and fitting a cost of blocks would hide that.
+    # Kernels that group similar segments have no grid of tiles, so blocks cost nothing. If there
+    # are notes, the measured times cannot be trusted, and a fitted cost of blocks would hide that.
     if attention.layout.tiles.forward_rows > 1 and not notes:
         fitted, _ = _fit_batches(attention, table, has_blocks=True)
         table = _from_grid(attention, backends, provenance, blocks=fitted.blocks)
@@ -125,11 +129,11 @@ def _from_grid(
     *,
     blocks: BlockCost | None = None,
 ) -> AttentionTable:
-    """Return the table that equal segments alone give (steps 1 and 2).
+    """Return the table that calls on equal segments alone give (steps 1 and 2).
 
     Args:
-        attention: The records.
-        backends: Kernels that the table is for.
+        attention: Head layout and records.
+        backends: Names of the kernels that the table is for.
         provenance: Provenance of the table.
         blocks: Cost of blocks to subtract from the times of calls; None subtracts nothing.
     """
@@ -137,19 +141,20 @@ def _from_grid(
     calls, grid = attention.of("call"), attention.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
         raise UserError(
-            f"too little was measured of {layout.backend} with {layout.num_heads} heads: "
-            f"{len(calls)} single calls, {len(grid)} grid points"
+            f"too little was measured of {layout.backend} with {layout.num_heads} heads: the sweep "
+            f"has {len(calls)} single calls and {len(grid)} grid points; run it again"
         )
     values: dict[str, object] = {}
     surfaces: dict[str, Surface] = {}
     reach: FloatArray | None = None
     for name in PASSES:
-        # Step 1. A second segment in another group costs as much more as a group.
+        # Step 1. The cost of a group is what a call takes longer with a second segment in another
+        # group.
         alone = calls[0].numbers[f"{name}_ns"]
         two = [r.numbers[f"{name}_ns"] for r in attention.of("two_groups")]
         group = min(alone, max(0.0, two[0] - alone)) if two else 0.0
         values |= {f"launch_{name}_ns": round(alone - group), f"group_{name}_ns": round(group)}
-        # Step 2: throughput of the segments.
+        # Step 2. Compute the throughput of segments.
         fixed_ns = _fixed_ns(attention, grid, name, alone, group, blocks)
         rates = _rates(layout, grid, name, fixed_ns)
         surfaces[name] = rates.surface
@@ -179,14 +184,15 @@ def _from_grid(
 def _on_shared_rows(
     surfaces: Mapping[str, Surface], reach: FloatArray | None
 ) -> dict[str, Surface | FloatArray | None]:
-    """Return the surfaces of both passes on the union of their rows.
+    """Return the surfaces of both passes with the same numbers of queries as nodes.
 
-    Both passes were measured at the same rows, but their surfaces have nodes where tiles end, and
-    tiles of forward and backward differ. Interpolated values do not change.
+    Both passes were measured with the same numbers of queries. But a surface has nodes where tiles
+    end, and the tiles of forward and backward differ. So both surfaces get all nodes. Interpolated
+    values do not change.
 
     Args:
         surfaces: Throughput of each pass.
-        reach: `_Rates.reach` for the rows of forward's surface.
+        reach: `_Rates.reach` for the nodes of forward's surface.
     """
     forward_rows = surfaces["forward"].axis0
     rows = np.union1d(forward_rows, surfaces["backward"].axis0)
@@ -207,15 +213,15 @@ def _fixed_ns(
     group_ns: float,
     blocks: BlockCost | None,
 ) -> list[float]:
-    """Return the time of each grid point's call that its segments do not cause.
+    """Return the fixed cost of each grid point's call: its time without that of its segments.
 
     Args:
-        attention: The records.
+        attention: Head layout and records.
         grid: Records of grid points.
-        name: The pass.
+        name: The pass: "forward" or "backward".
         call_ns: Cost of a call with one group.
         group_ns: Cost of a second group.
-        blocks: Cost of blocks; None counts nothing.
+        blocks: Cost of blocks; None means 0.
     """
     layout = attention.layout
     return [
@@ -227,7 +233,13 @@ def _fixed_ns(
 
 
 def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[float, float]:
-    """Return forward and backward ns of a call's grid of blocks, with its tail."""
+    """Return forward and backward ns of a call's grid of thread blocks, including its tail.
+
+    Args:
+        layout: Kernel and heads.
+        blocks: Cost of blocks; None means 0.
+        call: Segments of the call.
+    """
     if blocks is None:
         return 0.0, 0.0
     q, kv = call
@@ -243,14 +255,14 @@ def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[
 
 
 class _Rates(NamedTuple):
-    """Throughput of one pass, read from the grid."""
+    """Throughput of segments in one pass, computed from the times of grid points."""
 
     surface: Surface
-    """TFLOP/s of segments by rows and keys."""
+    """TFLOP/s by numbers of queries and of keys."""
     square: Curve | None
-    """TFLOP/s of segments without a prefix, for kernels that group segments; None for others."""
+    """TFLOP/s of segments with q = kv; None for kernels that do not group segments."""
     reach: FloatArray | None
-    """Most keys that were measured at each row of the surface; None if all were."""
+    """Most keys that were measured for each number of queries; None if all keys were."""
 
 
 def _rates(
@@ -261,24 +273,25 @@ def _rates(
     Args:
         layout: Kernel and heads.
         grid: Records of grid points.
-        name: The pass.
-        fixed_ns: Time of each call that its segments do not cause.
+        name: The pass: "forward" or "backward".
+        fixed_ns: Fixed cost of each grid point's call.
     """
-    # Kernels with groups have different throughput with and without a prefix.
+    # Kernels that group segments differ in throughput on segments with a prefix (q < kv) and on
+    # square segments (q = kv), so square segments get a separate curve.
     is_apart = bool(layout.padded_lengths)
     tile = layout.tiles.forward_rows if name == "forward" else layout.tiles.backward_rows
     found: dict[tuple[bool, int, int], list[float]] = {}
     for record, fixed in zip(grid, fixed_ns, strict=True):
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
-        # Attribute at least a fifth of the time to the segments, because the fixed cost is
-        # uncertain.
+        # The fixed cost is uncertain, so attribute at least a fifth of the time to the segments.
         price = max(took - fixed, 0.2 * took) / count
         rows = next((n for n in layout.padded_lengths if n >= q), q)  # rows with padding
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
         work = float(tile_pairs(*sides, tile_rows=tile)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
-        # The point with one row less than keys stands for (n, n) with a prefix.
+        # Square segments are in the curve and leave gaps (n, n) in the surface. Fill such a gap
+        # with the measured point (n - 1, n), which has a prefix.
         node = kv if is_apart and q == kv - 1 else -(-rows // tile) * tile
         found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
     square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
@@ -300,26 +313,28 @@ def _rates(
 
 
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
-    """Return throughput without gaps.
+    """Return throughput with all gaps filled.
 
-    Points with more rows than keys do not exist, but interpolation reads them. They get values with
-    which time is constant along the keys. Points for which memory did not suffice get the
-    throughput of the next fewer keys, or of the next fewer rows.
+    Points with more queries than keys do not exist, but interpolation reads them. Their throughput
+    is chosen so that time does not depend on the number of keys. Points for which memory ran out
+    get the throughput of the point with the next smaller number of keys, or of queries.
 
     Args:
-        axis_q: Rows of the grid, shape [num_rows].
-        axis_kv: Keys of the grid, shape [num_keys].
+        axis_q: Numbers of queries of the grid, shape [num_rows].
+        axis_kv: Numbers of keys of the grid, shape [num_keys].
         values: Throughput, shape [num_rows, num_keys]. NaN marks a gap.
 
     Raises:
-        UserError: If nothing was measured at the fewest rows.
+        UserError: If nothing was measured with the smallest number of queries.
     """
     out = values.copy()
     for i in range(axis_q.size):
         known = np.flatnonzero(np.isfinite(out[i]))
         if not known.size:
             if i == 0:
-                raise UserError(f"nothing was measured with {axis_q[0]:.0f} query rows")
+                raise UserError(
+                    f"the sweep has no grid point with {axis_q[0]:.0f} queries; run it again"
+                )
             out[i] = out[i - 1]
             known = np.flatnonzero(np.isfinite(out[i]))
         for j in range(known[0] + 1, axis_kv.size):
@@ -331,7 +346,12 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
 
 
 def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
-    """Return forward and backward ns of a varlen call with the table's numbers of heads."""
+    """Return the predicted forward and backward ns of a varlen call.
+
+    Args:
+        table: Attention table; the call has its numbers of heads.
+        call: Segments of the call.
+    """
     q, kv, *times = _times(table, call)
     calls = table.calls_ns(q, kv, np.array([0, q.size]), num_heads=table.num_heads)
     forward, backward = (float(a[0] + t.sum()) for a, t in zip(calls, times, strict=True))
@@ -339,7 +359,7 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
 
 
 def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
-    """Return rows, keys, forward and backward ns of each segment of a call."""
+    """Return queries, keys, predicted forward ns and backward ns of each segment of a call."""
     q, kv = (x.astype(np.float64) for x in call)
     times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
     return q, kv, *times
@@ -351,12 +371,12 @@ def _fit_batches(
     """Fit factors of segments and fixed costs of calls to random batches (step 3).
 
     Args:
-        attention: The records.
-        table: Table that equal segments give.
-        has_blocks: Whether to fit a cost of blocks too.
+        attention: Head layout and records.
+        table: Table that calls on equal segments give.
+        has_blocks: Whether to fit a cost of thread blocks, too.
 
     Returns:
-        The corrected table, and notes.
+        The corrected table, and notes on what is missing or doubtful.
     """
     batches = attention.of("batch")
     if not batches:
@@ -365,7 +385,8 @@ def _fit_batches(
             "no price"
         ]
     notes: list[str] = []
-    # Equal calls keep the fit from moving far off the grid. Together they weigh less than batches.
+    # Calls on equal segments also take part, so that the fit stays near the grid points. All of
+    # them together weigh less than the batches.
     alone = [r for kind in ("call", "two_groups", "grid") for r in attention.of(kind)]
     weight = EQUAL_CALLS_WEIGHT * len(batches) / len(alone)
     weights = np.repeat([1.0, weight], [len(batches), len(alone)])
@@ -402,17 +423,18 @@ def _fit_batches(
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     """Return the features of a call, which the fit multiplies by costs and factors.
 
-    They are [1, groups, blocks, tail, ns of short segments, ns of long segments]. Kernels with
-    groups have the last two for segments with a prefix, then for segments without.
+    The features are [1, groups, blocks, tail, ns of short segments, ns of long segments]. Kernels
+    that group segments have the last two features twice: for segments with a prefix, and for
+    segments without.
 
     Args:
         table: Table that predicts the ns of segments.
-        call: Rows and keys of the segments.
+        call: Segments of the call.
         which: 0 for forward, 1 for backward.
     """
     q, kv, *passes = _times(table, call)
     times = passes[which]
-    # groups() returns 0 for kernels whose groups cost nothing, so set a cost to get the number.
+    # groups() returns 0 if groups cost nothing. Set a cost, to get the number in any case.
     counted = replace(table, group_forward_ns=1)
     groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
     is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
@@ -432,16 +454,17 @@ def _robust(
     *,
     is_grouped: bool,
 ) -> FloatArray:
-    """Return non-negative x that minimises the relative errors of features @ x.
+    """Return non-negative x for which features @ x has the least relative errors.
 
-    Factors of kinds of segments that hardly occur in random batches stay at `start`.
+    The robust loss gives outliers little weight. A factor keeps its value in `start` if its kind of
+    segments hardly occurs in random batches.
 
     Args:
         features: Features of each call, shape [num_calls, num_features].
         took: Measured ns of each call, shape [num_calls].
-        weights: Weight of each call; 1 marks random batches.
+        weights: Weight of each call, shape [num_calls]. It is 1 exactly for random batches.
         start: Initial x, shape [num_features].
-        is_grouped: Whether the cost of a group is fitted.
+        is_grouped: Whether to fit the cost of a group.
     """
     is_free = np.ones(start.size, bool)
     is_free[1] = is_grouped
@@ -466,9 +489,16 @@ def _robust(
 
 
 def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, object]:
-    """Return the throughput fields of a table divided by the factors of one pass.
+    """Return the throughput of one pass divided by fitted factors, as fields of a table.
 
-    Between LONG_ROWS / 2 and LONG_ROWS rows, the factors of short and long segments are blended.
+    Segments of LONG_ROWS / 2 to LONG_ROWS queries get a mixture of the factors of short and long
+    segments.
+
+    Args:
+        table: The table.
+        name: The pass: "forward" or "backward".
+        factors: Factors of short and of long segments. For kernels that group segments, these are
+            followed by the factors of short and of long segments without a prefix.
     """
     surface: Surface = getattr(table, name)
     curve: Curve | None = getattr(table, f"square_{name}")
@@ -489,7 +519,10 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
 
 
 def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
-    """Return the throughput at other numbers of heads relative to the layout's number."""
+    """Return the fields of a table for other numbers of heads, from tasks of kind "heads".
+
+    `heads_efficiency` is the throughput with `heads` heads relative to that of the layout.
+    """
     layout = attention.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
     for record in measured(attention.records, "heads"):
@@ -527,7 +560,13 @@ def held_out(attention: AttentionRecords, table: AttentionTable) -> list[HeldOut
 
 
 def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
-    """Return mean, 95th percentile and maximum of relative errors, by kind and pass."""
+    """Return mean, 95th percentile and maximum of relative errors of predicted times.
+
+    A name has the kind of call, the pass and the statistic, as in held_batch_forward_mape.
+
+    Args:
+        points: Held-out calls.
+    """
     out: dict[str, float] = {}
     for kind in ("held_pair", "held_batch"):
         mine = [p for p in points if p.kind == kind]
@@ -547,7 +586,10 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
 
 
 def retest(attention: AttentionRecords) -> dict[str, float]:
-    """Return the mean relative difference of two measurements of the same held-out batch."""
+    """Return how much two measurements of the same held-out batch differ: the mean over batches.
+
+    Differences are relative. There is one for each pass and one for their sum, by name.
+    """
     by_index: dict[int, list[Record]] = {}
     for record in attention.of("held_batch"):
         by_index.setdefault(record.point["index"], []).append(record)

@@ -1,11 +1,11 @@
 """Fit the linear part of a profile: GEMMs, element-wise operators, head and whole layers.
 
-- GEMMs: the median TFLOP/s by tokens and by size of the weight (in x out).
-- Element-wise operators: time = call + bytes / rate, by robust non-negative least squares of
-  relative errors.
-- Head: TFLOP/s of its three matrix products.
-- Layer: a factor and a constant with which the sum of operators matches the time of whole layers.
-  Its error is measured on held-out layers with other numbers of tokens.
+- GEMMs: the median TFLOP/s for each number of tokens and each size of the weight (in x out).
+- Element-wise operators: time = call + bytes / rate, where `call` is a constant time. The fit is
+  robust non-negative least squares of relative errors.
+- Head: TFLOP/s of the head's three matrix products.
+- Layer: a factor and a constant, with which the summed times of a layer's operators match the time
+  of whole layers. The error is measured on held-out layers with other numbers of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,22 +35,26 @@ PASSES = ("forward", "backward")
 GEMMS = {"forward": 1, "backward": 2}
 """Number of matrix products of a weight in each pass."""
 FREE_BYTES_PER_S = 1e14
-"""Rate of an operator whose time did not grow with size. No memory is as fast."""
+"""Bytes per second of an operator whose time did not grow with size; no memory is so fast."""
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
-    """Fit the throughput of GEMMs.
+    """Fit the throughput of matrix products by number of tokens and size of the weight.
+
+    Args:
+        records: Records of the sweep.
+        provenance: Provenance of the cost.
 
     Raises:
-        UserError: Without two token counts and two sizes of weights.
+        UserError: If fewer than two numbers of tokens or two sizes of weights were measured.
     """
     mine = measured(records, "gemm")
     tokens = np.array(sorted({r.point["tokens"] for r in mine}), np.float64)
     sizes = np.array(sorted({_weights(r) for r in mine}), np.float64)
     if tokens.size < 2 or sizes.size < 2:
         raise UserError(
-            f"matrix products were measured for {tokens.size} token counts and {sizes.size} "
-            f"sizes; a fit needs two of each"
+            f"matrix products were measured for {tokens.size} numbers of tokens and {sizes.size} "
+            f"sizes of weights, but a fit needs at least two of each; measure more points"
         )
     surfaces: dict[str, Surface] = {}
     for name in PASSES:
@@ -73,7 +77,11 @@ def _weights(record: Record) -> float:
 
 
 def _filled(values: FloatArray) -> FloatArray:
-    """Return throughput with gaps, where memory did not suffice, filled from fewer tokens."""
+    """Fill gaps (NaN) in throughput, where memory ran out, with the value for fewer tokens.
+
+    Args:
+        values: Throughput, shape [numbers of tokens, sizes of weights].
+    """
     out = values.copy()
     for j in range(out.shape[1]):
         known = np.flatnonzero(np.isfinite(out[:, j]))
@@ -103,7 +111,10 @@ def fit_elementwise(
         if not mine and op in OPTIONAL:
             continue
         if not mine:
-            raise UserError(f"the element-wise operator {op} was not measured")
+            raise UserError(
+                f"the sweep has no record of the element-wise operator {op}; measure it by running "
+                f"the sweep again"
+            )
         values: dict[str, Any] = {}
         for name in PASSES:
             sizes = [_bytes(r, name, value_bytes) for r in mine]
@@ -116,13 +127,13 @@ def fit_elementwise(
 def _bytes(record: Record, name: str, value_bytes: int) -> float:
     if record.kind != "embedding":
         return record.numbers[f"{name}_bytes"]
-    # These are the factors of `elementwise_values`.
+    # These factors are those of the embedding in `elementwise_values` of wlb.cost.flops.
     factor = {"forward": 2, "backward": 3}[name]
     return factor * record.point["tokens"] * record.point["hidden"] * value_bytes
 
 
 def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[float, float]:
-    """Fit ns of a call and bytes per second.
+    """Fit the constant ns of a call, and the bytes per second, of an element-wise operator.
 
     Args:
         sizes: Bytes that each call reads and writes.
@@ -139,17 +150,18 @@ def robust_line(
 ) -> tuple[float, float]:
     """Return non-negative (a, b) for which offset + a + b * x is close to `took`.
 
-    Relative errors are minimised with a robust loss, so that single disturbed points count little.
+    Relative errors are minimised with a robust loss, so that a few disturbed measurements have
+    little influence.
 
     Args:
-        x: Shape [n].
-        took: Shape [n]; values must be above 0.
-        offset: Known part of the sum, a number or shape [n].
+        x: Size of each measurement, such as bytes, shape [n].
+        took: Measured time of each, shape [n]; must be above 0.
+        offset: Known part of the time, a number or shape [n].
     """
     design = np.stack([np.ones(took.size), x], 1)
     rest = np.maximum(took - offset, 0.0) / took
     first, _ = nnls(design / took[:, None], rest)
-    # Solve in units of about the size of the result, for precision.
+    # For precision, solve for numbers near 1: the result in units of a first estimate.
     unit = np.maximum(first, [took.min(), took.max() / max(float(x.max()), 1.0)])
 
     def residual(z: FloatArray) -> FloatArray:
@@ -162,16 +174,23 @@ def robust_line(
 
 
 def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
-    """Fit the cost of the output head to the larger half of the token counts.
+    """Fit the cost of the output head.
 
-    Its time matters only there.
+    Only the larger half of the measured numbers of tokens is used, because the head's time matters
+    only there.
+
+    Args:
+        records: Records of the sweep.
+        provenance: Provenance of the cost.
 
     Raises:
         UserError: If the head was not measured.
     """
     mine = measured(records, "head")
     if not mine:
-        raise UserError("the output head was not measured")
+        raise UserError(
+            "the sweep has no record of the output head; measure it by running the sweep again"
+        )
     middle = np.median([r.point["tokens"] for r in mine])
     large = [r for r in mine if r.point["tokens"] >= middle]
     of_weight = [(r, r.point["hidden"] * r.point["vocab"]) for r in large]
@@ -195,19 +214,20 @@ def sum_of_operators(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the summed times of a layer's operators, without attention and collectives.
 
-    Norms and residuals are counted for all `tokens`, as in tasks of kind "layer".
+    Norms and residuals are counted for all `tokens`, as in tasks of kind "layer". In training, TP
+    ranks share them.
 
     Args:
-        model: Model with layers of one kind.
-        tokens: Rows of a CP rank.
+        model: Model whose layers are all of one kind.
+        tokens: Number of rows of a CP rank.
         tp: TP degree.
         gemm: Cost of matrix products.
-        elementwise: Cost of element-wise operators.
+        elementwise: Cost of each element-wise operator.
         value_bytes: Bytes of a value.
 
     Returns:
-        Time that depends on size, and constant time of the calls; each as forward and backward ns,
-        shape [2].
+        The time that grows with size, and the constant time of calls, both as nanoseconds of
+        forward and of backward, shape [2].
     """
     at = np.array([float(tokens)])
     work, calls = np.zeros(2), np.zeros(2)
@@ -226,18 +246,28 @@ def sum_of_operators(
 
 
 Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
-"""`sum_of_operators` as a function of tokens and TP degree."""
+"""Function of (number of tokens, TP degree) that returns the result of `sum_of_operators`."""
 
 
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
     """Fit the cost of a layer: time = call + operators' calls + factor * operators' work.
+
+    The constants `call` and `factor` are fitted; the operators' times are summed before.
+
+    Args:
+        records: Records of the sweep.
+        operators: Returns the summed times of a layer's operators: (work, calls).
+        provenance: Provenance of the cost.
 
     Raises:
         UserError: If fewer than two layers were measured.
     """
     mine = measured(records, "layer")
     if len(mine) < 2:
-        raise UserError(f"{len(mine)} whole layers were measured; a fit needs two")
+        raise UserError(
+            f"the sweep has {len(mine)} records of whole layers, but a fit needs at least two; "
+            f"measure more numbers of tokens"
+        )
     sums = [operators(r.point["tokens"], r.point["tp"]) for r in mine]
     values: dict[str, Any] = {}
     for i, name in enumerate(PASSES):
@@ -251,9 +281,15 @@ def fit_layer(records: Sequence[Record], operators: Operators, provenance: Prove
 def layer_errors(
     records: Sequence[Record], operators: Operators, layer: LayerCost
 ) -> dict[str, float]:
-    """Return mean and maximum relative errors on held-out layers, by pass.
+    """Return mean and maximum relative errors of predicted times on held-out layers, by name.
 
-    Names that begin with "operators" are errors of the plain sum of operators, for comparison.
+    Names that begin with "layer" are errors of the fitted cost. For comparison, names that begin
+    with "operators" are errors of the plain sum of a layer's operators.
+
+    Args:
+        records: Records of the sweep.
+        operators: Returns the summed times of a layer's operators: (work, calls).
+        layer: The fitted cost of a layer.
     """
     call = np.array([layer.forward_call_ns, layer.backward_call_ns])
     factor = np.array([layer.forward_factor, layer.backward_factor])

@@ -1,17 +1,18 @@
-"""Tasks that measure the work of a layer outside attention, to which W_l of Eq. 2 is fitted.
+"""Tasks that measure everything in a layer except attention (W_l in Eq. 2 of the paper).
 
 Forward and backward of one rank are timed separately, without collectives, through the modules of
 `wlb.model` and autograd. The kinds of tasks are:
 
-- gemm: a weight's matrix products.
-- elementwise: an element-wise operator. Its `*_bytes` are those that `wlb.cost.flops` counts, not
-  those that eager PyTorch moves.
-- embedding, head: the ends of the model.
-- layer: a whole layer, in which attention is replaced by a function that returns q.
-- held_layer: the same at other token counts, which no fit may use.
+- gemm: the matrix products of a weight.
+- elementwise: an element-wise operator. Its forward_bytes and backward_bytes are the bytes that
+  `wlb.cost.flops` counts, and not the bytes that eager PyTorch moves.
+- embedding, head: the first and the last part of the model.
+- layer: a whole layer, in which a function that returns q replaces attention.
+- held_layer: whole layers with other numbers of tokens, which only test the fit.
 
-Under TP a layer computes norms and residuals of all tokens, because there is no other rank to share
-them with. Tasks allocate their tensors when they run, and keep nothing afterwards.
+A layer of a TP rank computes norms and residuals of all tokens here, because no other TP rank runs
+that could compute a part of them. A task allocates its tensors when it runs, and frees them
+afterwards.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,19 +36,23 @@ from wlb.profile.timing import KernelTimer
 from wlb.spec import FusedKernels, ModelSpec
 
 ROW_PARALLEL = (3, 6)
-"""Indices in `layer_matrices` of O and down. TP splits these by inputs, the others by outputs."""
+"""Indices in `layer_matrices` of the output and down projections.
+
+TP divides these two weights by input channels, and all other weights by output channels."""
 
 FORWARD_VALUES = {"norm": 2, "head_norm": 2, "rotary": 2, "swiglu": 3, "residual": 3}
-"""Operator -> values that forward reads and writes for each token and channel."""
+"""Operator -> number of values that forward reads and writes for each token and channel."""
 BACKWARD_VALUES = {"norm": 3, "head_norm": 3, "rotary": 2, "swiglu": 5, "residual": 3}
-"""The same of backward. That of a residual adds the gradients of its two uses."""
+"""Operator -> number of values that backward reads and writes for each token and channel.
+
+The backward of a residual connection sums two gradients: of the sum and of the branch."""
 
 SEED = 20_25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskBench:
-    """Makes tensors and times passes for all tasks."""
+    """Makes tensors for tasks, and times forward and backward passes on them."""
 
     timer: KernelTimer
     device: torch.device
@@ -55,25 +60,34 @@ class _TaskBench:
     budget_s: float
 
     def fuses(self, model: ModelSpec) -> bool:
-        """Return whether `kernels.fused = auto` would use fused kernels here."""
+        """Return whether a run with `kernels.fused = auto` would use fused kernels here."""
         choice = choose_fused(
             FusedKernels.AUTO, device=self.device, dtype=self.dtype, norm_width=model.norm_width
         )
         return choice.fused
 
     def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
-        """Return normally distributed values: a GPU's GEMM time depends on how many bits flip."""
+        """Return normally distributed values.
+
+        Constants would not do, because on a GPU the time of a matrix product depends on the values:
+        the more bits flip, the more power it takes.
+
+        Args:
+            *shape: Shape of the tensor.
+            scale: Standard deviation.
+            grad: Whether the tensor requires gradients.
+        """
         generator = torch.Generator(self.device).manual_seed(SEED)
         values = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
         return values.mul_(scale).requires_grad_(grad)
 
     def integers(self, below: int, count: int) -> Tensor:
-        """Return random integers from 0 to `below` - 1."""
+        """Return `count` random integers from 0 to `below` - 1."""
         generator = torch.Generator(self.device).manual_seed(SEED)
         return torch.randint(below, (count,), generator=generator, device=self.device)
 
     def passes(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Numbers:
-        """Time both passes. `backward` gets the result of `forward`."""
+        """Time a forward and a backward pass, where `backward` gets the result of `forward`."""
         timings = self.timer.time_passes(forward, backward, budget_s=self.budget_s)
         numbers: Numbers = {}
         for name, timing in zip(("forward", "backward"), timings, strict=True):
@@ -86,16 +100,23 @@ class _TaskBench:
     def gradients(
         self, forward: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor
     ) -> Numbers:
-        """Time `forward`, and autograd's backward from `gradient` to `inputs`."""
+        """Time `forward`, and the computation of its gradients by autograd.
+
+        Args:
+            forward: The forward pass.
+            inputs: Tensors for which gradients are computed.
+            gradient: Gradient of the result of `forward`.
+        """
         return self.graph(forward, lambda out: torch.autograd.grad(out, inputs, gradient))
 
     def graph(
         self, forward: Callable[[], Tensor], backward: Callable[[Tensor], Sequence[Tensor]]
     ) -> Numbers:
-        """Time passes whose backward is a call of autograd, without the cost of entering autograd.
+        """Time a forward pass and a backward pass that calls autograd, without autograd's overhead.
 
-        Entering takes ten times as long as a small operator, but in training it happens once for a
-        stage and not for each operator. It is host time, so only times on a CPU contain it.
+        The constant overhead of a call of autograd is ten times the time of a small operator. In
+        training it occurs once for a stage, and not once for each operator, so it is subtracted. It
+        is host time, so only times on a CPU contain it.
         """
         numbers = self.passes(forward, backward)
         if self.device.type == "cpu":
@@ -106,7 +127,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Return the cost of entering autograd: the time of backward through a view, in ns."""
+        """Return the overhead of a call of autograd: the ns of backward through a single view."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),
@@ -129,25 +150,25 @@ def linear_tasks(
     held_tokens: Sequence[int] = (),
     budget_s: float = 0.2,
 ) -> list[Task]:
-    """Return a task for each point. Points with equal shapes are measured once.
+    """Return the tasks for all operators and layers of a model. Equal shapes give one task.
 
-    The numbers of a task are forward_ns and backward_ns (medians), *_low_ns and *_high_ns (10th and
-    90th percentile), *_host_ns, and count. On a CPU there is entry_ns too, the cost of entering
-    autograd, which is already subtracted from backward.
+    A task measures forward_ns and backward_ns (medians), *_low_ns and *_high_ns (10th and 90th
+    percentile), *_host_ns (time of the host) and count (of repeats). On a CPU it also measures
+    entry_ns, the overhead of a call of autograd, which is already subtracted from backward.
 
     Args:
         model: Model of the sweep.
-        tp_degrees: TP degrees as whose ranks shapes are measured.
-        tokens: Numbers of rows of a CP rank.
+        tp_degrees: TP degrees. Weights and activations have the shapes of a rank at each degree.
+        tokens: Numbers of rows of a CP rank to measure.
         timer: Timer of the device.
         device: Device to measure.
-        dtype: Data type of weights and rows.
-        loss_chunk: Rows for which logits are computed at a time.
+        dtype: Data type of weights and activations.
+        loss_chunk: Number of rows for which logits are computed at a time.
         held_tokens: Numbers of rows of held-out layers.
-        budget_s: Time for the repeats of a task, both passes together.
+        budget_s: Seconds for the repeats of a task, both passes together.
 
     Raises:
-        UserError: If a TP degree does not divide the model.
+        UserError: If the sizes of the model are not multiples of a TP degree.
     """
     _check(model, tp_degrees, tokens)
     bench = _TaskBench(timer=timer, device=device, dtype=dtype, budget_s=budget_s)
@@ -157,7 +178,7 @@ def linear_tasks(
         task = Task(kind=kind, point=point, run=partial(run, bench, *fixed, **point))
         tasks.setdefault(task.key, task)
 
-    # TP degrees may share shapes. Measure each matrix once, under the first degree that has it.
+    # Several TP degrees may have equal shapes. Measure each matrix once, under the first degree.
     counts = sorted(set(tokens))
     matrices: dict[tuple[int, int], int] = {}  # (in, out) -> the first TP degree that has it
     for tp, (kind, *_) in product(tp_degrees, model.layer_kinds):
@@ -179,7 +200,12 @@ def linear_tasks(
 
 
 def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:
-    """Return (in, out) of each of a layer's weights as a TP rank has them."""
+    """Return (input channels, output channels) of each weight of a layer on a TP rank.
+
+    Args:
+        model: Model whose layers are all of one kind.
+        tp: TP degree.
+    """
     return tuple(
         (rows // tp, columns) if i in ROW_PARALLEL else (rows, columns // tp)
         for i, (rows, columns) in enumerate(layer_matrices(model.with_kv_copies(tp)))
@@ -190,13 +216,13 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
     model.check()
     if model.vocab_size < 1:
         raise UserError(
-            "model.vocab_size = 0 means the token store's size, but a sweep has no store; set "
-            "model.vocab_size"
+            "model.vocab_size = 0 takes the vocabulary size of the token store, but a sweep has no "
+            "store; set model.vocab_size"
         )
     if min(tokens, default=0) < 1 or min(tp_degrees, default=0) < 1:
         raise UserError(
-            f"tokens {list(tokens)} and TP degrees {list(tp_degrees)} must be at least 1 each, and "
-            f"not none"
+            f"numbers of tokens {list(tokens)} and TP degrees {list(tp_degrees)} must be lists "
+            f"with at least one entry, and every entry must be at least 1"
         )
     shared = {
         "num_heads": model.num_heads,
@@ -212,7 +238,9 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         num_kv = {"num_kv_heads": model.with_kv_copies(tp).num_kv_heads}
         for name, size in (shared | num_kv).items():
             if size % tp:
-                raise UserError(f"tp = {tp} does not divide the model's {name}, {size}")
+                raise UserError(
+                    f"tp = {tp} does not divide the model's {name} = {size}; lower parallel.tp"
+                )
 
 
 def _gemm(bench: _TaskBench, *, tokens: int, rows: int, columns: int, tp: int) -> Numbers:
@@ -222,7 +250,7 @@ def _gemm(bench: _TaskBench, *, tokens: int, rows: int, columns: int, tp: int) -
 
 
 def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]]:
-    """Return (operator, channels of a row) of all element-wise operators on TP ranks."""
+    """Return (operator, channels per token) of all element-wise operators on TP ranks."""
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
         head_operators = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
@@ -259,7 +287,7 @@ def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbe
 
 
 def _head_norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
-    """Measure a norm of each head: every head of every token is a row."""
+    """Measure the RMSNorm of each head, in which every head of every token is a row."""
     return _norm(bench, model, tokens * width // model.head_size, model.head_size)
 
 
@@ -283,8 +311,9 @@ def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbe
     by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
-        # In a layer, x has two uses: the sum and the branch. Autograd adds their gradients. With x
-        # as a second output, the branch's gradient is given and no branch needs to be computed.
+        # In a layer, x goes into the sum and into the branch, so autograd adds two gradients of x.
+        # With x as a second output, its gradient from the branch is given, and the branch need not
+        # be computed.
         return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
 
     return bench.graph(lambda: x + y, backward)
@@ -296,7 +325,10 @@ def _tables(bench: _TaskBench, model: ModelSpec, tokens: int) -> tuple[Tensor, T
 
 
 def _embedding(bench: _TaskBench, tp: int, *, tokens: int, hidden: int, vocab: int) -> Numbers:
-    """Measure the embedding as under TP: tokens of other ranks read a row and multiply it by 0."""
+    """Measure the embedding of a TP rank, which reads a row for every token.
+
+    Rows of tokens that are in another rank's part of the vocabulary are multiplied by 0.
+    """
     weight = bench.random(vocab, hidden, grad=True)
     index = bench.integers(vocab * tp, tokens)
 
@@ -321,7 +353,7 @@ def _head(bench: _TaskBench, chunk: int, *, tokens: int, hidden: int, vocab: int
 
 
 class _PassThrough(torch.autograd.Function):
-    """Stands in for attention: returns q, and in backward gives k and v prepared gradients."""
+    """Replaces attention: returns q, and in backward returns given gradients dk and dv."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:

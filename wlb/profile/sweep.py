@@ -1,7 +1,7 @@
-"""Decide what `wlb profile` measures on a device, and run it.
+"""Decide what `wlb profile` measures on a device (a sweep), and measure it.
 
-Order: collectives, held-out attention batches, all other tasks, and the held-out batches a second
-time.
+The order is: collectives, held-out attention batches, all other tasks, and the held-out batches a
+second time.
 """
 
 import math
@@ -35,17 +35,17 @@ from wlb.profile.timing import KernelTimer, make_timer, pinned_threads
 from wlb.spec import AttentionBackend, ModelSpec, RunSpec
 
 PRESETS = {"cpu": "demo", "cuda": "7b_128k"}
-"""Device -> preset whose model and window are measured by default."""
+"""Device -> preset whose model and context window are measured by default."""
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 MOST_LAYOUTS_TP = 8
 """Largest TP degree whose shapes are measured."""
 COST_OF_BUDGET = 3.0
-"""Time of a task over its budget for repeats.
+"""Assumed time of a task, as a multiple of the time for its repeats.
 
-It includes making inputs, warm-up and calls that are longer than the budget. In two sweeps on CPUs
-it was 2.4 and 3.2."""
+A task also makes inputs and warms up, and a single call may take longer than the time for repeats.
+In two sweeps on CPUs the multiple was 2.4 and 3.2."""
 LONG_KINDS = ("batch", "held_batch")
-"""Kinds of tasks with four times the budget."""
+"""Kinds of tasks that are repeated for four times as long as others."""
 ATTENTION_KINDS = (*LONG_KINDS, "call", "two_groups", "grid", "held_pair", "heads")
 QUICK_LONGEST = {"cpu": 2048, "cuda": 32768}
 """Device -> longest segment of a quick sweep, in tokens."""
@@ -54,9 +54,10 @@ CPU_LONGEST = 8192
 Shape = tuple[int, int, int]
 """(query heads, KV heads, head size)."""
 DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Short segments that are measured on a GPU.
+"""Lengths of short segments that are measured on a GPU, in tokens.
 
-They show the plateaus of tiles and the step at 256 rows (Figure 10)."""
+They are dense enough to show that time is constant within a tile, and the jump of throughput at 256
+tokens (Figure 10 of the paper)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +68,19 @@ class SweepSettings:
     dtype: torch.dtype
     model: ModelSpec
     tp_degrees: tuple[int, ...]
-    layouts: tuple[HeadLayout, ...]  # each gets an attention table
-    other_heads: tuple[HeadLayout, ...]  # only their throughput relative to a table is measured
+    layouts: tuple[HeadLayout, ...]  # kernels and heads that each get an attention table
+    # Further numbers of heads, of which only the throughput relative to a table is measured.
+    other_heads: tuple[HeadLayout, ...]
     grid: AttentionGrid
-    tokens: tuple[int, ...]  # numbers of rows in tasks outside attention
-    linear_budget_s: float  # time for the repeats of a task outside attention
-    collective_budget_s: float  # time for the repeats of a collective
+    tokens: tuple[int, ...]  # numbers of rows in tasks that do not measure attention
+    linear_budget_s: float  # seconds for the repeats of such a task
+    collective_budget_s: float  # seconds for the repeats of a collective
 
     def header(self) -> dict[str, Any]:
-        """Return what must be equal for a sweep to resume with the records of an earlier start."""
+        """Return the header of the file of records.
+
+        A sweep can resume with the records of an earlier start only if their headers are equal.
+        """
         grid = self.grid
         return {
             **describe(self.device),
@@ -95,7 +100,7 @@ def settings_of(
     Args:
         spec: Configuration of the run.
         device: Device to measure.
-        backend: The only attention kernel to measure; None measures all that are available.
+        backend: The only attention kernel to measure; None means all that are available.
         heads: Further head layouts, as the option --heads takes them: "8:2x128" has 8 query heads,
             2 KV heads and 128 channels.
         quick: Whether to measure fewer points.
@@ -112,8 +117,8 @@ def settings_of(
         (model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp, model.head_size)
         for tp in degrees[::-1]
     ]
-    # On a CPU a table takes seconds, so each TP degree gets one. On a GPU other TP degrees are a
-    # factor on the table of the first.
+    # On a CPU, a table takes seconds, so each TP degree gets one. On a GPU, the first layout gets a
+    # table, and the others get a factor on it.
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
     of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
 
@@ -160,13 +165,13 @@ def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
 
 
 def _shape(text: str) -> Shape:
-    """Return the head layout that an option --heads gives, such as "8:2x128"."""
+    """Return (query heads, KV heads, head size) of an option --heads, such as "8:2x128"."""
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?x([0-9]+)", text)
     numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
     if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
         raise UserError(
-            f"--heads {text!r} is no head layout; give query heads, key heads if fewer, and head "
-            f"size, as in 8x64 or 8:2x128"
+            f"--heads {text!r} is not a head layout; give QUERYxSIZE such as 8x64, or "
+            f"QUERY:KVxSIZE such as 8:2x128, where QUERY heads are a multiple of KV heads"
         )
     return numbers[0], numbers[1], numbers[2]
 
@@ -196,8 +201,8 @@ def _backends(
                 raise
             continue
         found.append(str(name))
-    # On a GPU, sdpa is only used for float32 and for heads that no other kernel takes. So measure
-    # it only if no other kernel is available.
+    # On a GPU, runs use sdpa only for float32 and for head sizes that no other kernel supports. So
+    # measure it only if no other kernel is available.
     return found if found == ["sdpa"] or only else [b for b in found if b != "sdpa"]
 
 
@@ -227,7 +232,11 @@ def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
 def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
     """Return all tasks except collectives, in the order in which they run.
 
-    Held-out batches run first and last, which gives the test-retest error.
+    Held-out batches run first and last, which shows how well their times can be reproduced.
+
+    Args:
+        settings: Settings of the sweep.
+        timer: Timer of the device.
     """
     grid = settings.grid
     first, middle, last = [], [], []
@@ -253,7 +262,10 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
 
 
 def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
-    """Return about how many seconds tasks take: their budgets times COST_OF_BUDGET."""
+    """Return an estimate of the seconds that tasks take.
+
+    It is COST_OF_BUDGET times the seconds that are set for their repeats.
+    """
     attention = settings.grid.budget_s
     budgets: dict[str, float] = dict.fromkeys(ATTENTION_KINDS, attention)
     budgets |= dict.fromkeys(LONG_KINDS, 4 * attention)
@@ -265,8 +277,8 @@ def describe_sweep(settings: SweepSettings, tasks: Sequence[Task], num_collectiv
 
     Args:
         settings: Settings of the sweep.
-        tasks: Tasks without a record, except collectives.
-        num_collectives: Number of tasks of collectives without a record.
+        tasks: Tasks that are still to be measured, without collectives.
+        num_collectives: Number of collectives that are still to be measured.
     """
     kernels = ", ".join(
         f"{layout.backend} of {layout.num_heads}:{layout.num_kv_heads} heads of {layout.head_dim}"
@@ -291,18 +303,18 @@ def run_sweep(
     console: Console,
     start: Mapping[str, Any],
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Run a sweep. All ranks of `world` call this; only rank 0 runs more than collectives.
+    """Run a sweep. All ranks of a launcher call this, but only rank 0 measures kernels.
 
     Args:
         settings: What to measure.
         path: File of records, which may have records of an earlier start.
-        world: This process among the ranks of a launcher; None for a process alone.
-        console: Where to show progress.
+        world: This process among the ranks of a launcher; None if there is no launcher.
+        console: Console on which to show progress.
         start: Date, commit and command of this start, for the file.
 
     Returns:
-        All records, new and old, and the header of the file with its starts. Both are empty on
-        ranks other than 0.
+        All records, both new and from earlier starts, and the header of the file, in which the key
+        "starts" has all starts. Both are empty on ranks other than 0.
     """
     with pinned_threads(settings.device), Monitor(settings.device) as monitor:
         budget_s = settings.collective_budget_s
@@ -314,7 +326,8 @@ def run_sweep(
                 collectives.follow()
             return [], {}
         header = settings.header()
-        # `collectives` is entered first, so that the other ranks are released even after an error.
+        # `collectives` is entered first. So even if the file or a task raises an error, the other
+        # ranks return from `follow`.
         with collectives, RecordFile(path, header) as file:
             tasks = tasks_of(settings, make_timer(settings.device))
             num = len(collectives.tasks) + len(tasks)
@@ -327,7 +340,8 @@ def run_sweep(
             console.print(describe_sweep(settings, left, len(more)), markup=False)
             try:
                 records = list(_shown(file, collectives.tasks, "collectives", console))
-                # The other ranks are released here so that they do not run into their timeout.
+                # Let the other ranks return from `follow` now, because they would time out while
+                # rank 0 measures kernels.
                 collectives.release()
                 what = f"kernels of {describe(settings.device)['name']}"
                 records += _shown(file, tasks, what, console)

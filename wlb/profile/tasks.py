@@ -1,11 +1,13 @@
-"""Tasks of a sweep, and the file of their records, with which a sweep can be resumed.
+"""Tasks of a sweep, and the file of their records, from which a sweep can be resumed.
 
-The file has one JSON object per line:
+A sweep is a run of `wlb profile`. Its file has one JSON object per line:
 
-- The first line describes the device, versions, model and settings. The file of a sweep with
-  another description is refused.
-- Each result is appended under its task's key. A later start skips tasks with a result.
-- Each start that measures something appends its date, command, commit and conditions.
+- The first line (the header) describes the device, versions, model and settings. A sweep refuses
+  a file whose header differs.
+- Each result is appended as a line. If the sweep is started again, it skips tasks that have a
+  result.
+- Each start that measures something appends its date, command, commit, and the clocks and
+  throttling of the device.
 
 A task that runs out of memory is recorded as failed, and the sweep continues.
 """
@@ -25,7 +27,7 @@ from wlb.plan.plain import flat
 from wlb.plan.read_file import parse_json
 
 Numbers = dict[str, float]
-"""Measured numbers by name; names end in their unit."""
+"""Measured numbers by name. A name ends in the unit, as in forward_ns."""
 _MOST = 1e30
 """Largest number that a record may have. Times in ns, bytes and ratios are far smaller."""
 
@@ -34,10 +36,10 @@ _MOST = 1e30
 class Task:
     """A measurement of a sweep. `kind` and `point` together identify it."""
 
-    kind: str  # such as "gemm"
-    point: Mapping[str, Any]  # sizes and settings, as plain JSON values
-    run: Callable[[], Numbers]  # measures it
-    # Whether the sweep continues after any error. Otherwise it continues only if memory runs out.
+    kind: str  # what is measured, such as "gemm"
+    point: Mapping[str, Any]  # sizes and settings of the measurement, as plain JSON values
+    run: Callable[[], Numbers]  # measures and returns the numbers
+    # Whether the sweep continues after any error of this task, or only if memory ran out.
     may_fail: bool = False
 
     @property
@@ -57,7 +59,7 @@ class Record:
 
 
 def measured(records: Iterable[Record], kind: str) -> list[Record]:
-    """Return the records of a kind that did not fail."""
+    """Return the records of one kind of task, without tasks that failed."""
     return [r for r in records if r.kind == kind and not r.failed]
 
 
@@ -66,7 +68,8 @@ class RecordFile:
 
     Attributes:
         records: Records by the key of their task.
-        starts: Descriptions of the starts that measured something, oldest first.
+        starts: Date, command, commit and conditions of each start of the sweep that measured
+            something, oldest first.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -74,7 +77,7 @@ class RecordFile:
 
         Args:
             path: The file.
-            header: Description of the sweep.
+            header: Description of the device, versions, model and settings of the sweep.
 
         Raises:
             UserError: If the file belongs to a sweep with another description.
@@ -101,20 +104,24 @@ class RecordFile:
         try:
             first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
         except UnicodeDecodeError:
-            raise UserError(f"{self.path} is not a file of sweep records; move it away") from None
+            raise UserError(
+                f"{self.path} is not a file of sweep records; move it away, or give another --out"
+            ) from None
         found = _loaded(first).get("header")
         if not isinstance(found, dict):
-            raise UserError(f"{self.path} is not a file of sweep records; move it away")
+            raise UserError(
+                f"{self.path} is not a file of sweep records; move it away, or give another --out"
+            )
         stored, now = dict(flat(found)), dict(flat(json.loads(json.dumps(header))))
         differences = ", ".join(
-            f"{k}: {stored.get(k)!r} there, {now.get(k)!r} now"
+            f"{k}: {stored.get(k)!r} in the file, {now.get(k)!r} now"
             for k in sorted({*stored, *now})
             if stored.get(k) != now.get(k)
         )
         if differences:
             raise UserError(
-                f"{self.path} has the records of another sweep ({differences}); remove it or give "
-                f"another --out"
+                f"{self.path} has the records of a different sweep ({differences}); remove the "
+                f"file or give another --out"
             )
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) != len(lines):
@@ -127,13 +134,13 @@ class RecordFile:
                 continue
             if (record := _record_of(data)) is None:
                 raise UserError(
-                    f"line {number} of {self.path} is no record of a sweep; remove the line or "
+                    f"line {number} of {self.path} is not a record of a sweep; remove the line or "
                     f"the file"
                 )
             self.records[_key(record.kind, record.point)] = record
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Record]:
-        """Yield the record of each task, read from the file or measured now."""
+        """Yield the record of each task: from the file if it has one, otherwise measured now."""
         for task in tasks:
             if task.key not in self.records:
                 record = _measured(task)
@@ -143,7 +150,11 @@ class RecordFile:
             yield self.records[task.key]
 
     def end(self, start: Mapping[str, Any]) -> None:
-        """Append a line that describes this start, if it measured something."""
+        """Append a line that describes this start of the sweep, if it measured something.
+
+        Args:
+            start: Date, command, commit and conditions.
+        """
         if self._num_measured:
             self.starts.append({**start, "points": self._num_measured})
             self._write({"start": self.starts[-1]})
@@ -157,7 +168,7 @@ def _key(kind: str, point: Mapping[str, Any]) -> str:
 
 
 def _loaded(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line, or {} if it has none."""
+    """Return the JSON object in a line of the file, or {} if the line has none."""
     try:
         data = parse_json(line, "a line")
     except UserError:
@@ -166,7 +177,7 @@ def _loaded(line: str) -> dict[str, Any]:
 
 
 def _record_of(data: dict[str, Any]) -> Record | None:
-    """Return the record in the JSON object of a line, or None if it is not a valid one."""
+    """Return the record in the JSON object of a line, or None if it is not a valid record."""
     try:
         record = Record(**data)
         texts = (record.kind, record.failed)
@@ -182,7 +193,7 @@ def _is_number(value: object) -> bool:
 
 
 def _measured(task: Task) -> Record:
-    """Run a task and return its record. Record failures that the task allows."""
+    """Run a task and return its record. If it fails and may fail, record the reason."""
     try:
         return Record(kind=task.kind, point=task.point, numbers=task.run())
     except Exception as error:
@@ -199,7 +210,7 @@ def _measured(task: Task) -> Record:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # These are words of torch's CPU allocator, cuBLAS, cuDNN and NCCL.
+    # torch's CPU allocator, cuBLAS, cuDNN and NCCL use these words in their errors.
     words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -1,14 +1,14 @@
 """Time calls on a device: the median, 10th and 90th percentile of repeats.
 
-- Before each call a buffer twice the size of L2 is written, because in training weights and rows
-  are rarely in L2.
-- On a CPU, time is CPU time of the thread, which is exact for work in one thread
+- Before each call, a buffer twice the size of the L2 cache is written, because in training, weights
+  and activations are rarely in L2.
+- On a CPU, time is CPU time of the thread. It is exact if all work is in one thread
   (`pinned_threads`).
 - On CUDA, time is measured between events around the call. Before the first event the device spins
-  for as long as the host needs to issue the call, so the device never waits for the host in
-  between. `Timing.host_ns` has the host's time.
-- Warm-up calls cover lazy initialisation, the allocator and autotuners. Before its first timing a
-  CUDA device also works for SETTLE_S, so that its clocks rise.
+  for as long as the host needs to issue the call, so the device never waits for the host between
+  the events. `Timing.host_ns` has the host's time.
+- Warm-up calls absorb the time of lazy initialisation, the allocator and autotuners. Before its
+  first timing a CUDA device also works for SETTLE_S, so that its clocks rise.
 """
 
 import gc
@@ -27,26 +27,30 @@ from wlb.plan import UserError
 from wlb.profile.device import cpu_l2_bytes
 
 Step = Callable[[Any], Any]
-"""A timed part of a repeat. Its argument is the result of the part before (None for the first)."""
+"""A part of a call that is timed separately, such as forward or backward.
+
+Its argument is the result of the previous part; the first part gets None."""
 FloatArray = npt.NDArray[np.float64]
 _Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 WARM_UP_CALLS = 3
-"""Most warm-up calls. Warm-up ends early when it has taken the whole budget."""
+"""Most warm-up calls. Warm-up ends early when it has taken as long as all repeats may take."""
 HEAP_BYTES = 31 << 20
-"""Size of a block that raises glibc's mmap and trim thresholds when it is freed (mallopt(3)).
+"""Bytes of a block that is allocated and freed so that glibc no longer returns memory.
 
-It must be below 32 MiB."""
+Freeing it raises glibc's mmap and trim thresholds (mallopt(3)), if it is below 32 MiB."""
 USUAL_CPU_L2_BYTES = 2 << 20
-"""Size of a core's L2 cache where the system does not say."""
+"""Bytes of a core's L2 cache that are assumed if the system does not report them."""
 SETTLE_S = 1.0
 """Time that a GPU works before its first timing, in seconds."""
 MOST_SPIN_S = 0.01
 """Longest spin before a call, in seconds."""
 SPIN_CYCLES_PER_S = 3e9
-"""Clock rate above that of any GPU, so that spins are at least as long as the host needs."""
+"""Clock rate by which seconds of spinning are converted to cycles.
+
+It is above the clock rate of any GPU, so that the device spins at least as long as it should."""
 LEAST_FLUSH_BYTES = 1 << 26
-"""Smallest buffer that is written to flush L2 on CUDA, in bytes."""
+"""Least bytes of the buffer that is written to flush L2 on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +61,8 @@ class Timing:
     low_ns: float  # 10th percentile
     high_ns: float  # 90th percentile
     count: int  # number of repeats
-    # The host's time to issue the call on CUDA, which running kernels usually hide. It is 0 on a
-    # CPU, where it is part of the times.
+    # On CUDA, the host's time to issue the call. In training it usually overlaps with kernels. On a
+    # CPU it is 0, because the other times contain it.
     host_ns: float = 0.0
 
     @classmethod
@@ -76,21 +80,21 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """How often a call is repeated: for about `budget_s`, within `least` and `most` times."""
+    """How often a call is repeated: for about `budget_s`, but `least` to `most` times."""
 
-    budget_s: float
-    least: int
-    most: int
+    budget_s: float  # seconds for all repeats together
+    least: int  # fewest repeats
+    most: int  # most repeats
 
     def __post_init__(self) -> None:
         if not (1 <= self.least <= self.most and self.budget_s >= 0):
             raise ValueError(
-                f"least = {self.least}, most = {self.most}, budget_s = {self.budget_s}: needs "
-                f"1 <= least <= most and a budget of at least 0 s"
+                f"least = {self.least}, most = {self.most} and budget_s = {self.budget_s} must be "
+                f"1 <= least <= most and budget_s >= 0"
             )
 
     def count(self, repeat_s: float) -> int:
-        """Return the number of repeats if each takes `repeat_s`."""
+        """Return the number of repeats if each takes `repeat_s` seconds."""
         return max(self.least, min(self.most, int(self.budget_s / repeat_s)))
 
 
@@ -103,7 +107,7 @@ class KernelTimer(ABC):
     def time(
         self, call: Callable[[], Any], *, budget_s: float, least: int = 5, most: int = 1000
     ) -> Timing:
-        """Time `call`, repeated for about `budget_s`, within `least` and `most` times."""
+        """Time a call, repeated for about `budget_s` seconds, but `least` to `most` times."""
         repeats = Repeats(budget_s=budget_s, least=least, most=most)
         return self._time([lambda _: call()], repeats)[0]
 
@@ -116,7 +120,7 @@ class KernelTimer(ABC):
         least: int = 5,
         most: int = 1000,
     ) -> tuple[Timing, Timing]:
-        """Time forward and backward passes, which take turns within one budget.
+        """Time a forward and a backward pass, which are repeated in turn.
 
         Each backward gets the result of the forward before it, so that each autograd graph is used
         once, as in training.
@@ -124,7 +128,7 @@ class KernelTimer(ABC):
         Args:
             forward: Forward pass.
             backward: Backward pass, called with the result of `forward`.
-            budget_s: Time for all repeats of both.
+            budget_s: Seconds for all repeats of both passes.
             least: Fewest repeats.
             most: Most repeats.
 
@@ -136,7 +140,7 @@ class KernelTimer(ABC):
         return first, second
 
     def _time(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]:
-        # A garbage collection in the middle of a repeat would count as its time.
+        # Switch garbage collection off, because its time in the middle of a repeat would count.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -154,14 +158,14 @@ class CpuTimer(KernelTimer):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # After this block is freed, glibc keeps freed memory. Otherwise it would return memory to
-        # the system after each call and get it back with page faults, which cost more than a
-        # small operator.
+        # After this block is freed, glibc keeps the memory that later calls free. Otherwise it
+        # would return this memory to the system and get it back with page faults, which take longer
+        # than a small operator.
         torch.empty(HEAP_BYTES, dtype=torch.uint8)
         flush_bytes = 2 * (cpu_l2_bytes() or USUAL_CPU_L2_BYTES)
         self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8)
-        # Reading the thread's clock is a system call that takes a tenth of a small operator's time,
-        # so its own time is measured and subtracted.
+        # Reading the thread's clock is a system call that takes a tenth of a small operator's time.
+        # Measure how long it takes, to subtract it.
         empty = [self._once([lambda _: None])[0] for _ in range(50)]
         self.clock_ns = float(np.median(empty))
 
@@ -181,7 +185,7 @@ class CpuTimer(KernelTimer):
         return tuple(Timing.of(column) for column in times.T)
 
     def _once(self, steps: Sequence[Step]) -> list[int]:
-        """Run all steps once and return the CPU time of each in nanoseconds."""
+        """Run all parts of the call once, and return the CPU time of each in nanoseconds."""
         took: list[int] = []
         value = None
         for step in steps:
@@ -228,13 +232,18 @@ class CudaTimer(KernelTimer):
         return buffer
 
     def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
-        """Run the warm-up calls.
+        """Run the warm-up calls, and measure how long the host needs to issue a call.
 
-        The host's time is measured here, on an idle device, because later the host may block when
-        the device's queue is full.
+        This is measured here, on an idle device, because later the host may block when the queue of
+        the device is full.
+
+        Args:
+            steps: Parts of the call.
+            budget_s: Seconds after which warm-up ends.
 
         Returns:
-            Seconds of a repeat, and the host's nanoseconds in each step.
+            The seconds that one repeat of all parts takes, and the nanoseconds that the host needs
+            to issue each part.
         """
         round_s, hosts_ns = 0.0, [float("inf")] * len(steps)
         spins, start = [0] * len(steps), time.perf_counter()
@@ -251,7 +260,15 @@ class CudaTimer(KernelTimer):
     def _once(
         self, steps: Sequence[Step], spins: Sequence[int]
     ) -> tuple[list[_Events], list[float]]:
-        """Run all steps once, and return the events around each and the host's ns in each."""
+        """Run all parts of the call once.
+
+        Args:
+            steps: Parts of the call.
+            spins: Clock cycles for which the device spins before each part.
+
+        Returns:
+            The events before and after each part, and the host's nanoseconds to issue each part.
+        """
         assert self._flush_buffer is not None
         events: list[_Events] = []
         hosts_ns: list[float] = []
@@ -271,16 +288,16 @@ class CudaTimer(KernelTimer):
 
 
 def spin(cycles: int) -> None:
-    """Keep the current stream busy for some clock cycles, so that the host gets ahead of it."""
+    """Keep the current stream busy for `cycles` clock cycles, so that the host gets ahead of it."""
     if cycles:
         torch.cuda._sleep(cycles)
 
 
 def make_timer(device: torch.device) -> KernelTimer:
-    """Return the timer for a device; raise UserError if its kind has none."""
+    """Return the timer for a device, or raise UserError if there is none for its type."""
     timers = {"cpu": CpuTimer, "cuda": CudaTimer}
     if device.type not in timers:
-        raise UserError(f"device {device.type!r} has no timer; profile cpu or cuda")
+        raise UserError(f"device {device.type!r} cannot be measured; use cpu or cuda")
     return timers[device.type](device)
 
 
@@ -288,8 +305,8 @@ def make_timer(device: torch.device) -> KernelTimer:
 def pinned_threads(device: torch.device) -> Iterator[None]:
     """Set torch to one thread inside the block if `device` is a CPU, as `CpuTimer` needs.
 
-    The thread is not bound to a core. Ranks that are started inside the block would inherit the
-    binding, and CPU time does not include waiting for a core anyway.
+    The thread is not bound to a core. That is not necessary, because CPU time does not include
+    waiting for a core, and ranks that are started inside the block would inherit the binding.
     """
     if device.type != "cpu":
         yield

@@ -158,8 +158,8 @@ class Prices:
     ) -> tuple[float, float]:
         """Return the bytes and the predicted time of one rank in an all-to-all.
 
-        The transfers within a node and those between nodes are assumed to run one after the other,
-        as in `ProfiledWorkload.needed_exchange_ns`.
+        The rank's transfers are assumed to run one after the other, as in
+        `ProfiledWorkload.needed_exchange_ns`.
 
         Args:
             splits: Numbers of rows to and from each member.
