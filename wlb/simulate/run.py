@@ -81,7 +81,7 @@ class RunSimulation:
 
     @property
     def imbalance(self) -> float:
-        """Predicted work of each step's slowest micro-batch over the mean, both summed over steps."""
+        """Predicted work of each step's slowest micro-batch over the mean; sums over all steps."""
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
 

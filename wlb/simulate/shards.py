@@ -295,12 +295,11 @@ def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = None) -> int:
-    """Return the number of consecutive ranks over which an FSDP group is spread, as a cost needs it.
+    """Return over how many consecutive ranks an FSDP group is spread, to price its collectives.
 
-    A collective's price assumes that the members are spread evenly over this span, so the number is
-    chosen such that the members on a node are as many as in fact. Consecutive CP ranks are one TP
-    group apart, and consecutive dp ranks are one pipeline apart. Only the ranks of one stage are
-    members.
+    The price assumes that the members are spread evenly over this span. So the span is chosen such
+    that a node then has as many members as it has in fact. Consecutive CP ranks are one TP group
+    apart, and consecutive dp ranks are one pipeline apart. Only ranks of one stage are members.
 
     Args:
         parallel: Degrees of parallelism.

@@ -180,7 +180,7 @@ class Simulation:
     simulator: Simulator  # the simulator that made this
     prices: StepPrices  # prices of the passes
     durations_ns: IntArray  # duration of each node, [nodes, steps, dp]
-    ends_ns: IntArray  # when each node ends, counted from the start of its step, [nodes, steps, dp]
+    ends_ns: IntArray  # end of each node, counted from the start of its step, [nodes, steps, dp]
 
     @property
     def num_steps(self) -> int:
@@ -223,9 +223,9 @@ class Simulation:
 
     @property
     def compute_s(self) -> FloatArray:
-        """Seconds of all kernels without collectives and launches on each rank, [steps, dp, pp, cp].
+        """Seconds of all kernels on each rank, without collectives and launches.
 
-        All TP ranks have the same.
+        The shape is [steps, dp, pp, cp]. All TP ranks have equal times.
         """
         spec, prices = self.simulator.spec, self.prices
         out = self.attention_s
@@ -265,10 +265,10 @@ class Simulation:
 
     @property
     def peak_memory_bytes(self) -> IntArray:
-        """Peak bytes of all tensors on each pipeline rank, in the pipeline with the most, [steps, pp].
+        """Peak bytes of all tensors on each pipeline rank, in the pipeline with the most.
 
-        Activations and gradients are counted pass by pass. All other memory is estimated by
-        `wlb.memory` for the step's longest micro-batch.
+        The shape is [steps, pp]. Activations and gradients are counted pass by pass. All other
+        memory is estimated by `wlb.memory` for the step's longest micro-batch.
         """
         spec = self.simulator.spec
         # If every pass reduces its gradients layer by layer, the unsharded gradients of a whole
@@ -300,7 +300,7 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
-        """Return the attention time of the slowest CP ranks over the mean CP rank's, in one step."""
+        """Return the attention time of the slowest CP ranks over the mean rank's, in one step."""
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())
         return float(both.max(axis=2).sum()) / mean if mean else 1.0

@@ -184,7 +184,7 @@ class _Step:
             yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
 
     def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
-        """Yield the two events of an arrow from the pass that sends a message to the receiving pass.
+        """Yield the two events of an arrow from the pass that sends a message to its receiver.
 
         Perfetto draws it only if both ends lie within the passes.
         """

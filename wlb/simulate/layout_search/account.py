@@ -1,15 +1,15 @@
-"""Divide the time of simulated steps into terms that add up to it.
+"""Divide the time of simulated steps into kinds of work ("terms") that add up to it.
 
 The terms are, in this order:
 
-1. Work of the mean pipeline rank, if every micro-batch and CP rank is at the mean (`work_terms`;
-   needs no graph).
-2. The pipeline bubble and exposed collectives over the data-parallel axis, from the critical path
-   of one mean step (`even_terms`).
-3. The imbalance of micro-batches and of CP ranks (`account`).
+1. The work of the mean pipeline rank, as if all micro-batches and CP ranks were equal
+   (`work_terms`). It needs no simulation.
+2. The pipeline bubble and the exposed collectives over the data-parallel axis, from the critical
+   path of one step with equal micro-batches (`even_terms`).
+3. The time that unequal micro-batches and unequal CP ranks cost (`account`).
 
-The first two are nearly a lower bound of what packing and sharding can reach. A step whose short
-micro-batches come first and last can be slightly faster.
+The sum of the first two is nearly a lower bound of what packing and sharding can reach. A step
+whose first and last micro-batches are short can be slightly faster.
 """
 
 from dataclasses import replace
@@ -22,21 +22,23 @@ from wlb.simulate.step import Simulator
 from wlb.spec import Recompute
 
 RECOMPUTE = "recompute"
-"""Term of recomputation."""
+"""Name of the time of recomputation."""
 BUBBLE = "bubble"
-"""Term of the pipeline bubble."""
+"""Name of the time of the pipeline bubble."""
 MICRO_BATCHES = "imbalance of micro-batches"
-"""Term of the time that unequal micro-batches cost."""
+"""Name of the time that unequal micro-batches cost."""
 CP_RANKS = "imbalance of CP ranks"
-"""Term of the time that unequal CP ranks cost."""
+"""Name of the time that unequal CP ranks cost."""
 TermSeconds = dict[str, float]
-"""Seconds by term."""
+"""Seconds by kind of work ("term")."""
 
 
 def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
-    """Return the seconds in passes of the mean pipeline rank.
+    """Return the seconds that the mean pipeline rank spends in passes, by kind of work.
 
-    `prices` must have one step and one pipeline.
+    Args:
+        prices: Prices of one step of one pipeline.
+        cost: Prices of the layout.
     """
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
@@ -48,7 +50,7 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
                 _add(out, name, ns * tokens / pp)
             for name, ns in terms.per_call.items():
                 _add(out, name, ns * n / pp)
-    # The terms price all-gathers of keys; the plan's exchange may take more or less.
+    # The terms so far price all-gathers of keys. The actual exchange may take more or less time.
     over = prices.exchange_forward_ns.sum() + prices.exchange_backward_ns.sum()
     _add(out, KEYS, float(over) * sum(prices.layers) / pp)
     _move_recompute(out, prices, cost)
@@ -56,9 +58,11 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
 
 
 def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
-    """Return seconds by term of a step whose micro-batches are equal.
+    """Return the seconds of a step whose micro-batches are equal, by kind of work.
 
-    `prices` must have one step and one pipeline.
+    Args:
+        simulator: Simulator of the layout.
+        prices: Prices of one step of one pipeline with equal micro-batches.
     """
     simulation = simulator.run(prices)
     graph = simulator.graph
@@ -67,7 +71,8 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
     exposed = 0.0
     for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
         kind = graph.nodes[i].kind
-        # Collectives on the critical path are exposed. The remaining time is the bubble.
+        # Collectives on the critical path are exposed. The time that remains after them and the
+        # work is the bubble.
         if kind not in (NodeKind.PASS, NodeKind.MESSAGE):
             seconds = float(simulation.durations_ns[i, 0, 0]) * 1e-9
             _add(out, NAMES[kind], seconds)
@@ -77,12 +82,18 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
 
 
 def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeconds:
-    """Return seconds by term of all steps of `prices`, which took `time_s` in total."""
+    """Return the seconds of simulated steps by kind of work; they add up to `time_s`.
+
+    Args:
+        simulator: Simulator of the layout.
+        prices: Prices of all steps.
+        time_s: Simulated seconds of all steps together.
+    """
     steps = prices.shape[0]
     out = {name: s * steps for name, s in even_terms(simulator, mean_prices(prices)).items()}
     even = sum(out.values())
-    # Simulate with even CP ranks: the time saved is their imbalance, and the rest is that of
-    # micro-batches.
+    # Simulate the steps with equal CP ranks. The time that this saves is the cost of unequal CP
+    # ranks, and the remaining difference is the cost of unequal micro-batches.
     with_even_ranks = time_s
     if prices.shape[3] > 1:
         with_even_ranks = simulator.total_s(prices, lambda some: some.evened((3,)))
@@ -92,16 +103,22 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 
 def mean_prices(prices: StepPrices) -> StepPrices:
-    """Return prices of one step of one pipeline whose micro-batches are the mean of all."""
+    """Return prices of one step of one pipeline whose micro-batches all are the mean of `prices`."""
     first = (slice(1), slice(1), slice(None), slice(1))
     return prices.evened((0, 1, 2, 3)).changed(lambda x: x[first[: x.ndim]])
 
 
 def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload) -> None:
-    """Move the time of recomputation from the terms of backward to `RECOMPUTE`."""
+    """Move the time of recomputation from other kinds of work to `RECOMPUTE`.
+
+    Args:
+        out: ns by kind of work, which is changed.
+        prices: Prices of one step of one pipeline.
+        cost: Prices of the layout.
+    """
     if cost.recompute == Recompute.NONE:
         return
-    # The recomputed part is the difference from prices without recompute.
+    # The time of recomputation is the difference to prices without recompute.
     plain = replace(cost.linear, recompute=Recompute.NONE)
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     layers = sum(prices.layers) / cost.parallel.pp

@@ -1,10 +1,10 @@
-"""Enumerate the layouts of a number of devices, with the reasons why others cannot work.
+"""List the layouts that are possible on a number of devices, and why the others are not.
 
-A layout is degrees of TP, CP, PP, DP and EP, a schedule, a number of virtual stages and a kind of
-recompute. Degrees are divisors whose product is the number of devices. Each combination that
-`wlb.spec.check`, the schedule and memory allow becomes a candidate. A layout must have memory for a
-step in which all micro-batches are one window; `Candidate.caps` says how much longer they may be.
-More recompute is not tried once less recompute leaves packing all the memory that it can use.
+A layout is a choice of degrees of TP, CP, PP, DP and EP, a schedule, a number of virtual stages and
+a kind of recompute. The product of the first four degrees is the number of devices. Each
+combination that `wlb.spec.check`, the schedule and memory allow becomes a candidate. It must have
+memory for a step whose micro-batches are all one window long; `Candidate.caps` says how much longer
+they may be. If packing gets all the memory that it can use, more recompute is not tried.
 """
 
 import math
@@ -18,26 +18,26 @@ from wlb.simulate.peak_memory import rest_bytes
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, check
 
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
-"""Caps beyond which packing gains nothing: S_max in windows, T in global batches."""
+"""Values of S_max (in windows) and T (in global batches) above which packing gains nothing."""
 AXES = ("tp", "cp", "pp", "dp")
 EP = "ep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoices:
-    """Values that a search may choose from; an empty tuple allows every divisor."""
+    """Values among which a search for layouts may choose; an empty tuple allows all that divide."""
 
-    tp: tuple[int, ...] = ()
-    cp: tuple[int, ...] = ()
-    pp: tuple[int, ...] = ()
-    dp: tuple[int, ...] = ()
-    ep: tuple[int, ...] = ()  # only for models with experts
-    virtual_stages: tuple[int, ...] = ()
-    schedules: tuple[Schedule, ...] = tuple(Schedule)
-    recompute: tuple[Recompute, ...] = tuple(Recompute)
+    tp: tuple[int, ...] = ()  # degrees of tensor parallelism
+    cp: tuple[int, ...] = ()  # degrees of context parallelism
+    pp: tuple[int, ...] = ()  # degrees of pipeline parallelism
+    dp: tuple[int, ...] = ()  # degrees of data parallelism
+    ep: tuple[int, ...] = ()  # degrees of expert parallelism, only for models with experts
+    virtual_stages: tuple[int, ...] = ()  # numbers of virtual stages of a pipeline rank
+    schedules: tuple[Schedule, ...] = tuple(Schedule)  # pipeline schedules
+    recompute: tuple[Recompute, ...] = tuple(Recompute)  # kinds of recompute
 
     def check(self, gpus: int) -> None:
-        """Raise UserError if no layout of `gpus` devices has one of these degrees."""
+        """Raise UserError if one of the degrees does not divide the number of devices."""
         for axis in (*AXES, EP):
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:
@@ -58,18 +58,18 @@ class Candidate:
     """A layout that fits into memory."""
 
     spec: RunSpec  # the run with this layout
-    need_bytes: int  # memory of the fullest rank if micro-batches are one window
-    # longest micro-batches and steps that fit; None if only single windows fit
+    need_bytes: int  # memory of the fullest rank if all micro-batches are one window
+    # S_max and T that fit into memory; None if longer micro-batches than one window do not fit
     caps: TokenCaps | None
 
     @property
     def name(self) -> str:
-        """Name of the layout."""
+        """Name of the layout (`name_of`)."""
         return name_of(self.spec)
 
     @property
     def has_all_room(self) -> bool:
-        """Whether memory leaves packing all the tokens that it can use."""
+        """Whether memory allows the largest S_max and T from which packing gains."""
         if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
             return False
         most = MOST_STEP_TOKENS * self.spec.tokens_per_step
@@ -78,12 +78,12 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Refusal:
-    """Layouts that were refused for one reason."""
+    """How many layouts are impossible for one reason, with one of them as an example."""
 
     reason: str  # the reason
-    name: str  # name of the first layout
-    message: str  # error message of the first layout
-    count: int = 0  # number of layouts
+    name: str  # name of the first of these layouts
+    message: str  # error message about the first of these layouts
+    count: int = 0  # number of these layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class TooLarge:
 
     @property
     def message(self) -> str:
-        """How many bytes are missing, as a sentence."""
+        """Sentence that says how many bytes are missing on which rank."""
         stages = self.spec.stages_of(self.rank)
         return (
             f"{name_of(self.spec)}: pipeline rank {self.rank} (stages "
@@ -107,17 +107,23 @@ class TooLarge:
 
 @dataclass(slots=True, kw_only=True)
 class Layouts:
-    """Layouts that fit, and why others were refused."""
+    """The layouts that are possible, and why the others are not."""
 
-    # layouts that fit, in a fixed order
+    # possible layouts, in a fixed order
     candidates: list[Candidate] = field(default_factory=list[Candidate])
-    # refused layouts by reason
+    # impossible layouts by reason
     refusals: dict[str, Refusal] = field(default_factory=dict[str, Refusal])
-    # layouts that need too much memory
+    # layouts that are impossible because they need too much memory
     too_large: list[TooLarge] = field(default_factory=list[TooLarge])
 
     def refuse(self, reason: str, spec: RunSpec, message: str) -> None:
-        """Count a refused layout."""
+        """Count a layout that is impossible.
+
+        Args:
+            reason: The reason, by which layouts are counted.
+            spec: The run with this layout.
+            message: Error message about this layout.
+        """
         known = self.refusals.setdefault(
             reason, Refusal(reason=reason, name=name_of(spec), message=message)
         )
@@ -127,7 +133,7 @@ class Layouts:
 def name_of(spec: RunSpec) -> str:
     """Return a layout's name: "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none".
 
-    With experts it also has ep.
+    If the model has experts, the name also has ep.
     """
     return f"{degrees_of(spec)} {pipeline_of(spec)} recompute {spec.training.recompute}"
 
@@ -139,27 +145,30 @@ def degrees_of(spec: RunSpec) -> str:
 
 
 def pipeline_of(spec: RunSpec) -> str:
-    """Return the schedule and virtual stages as text."""
+    """Return the schedule and virtual stages as text: "interleaved_1f1b v 5", or "no pipeline"."""
     if spec.parallel.pp == 1:
         return "no pipeline"
     return f"{spec.pp.schedule} v {spec.pp.virtual_stages}"
 
 
 def planned_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a device that plans may use."""
+    """Return how many bytes of a device's memory plans may use."""
     return int(planned_gib(spec) * GIB)
 
 
 def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
-    """Return the candidates for a run on `gpus` devices; all train equally many windows per step.
+    """Return the possible layouts of a run on a number of devices.
+
+    All of them train equally many windows in a step.
 
     Args:
         spec: The run.
         gpus: Number of devices.
-        choices: Values to choose from.
+        choices: Values among which to choose.
 
     Raises:
-        UserError: No layout is possible. The message has the reasons or the closest layout.
+        UserError: No layout is possible. The message has the reasons, or the layout that lacks the
+            least memory.
     """
     choices.check(gpus)
     if spec.fsdp.shard_size:
@@ -173,7 +182,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
-        # Check degrees before schedules and EP, so that a refusal names the wrong degree.
+        # Degrees are checked before schedules and EP, so that the reason names the wrong degree.
         shaped = _with_experts(replace(spec, parallel=parallel), 1, asked=spec)
         if _is_refused(shaped, out):
             continue
@@ -195,11 +204,13 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
 
 
 def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
-    """Return `spec` with a degree of EP, and with settings of experts that this degree allows.
+    """Return a run with a degree of EP, and with settings of experts that this degree allows.
 
-    `ep.stages` is the largest divisor of the asked number that also divides the experts of a rank.
-    `cost.expert_load` is the asked load, but at most the degree, which is the largest load
-    possible.
+    Args:
+        spec: The run with the other degrees of the layout.
+        ep: The degree of EP.
+        asked: The user's run. Its `ep.stages` is lowered to a divisor that also divides the experts
+            of a rank. Its `cost.expert_load` is lowered to `ep`, the largest possible load.
     """
     stages = 1 if ep == 1 else math.gcd(asked.ep.stages, spec.model.experts.num // ep)
     return replace(
@@ -211,7 +222,7 @@ def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
 
 
 def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (tp, cp, pp, dp) whose product is the number of devices."""
+    """Yield the allowed degrees (tp, cp, pp, dp) whose product is the number of devices."""
     for tp in choices.tp or divisors(gpus):
         for cp in choices.cp or divisors(gpus // tp):
             for pp in choices.pp or divisors(gpus // tp // cp if gpus % (tp * cp) == 0 else 1):
@@ -221,7 +232,7 @@ def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int,
 
 
 def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
-    """Raise UserError if a degree of EP does not divide the experts."""
+    """Raise UserError if one of the degrees of EP does not divide the number of experts."""
     num = spec.model.experts.num
     for ep in choices.ep:
         if not num:
@@ -236,7 +247,10 @@ def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
 
 
 def _expert_degrees(spec: RunSpec, choices: LayoutChoices) -> tuple[int, ...]:
-    """Return the degrees of EP that divide the experts and the ranks of a stage; (1,) if dense."""
+    """Return the allowed degrees of EP of a layout; (1,) without experts.
+
+    A degree must divide the number of experts and the number of ranks of a stage.
+    """
     if not spec.model.experts.num:
         return (1,)
     possible = divisors(math.gcd(spec.model.experts.num, spec.parallel.expert_ranks))
@@ -249,9 +263,9 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _is_refused(spec: RunSpec, out: Layouts) -> bool:
-    """Return whether no pipeline of this layout can work.
+    """Return whether these degrees are impossible with any schedule, and count why in `out`.
 
-    Axes are checked one by one, so that the reason names the axis that is wrong by itself.
+    Axes are checked one by one, so that the reason names an axis that is wrong by itself.
     """
     one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
     plain = replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1)
@@ -262,7 +276,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         ("pp does not divide the layers", "pp"),
     ):
         alone = replace(one, **{axis: getattr(spec.parallel, axis)})
-        # Whether pp divides the layers is checked with the other degrees, which work by now.
+        # The last check has all degrees. The others are possible by now, so pp is the reason.
         if axis == "pp":
             alone = spec.parallel
         try:
@@ -278,7 +292,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
 
 
 def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
-    """Yield `spec` with every schedule and number of virtual stages."""
+    """Yield a run with each allowed schedule and number of virtual stages."""
     pp = spec.parallel.pp
     if pp == 1:
         if not choices.virtual_stages or 1 in choices.virtual_stages:
@@ -293,9 +307,10 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
 
 
 def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
-    """Add `spec` with each kind of recompute that fits into memory, least recompute first.
+    """Add a layout to `out` with each kind of recompute with which it fits into memory.
 
-    Kinds behind the first one with all the memory that packing can use are refused.
+    The kind with the least recompute is tried first. Once a kind leaves packing all the memory that
+    it can use, kinds with more recompute are not tried.
     """
     has_all_room = False
     for recompute in (r for r in Recompute if r in choices.recompute):
@@ -315,8 +330,8 @@ def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
 
 
 def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
-    """Return the caps of packing in the memory that plans may use; None if only windows fit."""
-    # Only policies with variable lengths have caps.
+    """Return the S_max and T that fit into memory; None if only micro-batches of one window fit."""
+    # Only policies with micro-batches of variable lengths have S_max and T.
     packing = replace(spec.packing, policy=Policy.BOUNDED, s_max=MOST_S_MAX)
     try:
         caps = token_caps(replace(spec, packing=packing), memory_bytes=planned_bytes(spec))
@@ -329,9 +344,12 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
 
 
 def need_of(spec: RunSpec) -> tuple[int, int]:
-    """Return (bytes, rank) of the fullest pipeline rank if micro-batches are one window.
+    """Return the memory of the fullest pipeline rank if all micro-batches are equally long.
 
-    If packing makes more micro-batches than windows, their mean length is taken.
+    They are one window long, or shorter if a step has more micro-batches than windows.
+
+    Returns:
+        The bytes, and the pipeline rank.
     """
     tokens = -(-spec.tokens_per_step // spec.num_micro_batches)
     needs: list[tuple[int, int]] = []
@@ -339,13 +357,13 @@ def need_of(spec: RunSpec) -> tuple[int, int]:
         held = held_bytes(spec, pp_rank=rank, micro_batch_tokens=tokens)
         fixed = rest_bytes(spec, pp_rank=rank, longest=spec.data.context_window)
         needs.append((fixed + sum(held), -rank))
-    # Ranks are negated, so that ties go to the first.
+    # Ranks are negated, so that of ranks with equal memory the first is returned.
     need, rank = max(needs)
     return need, -rank
 
 
 def _nothing(gpus: int, out: Layouts) -> str:
-    """Return the error message of a search without candidates."""
+    """Return the error message if no layout is possible."""
     if out.too_large:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (

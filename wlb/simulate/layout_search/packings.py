@@ -1,4 +1,4 @@
-"""Packing and sharding choices that `wlb tune layout` tries with a layout."""
+"""The settings of packing and sharding that `wlb tune layout` tries with each layout."""
 
 import math
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from wlb.simulate.layout_search.layouts import Candidate
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
 QUEUES = ((0.2, 0.63), (0.4,))
-"""Thresholds of outlier queues to try besides a run's own, in windows."""
+"""Thresholds of Algorithm 1 to try besides the run's own, as fractions of the context window."""
 POLICIES = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED, Policy.ORIGINAL)
-"""Policies that can be tried."""
+"""Packing policies that can be tried."""
 CHOSEN = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED)
-"""Policies that are tried by default.
+"""Packing policies that are tried by default.
 
-`original` is tried on request only. It cuts documents at windows and so skips attention over the
-cuts, which is less work rather than faster work.
+The policy `original` is only tried if the user asks for it. It cuts documents where a window ends,
+and tokens after a cut do not attend to those before it. So it saves time by doing less work.
 """
 STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 """Sharding strategies that are tried."""
@@ -26,16 +26,17 @@ STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingChoices:
-    """Values to try. Caps are lowered as far as memory requires."""
+    """Values of packing and sharding to try. S_max and T are lowered as far as memory requires."""
 
     policies: tuple[Policy, ...] = CHOSEN  # packing policies
-    s_max: tuple[float, ...] = (1.25, 1.5, 2.0)  # S_max in windows
-    step_tokens: tuple[float, ...] = (0.0, 1.1, 1.5)  # T in global batches; 0: no cap
-    # thresholds of Algorithm 1, besides the run's own
+    s_max: tuple[float, ...] = (1.25, 1.5, 2.0)  # values of S_max, in windows
+    step_tokens: tuple[float, ...] = (0.0, 1.1, 1.5)  # values of T, in global batches; 0: no limit
+    # thresholds of Algorithm 1 to try besides the run's own, as fractions of the context window
     queues: tuple[tuple[float, ...], ...] = QUEUES
     strategies: tuple[Strategy, ...] = STRATEGIES  # sharding strategies
-    micro_batches: tuple[float, ...] = (1.25, 1.5)  # micro-batches per window, besides 1
-    # delays of zero-bubble's weight-gradient passes, besides the run's own
+    # numbers of micro-batches for each window, to try besides 1
+    micro_batches: tuple[float, ...] = (1.25, 1.5)
+    # delays of zero-bubble's weight-gradient passes to try besides the run's own
     weight_delays: tuple[int, ...] = (2, 4)
 
     def __post_init__(self) -> None:
@@ -50,7 +51,10 @@ class PackingChoices:
             raise UserError(f"policy {unknown[0]} cannot be tried; use {', '.join(POLICIES)}")
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
-        """Return the packings to try with a layout; longer micro-batches only if they fit."""
+        """Return the packings to try with a layout.
+
+        Packings with micro-batches longer than a window are included only if memory allows them.
+        """
         base = candidate.spec.packing.ungrouped
         out: list[PackingSection] = []
         for policy in self.policies:
@@ -61,10 +65,10 @@ class PackingChoices:
         return out
 
     def first(self, candidate: Candidate) -> list[PackingSection]:
-        """Return the packing of each policy with which layouts are compared first.
+        """Return one packing of each policy, to compare layouts before all packings are tried.
 
-        It has the largest S_max, and the largest T among the choices that cap T. A layout uses the
-        first policy that fits.
+        It is the packing with the largest S_max and, among those, the largest T. The first of these
+        packings with which the layout fits into memory is used.
         """
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
@@ -74,29 +78,37 @@ class PackingChoices:
         return list(best.values())
 
     def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """Yield `spec` with more micro-batches than windows, if that is possible and useful."""
+        """Yield the run with more micro-batches than windows in a step.
+
+        It yields nothing without a pipeline, or if the policy packs windows.
+        """
         if spec.parallel.pp == 1 or not spec.packing.varies_lengths:
             return
         dp = max(1, spec.parallel.dp)
         windows = spec.num_windows // dp
         for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
             packing = replace(spec.packing, num_micro_batches=number * dp)
-            # The schedule may not allow this number: it may need rounds of equal size.
+            # Skip numbers that the schedule does not allow, because it needs rounds of equal size.
             with suppress(UserError):
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """Yield `spec` with zero-bubble's weight-gradient passes delayed further."""
+        """Yield the run with longer delays of zero-bubble's weight-gradient passes."""
         for delay in self.weight_delays if spec.splits_backward else ():
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
-        """Yield `section` with each combination of caps, and of queues for Algorithm 1."""
+        """Yield a packing section with each S_max and T, and for Algorithm 1 with all thresholds.
+
+        Args:
+            section: The section, with its policy.
+            spec: The run.
+        """
         section = replace(section, memory_gib=planned_gib(spec))
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    # With this number of micro-batches, S_max alone keeps a step below T.
+                    # Even if all micro-batches have S_max tokens, the step has at most T.
                     continue
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)
                 if section.policy == Policy.BOUNDED:
@@ -108,6 +120,10 @@ class PackingChoices:
 
 
 def with_settings(spec: RunSpec, packing: PackingSection, strategy: Strategy) -> RunSpec:
-    """Return `spec` with this packing and sharding; left-over tokens are merged into chunks."""
+    """Return the run with this packing section and sharding strategy.
+
+    Tokens that are left over after dividing a document are merged into its chunks
+    (`sharding.remainder`).
+    """
     sharding = replace(spec.sharding, strategy=strategy, remainder=Remainder.MERGED)
     return replace(spec, packing=packing, sharding=sharding)

@@ -1,16 +1,21 @@
 """The search of `wlb tune layout`: layout, recompute, packing and sharding for some devices.
 
-Candidates pass through depths that are more and more exact and expensive: `work`, `even` and
-`packed` (`trial.py`), then `tune` (every packing choice), then for the `top` best `polish` (all
-shardings, other policies that are nearly as fast, more micro-batches, later weight-gradient
-passes).
+Candidates are layouts. They pass through depths, each of which is more exact and more expensive
+than the one before:
 
-A time at one depth is a lower bound of the time at the next, up to SLACK. So each depth takes the
-candidates in the order of their bounds, until the rest cannot be among the `top` best.
-`Search.is_cut` says whether MOST_TUNED ended this earlier.
+- `work`, `even` and `packed` simulate a layout with one packing (`trial.py`).
+- `tune` tries every packing choice.
+- `polish` tries further settings of the `top` best layouts: all shardings, other policies that are
+  nearly as fast, more micro-batches, and later weight-gradient passes.
+
+A candidate's time at one depth is a lower bound of its time at the next depth, except for a
+fraction SLACK. So each depth takes the candidates in the order of their bounds, and stops when the
+remaining ones cannot be among the `top` best. `Search.is_cut` says whether it stopped earlier,
+because MOST_TUNED candidates were tuned.
 
 The search is deterministic: it uses no clock, its result does not depend on the number of workers,
-and ties are broken by name. 1,000 candidates take about one minute on one core.
+and of equally fast layouts the first by name comes first. 1,000 candidates take about one minute on
+one core.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +30,22 @@ from wlb.simulate.layout_search.workers import Workers
 from wlb.spec import RunSpec
 
 SLACK = 0.03
-"""Fraction by which a time may be shorter than the bound of the depth before."""
+"""Fraction by which a time may be shorter than its lower bound from the depth before.
+
+The bounds are not exact, so candidates whose bound is this much too long are still tried.
+"""
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
-"""Candidates of one block at each depth; a depth may stop after a block."""
+"""Number of candidates that are evaluated together at the depths `even`, `packed` and `tune`.
+
+The search checks between two blocks whether a depth may stop.
+"""
 MOST_TUNED = 32
-"""Most candidates that are tuned, unless `top` is larger."""
+"""Most candidates that are tuned, unless `top` is larger; this bounds the time of the search."""
 NEARLY = 1.02
-"""Policies within this factor of a layout's best packing are also simulated with their spans."""
+"""Packing policies within this factor of a layout's fastest one are simulated with sharding too."""
 
 Progress = Callable[[str, int], None]
-"""Called with the name of a depth and the number of candidates that passed it."""
+"""Function that is called with the name of a depth and a number of candidates that passed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,26 +53,27 @@ class Tuned:
     """A layout with its best packing and sharding."""
 
     name: str  # name of the layout
-    best: Trial | None  # the fastest trial within the delay limit; None if there is none
-    packed: tuple[Trial, ...]  # fastest `packed` trial of each policy
-    in_time: tuple[Trial, ...]  # fastest `packed` trial of each policy within the delay limit
+    best: Trial | None  # fastest trial within the delay limit; None if no trial is within it
+    packed: tuple[Trial, ...]  # fastest trial of each policy at depth `packed`
+    # fastest trial of each policy at depth `packed` whose mean delay is within the limit
+    in_time: tuple[Trial, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Results of a search, by name of the candidate."""
+    """Results of a search so far. Dicts have the candidates that passed a depth, by name."""
 
-    layouts: Layouts  # all candidates and refused layouts
-    # lower bound of each candidate's time, from the mean rank's work (depth `work`)
+    layouts: Layouts  # all candidates and impossible layouts
+    # depth `work`: a lower bound of the time, from the work of the mean pipeline rank
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # tighter bound of each candidate's time, from one simulated mean step (depth `even`)
+    # depth `even`: a higher lower bound, from simulating one step with equal micro-batches
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # each candidate simulated with its first packing choice (depth `packed`)
+    # depth `packed`: the simulated time with the candidate's first packing choice
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
-    # best packing and sharding of each tuned candidate
+    # depth `tune`: the best packing and sharding
     tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
-    own: Trial | None = None  # the user's run as it is
-    is_cut: bool = False  # whether candidates were not tried that might be among the best
+    own: Trial | None = None  # the user's run with its own layout and settings
+    is_cut: bool = False  # whether MOST_TUNED kept candidates from being tried that may be better
 
     @property
     def ranking(self) -> list[Trial]:
@@ -70,39 +82,39 @@ class Search:
         return sorted(best, key=lambda t: (t.time_s, t.name))
 
     def bound_s(self, name: str) -> float:
-        """Return the tightest known bound of a candidate's time."""
+        """Return the best known lower bound of a candidate's time, in seconds per global batch."""
         known = self.even.get(name) or self.work[name]
         return known.time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuner:
-    """Searches layouts."""
+    """Searches the fastest layouts, with their best packing and sharding."""
 
     sample: BatchSample  # global batches on which layouts are compared
     choices: PackingChoices  # packings and shardings to try
     workers: Workers  # processes that run the trials
     top: int = 10  # number of fastest layouts that the search must find
-    max_delay_mean: float = 0.5  # most steps that a token may be delayed on average
+    max_delay_mean: float = 0.5  # delay limit: most steps that a token may be delayed on average
     progress: Progress = lambda what, more: None  # called after each group of trials
 
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
-        """Run all depths.
+        """Search through all depths, and return the results.
 
         Args:
             layouts: The candidates.
-            own: A run that is also simulated as it is; None: there is none.
+            own: The user's run, which is also simulated with its own layout; None: do not.
 
         Raises:
-            UserError: No packing of any layout keeps the delay limit.
+            UserError: No packing of any layout keeps the mean delay within the limit.
         """
         known = Search(layouts=layouts)
         if own is not None:
             task: GroupTask = (self.sample, TrialRunner.as_it_is, [own], ())
             (known.own,) = _run_group(task)
 
-        # Depth `work` bounds every candidate. Then `even`, `packed` and `tune` take the candidates
-        # in the order of the bounds of the depth before.
+        # Depth `work` computes a bound of every candidate. Then `even`, `packed` and `tune` take
+        # the candidates in the order of the bounds from the depth before.
         self._outline(layouts.candidates, known.work, is_walked=False)
         self._best_first(
             known.work,
@@ -126,14 +138,22 @@ class Tuner:
         return known
 
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Pack candidates with their first choice, and return the times of those that fit."""
+        """Simulate candidates with their first packing choice, and add the results to `known`.
+
+        Returns:
+            Times of the candidates that fit into memory.
+        """
         todo = [c for c in candidates if c.name not in known.packed]
         found = self._run(todo, _pack_one, "packed", self.choices)
         known.packed.update({trial.layout: trial for trial in found if trial is not None})
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Try every packing, shard the best, and return the times within the delay limit."""
+        """Try every packing of candidates, shard the fastest, and add the results to `known`.
+
+        Returns:
+            Times of the candidates that have a packing within the delay limit.
+        """
         todo = [c for c in candidates if c.name not in known.tuned]
         found = self._run(todo, _tune_one, "tuned", self.choices, self.max_delay_mean)
         known.tuned.update({tuned.name: tuned for tuned in found})
@@ -141,10 +161,14 @@ class Tuner:
         return [trial.time_s for trial in best if trial is not None]
 
     def polish(self, names: Sequence[str], known: Search) -> None:
-        """Try more settings on tuned layouts, and keep the fastest.
+        """Try further settings of tuned layouts, and keep the fastest in `known`.
 
-        They are all shardings, policies that are nearly as fast, more micro-batches, and later
-        weight-gradient passes.
+        They are all shardings, other policies that are nearly as fast, more micro-batches, and
+        later weight-gradient passes.
+
+        Args:
+            names: Names of the layouts.
+            known: Results so far.
         """
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
         found = self._run(todo, _polish_one, "polished", self.choices, self.max_delay_mean)
@@ -153,7 +177,13 @@ class Tuner:
     def _outline(
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
     ) -> list[float]:
-        """Compute a bound of each candidate and return the times."""
+        """Compute a lower bound of each candidate's time, add it to `known` and return the times.
+
+        Args:
+            candidates: The candidates.
+            known: Bounds by name of the candidate.
+            is_walked: Whether to simulate a mean step (depth `even`); otherwise depth `work`.
+        """
         what = "walked" if is_walked else "priced"
         found = self._run(candidates, TrialRunner.outline, what, is_walked)
         known.update({outline.name: outline for outline in found})
@@ -168,25 +198,26 @@ class Tuner:
         block: int,
         most: int | None = None,
     ) -> bool:
-        """Evaluate candidates in blocks, in the order of their bounds.
+        """Evaluate candidates in blocks, in the order of the lower bounds of their times.
 
-        It stops when the rest cannot be among the `top` best.
+        It stops when the remaining candidates cannot be among the `top` best.
 
         Args:
-            bounds: Bounds by name of the candidate; others are left out.
+            bounds: Bounds by name of the candidate. Candidates without a bound are left out.
             layouts: The candidates.
-            evaluate: Evaluates a block and returns times.
-            block: Candidates in a block.
+            evaluate: Evaluates the candidates of a block and returns their times.
+            block: Number of candidates in a block.
             most: Most candidates to evaluate; None: no limit.
 
         Returns:
-            Whether `most` ended it.
+            Whether it stopped because of `most`.
         """
         found = [c for c in layouts.candidates if c.name in bounds]
         found.sort(key=lambda c: (bounds[c.name].time_s, c.name))
         times: list[float] = []
         for start in range(0, len(found), block):
-            # The time of the last of the `top` best so far; slower bounds need not be evaluated.
+            # `enough` is the time of the slowest of the `top` best so far. Candidates whose bound
+            # is slower need not be evaluated.
             enough = sorted(times)[self.top - 1] if len(times) >= self.top else float("inf")
             part = [
                 c
@@ -203,7 +234,17 @@ class Tuner:
     def _run(
         self, items: Sequence[Any], function: Callable[..., Any], what: str, *arguments: Any
     ) -> list[Any]:
-        """Return `function(runner, item, *arguments)` for each item, grouped by equal prices."""
+        """Call a function for each item on the workers, and return the results.
+
+        Items with equal prices are one task, and their calls share a `TrialRunner`. So results are
+        in the order of the tasks.
+
+        Args:
+            items: Runs, candidates or tuned layouts.
+            function: Called as `function(runner, item, *arguments)`.
+            what: Name of the depth for `progress`.
+            *arguments: Further arguments of the function.
+        """
         groups: dict[Any, list[Any]] = {}
         for item in items:
             groups.setdefault(pricing_key(_spec_of(item)), []).append(item)
@@ -215,7 +256,7 @@ class Tuner:
         return out
 
     def _too_late(self, known: Search) -> str:
-        """Return the error message if no layout keeps the delay limit."""
+        """Return the error message if no layout keeps the mean delay within the limit."""
         trials = [trial for tuned in known.tuned.values() for trial in tuned.packed]
         if not trials:
             return (
@@ -231,7 +272,7 @@ class Tuner:
 
 
 GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...]]
-"""Sample, function, items with equal prices, and further arguments."""
+"""A task of a worker: (sample, function, items with equal prices, further arguments)."""
 
 
 def _run_group(task: GroupTask) -> list[Any]:
@@ -298,7 +339,7 @@ def _polish_one(
 
 
 def _faster(best: Trial, other: Trial | None) -> Trial:
-    """Return the faster trial, or `best` if they are equal."""
+    """Return the faster of two trials; `best` if `other` is None or equally fast."""
     return other if other is not None and other.time_s < best.time_s else best
 
 

@@ -2,14 +2,14 @@
 
 There are four depths, each more exact and more expensive:
 
-- `work`: work of the mean pipeline rank, without a graph; a lower bound.
-- `even`: one mean step through the graph.
-- `packed`: every step is packed, and attention is spread evenly over CP ranks.
-- `sharded`: every step is packed and sharded (`simulate_run`); the result that counts.
+- `work`: adds up the work of the mean pipeline rank, without pipeline bubbles; a lower bound.
+- `even`: simulates one step whose micro-batches are all equal.
+- `packed`: packs and simulates every step, with attention spread evenly over CP ranks.
+- `sharded`: packs, shards and simulates every step (`simulate_run`); the final result.
 
-All give seconds per global batch with the flush included, so layouts are compared on the same
-documents. Layouts with equal degrees and recompute share plans and spans if memory gives them equal
-S_max and T.
+All return seconds per global batch. The flush is included, so layouts are compared on the same
+documents. Layouts with equal prices of documents share packed and sharded steps if memory allows
+them the same S_max and T.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,18 @@ from wlb.simulate.step import Simulator, chunked
 from wlb.spec import Policy, RunSpec
 
 RETRIES = 3
-"""Attempts of a trial; each has less memory for packing if the one before exceeded the limit."""
+"""Most attempts of a trial.
+
+If a trial exceeds the memory limit, the next attempt gives packing less memory.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchSample:
-    """Global batches that every trial packs."""
+    """Global batches that every trial packs, so that layouts are compared on equal documents."""
 
     batches: tuple[GlobalBatch, ...]  # the global batches
-    device: str  # "cpu" or "cuda", whose profile is used if `cost.profile` is "auto"
+    device: str  # "cpu" or "cuda"; `cost.profile` = "auto" chooses a profile of this device
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +52,7 @@ class BatchSample:
         return sum(batch.documents.num_tokens for batch in self.batches)
 
     def pieces(self, window: int) -> IntArray:
-        """Return the lengths of all documents, cut at the window as packing does."""
+        """Return the lengths of all pieces; documents above `window` tokens are cut into pieces."""
         lengths = np.concatenate([batch.documents.length for batch in self.batches])
         whole = np.full(int((lengths // window).sum()), window, np.int64)
         rest = lengths % window
@@ -73,28 +76,28 @@ _FIGURES = (
     *("tokens_per_s", "mfu", "bubble", "imbalance", "mean_delay", "max_delay"),
     *("peak_memory_bytes", "fullest_rank"),
 )
-"""Fields of a trial that its JSON has under their names."""
+"""Names of fields of `Trial` that its JSON has under the same names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A layout simulated on the sample."""
+    """The result of simulating one layout, packing and sharding on the sample."""
 
     spec: RunSpec  # the run with this layout, packing and sharding
-    is_sharded: bool  # False: CP ranks were assumed even
-    num_steps: int  # simulated steps, with the flush
+    is_sharded: bool  # whether micro-batches were sharded, or CP ranks assumed to have equal work
+    num_steps: int  # number of simulated steps, including the flush
     time_s: float  # seconds per global batch
-    balanced_s: float  # seconds per global batch under perfect balance
-    terms: TermSeconds  # seconds per global batch, by term
-    tokens_per_s: float
-    mfu: float
-    bubble: float  # mean fraction of time outside passes
-    imbalance: float
+    balanced_s: float  # seconds per global batch if micro-batches and CP ranks were equal
+    terms: TermSeconds  # seconds per global batch, by kind of work
+    tokens_per_s: float  # tokens per second, all ranks together
+    mfu: float  # model FLOPs of the documents over the devices' peak
+    bubble: float  # mean fraction of time that pipeline ranks spend outside passes
+    imbalance: float  # predicted work of the slowest micro-batches over the mean
     mean_delay: float  # mean delay of a token in steps
     max_delay: int  # longest delay of a token in steps
-    peak_memory_bytes: int  # peak memory of the fullest rank
-    fullest_rank: int  # the pipeline rank with the highest peak
-    caps: TokenCaps  # S_max and T of the packing
+    peak_memory_bytes: int  # peak memory of the fullest pipeline rank
+    fullest_rank: int  # the pipeline rank with the most peak memory
+    caps: TokenCaps  # S_max and T with which the steps were packed
 
     @property
     def name(self) -> str:
@@ -108,19 +111,20 @@ class Trial:
 
     @property
     def of_bound(self) -> float:
-        """Perfectly balanced time over simulated time."""
+        """Time if micro-batches and CP ranks were equal, over the simulated time; at best 1."""
         return self.balanced_s / self.time_s
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the memory that plans may use."""
+        """Whether the peak memory is within what plans may use."""
         return self.peak_memory_bytes <= planned_bytes(self.spec)
 
     @property
     def packing(self) -> str:
-        """The policy with its caps, such as "bounded S 1.5 T 1.1".
+        """The packing as text, such as "bounded S 1.5 T 1.1": the policy, S_max and T.
 
-        "M 12" follows if there are 12 micro-batches instead of one per window.
+        S_max is in windows and T in global batches. "M 12" follows if a step has 12 micro-batches
+        rather than one for each window. "L" is followed by the thresholds of Algorithm 1.
         """
         section, window = self.spec.packing, self.spec.data.context_window
         if not section.varies_lengths:
@@ -153,26 +157,31 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialRunner:
-    """Runs trials of layouts with equal prices, and caches the plans and spans that they share."""
+    """Simulates layouts to which the same prices apply, and caches the steps that they share."""
 
-    sample: BatchSample  # global batches
-    cost: ProfiledWorkload  # prices of the layouts
-    # packed steps, by packing section and caps
+    sample: BatchSample  # global batches that every trial packs
+    cost: ProfiledWorkload  # prices of all these layouts
+    # cache of packed steps, by packing section, S_max and T
     plans: dict[tuple[Any, ...], tuple[StepPlan, ...]] = field(
         default_factory=dict[tuple[Any, ...], tuple[StepPlan, ...]]
     )
-    # sharded steps, by packing section, caps and sharding section
+    # cache of sharded steps, by packing section, S_max, T and sharding section
     spans: dict[tuple[Any, ...], tuple[ShardedStep, ...]] = field(
         default_factory=dict[tuple[Any, ...], tuple[ShardedStep, ...]]
     )
 
     @classmethod
     def of(cls, spec: RunSpec, sample: BatchSample) -> "TrialRunner":
-        """Return a runner for layouts with the prices of `spec`."""
+        """Return a runner for layouts that have the same prices as `spec` (`pricing_key`)."""
         return cls(sample=sample, cost=workload_for(spec, sample.device))
 
     def outline(self, candidate: Candidate, is_walked: bool) -> Outline:
-        """Return the bound `even` (if `is_walked`: through the graph) or `work`."""
+        """Return the lower bound of a layout's time at depth `even` or `work`.
+
+        Args:
+            candidate: The layout.
+            is_walked: Whether to simulate a mean step (depth `even`); otherwise depth `work`.
+        """
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)
         if is_walked:
@@ -182,34 +191,36 @@ class TrialRunner:
         return Outline(name=candidate.name, terms=terms)
 
     def packed(self, spec: RunSpec) -> Trial | None:
-        """Run a `packed` trial; None if packing does not fit into memory."""
+        """Run a trial of depth `packed`; None if the run does not fit into memory."""
         return self._within_memory(spec, is_sharded=False)
 
     def sharded(self, spec: RunSpec) -> Trial | None:
-        """Run a `sharded` trial; None if packing does not fit into memory."""
+        """Run a trial of depth `sharded`; None if the run does not fit into memory."""
         return self._within_memory(spec, is_sharded=True)
 
     def as_it_is(self, spec: RunSpec) -> Trial:
-        """Run a `sharded` trial without a memory limit."""
+        """Run a trial of depth `sharded` without a memory limit."""
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
-        """Run a trial; if it exceeds the memory limit, retry with less memory for packing.
+        """Run a trial, and repeat it with less memory for packing while it exceeds the limit.
 
-        Returns None if packing never fits.
+        Returns:
+            The first trial that fits; None if `RETRIES` attempts do not fit.
         """
         limit = planned_bytes(spec)
         for _ in range(RETRIES):
             try:
                 trial = self._try(spec, is_sharded=is_sharded)
             except UserError:
-                # Memory leaves no tokens with which packing could catch up.
+                # T would be too small to train delayed documents.
                 return None
             if trial.fits:
                 return trial
             if not spec.packing.memory_gib:
                 return None
-            # Packing gets less memory: by the excess, and 2% of it more.
+            # Lower packing's memory by 1.02 times the excess and another 0.01 GiB, so that the next
+            # attempt is likely to fit.
             over = (trial.peak_memory_bytes - limit) / GIB
             gib = round(spec.packing.memory_gib - 1.02 * over - 0.01, 3)
             if gib <= 0:
@@ -218,10 +229,10 @@ class TrialRunner:
         return None
 
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
-        """Run a trial; it packs only if no earlier trial had equal packing."""
+        """Run a trial once; packed steps are taken from the cache if an earlier trial made them."""
         caps = effective_caps(spec)
-        # Plans depend on the effective caps, so the section's caps and memory are not part of the
-        # key.
+        # S_max and T follow from the section and memory. Packed steps depend only on the results,
+        # so the key has these instead of the section's values.
         key = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0), caps
         simulator = Simulator(spec=spec, cost=self.cost)
         if key not in self.plans:
@@ -235,7 +246,12 @@ class TrialRunner:
         return _trial(run, caps, is_sharded=is_sharded, num_batches=len(self.sample.batches))
 
     def _spans(self, spec: RunSpec, packing: tuple[Any, ...]) -> tuple[ShardedStep, ...]:
-        """Shard the steps of a packing, or return them from the cache."""
+        """Return the sharded steps of a packing, from the cache if they are in it.
+
+        Args:
+            spec: The run.
+            packing: Key of the packed steps in `plans`.
+        """
         key = (*packing, spec.sharding)
         if key not in self.spans:
             planner = Planner.from_spec(spec, ListedBatches(self.sample.batches), self.cost)
@@ -245,15 +261,18 @@ class TrialRunner:
 
 
 def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str, bool]:
-    """Return a key that is equal for runs that give documents equal prices."""
+    """Return a key that is equal for layouts of a run in which documents have equal prices."""
     p = spec.parallel
-    # Weight gradients in separate passes cannot hide transfers of experts' rows.
+    # If weight gradients are computed in separate passes, they cannot hide all-to-alls of experts.
     hides_less = p.ep > 1 and spec.splits_backward
     return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute), hides_less
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
-    """Return S_max and T of a run's packing; S_max is the window for policies that pack windows."""
+    """Return S_max and T of a run's packing, as memory allows.
+
+    For policies that pack windows, S_max is the context window and there is no T.
+    """
     if spec.packing.varies_lengths:
         s_max, step_tokens = caps_of(spec)
         return TokenCaps(s_max=s_max, step_tokens=step_tokens)
@@ -261,9 +280,9 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
-    """Return the prices of one mean step of one pipeline."""
+    """Return the prices of one step of one pipeline, whose micro-batches are the sample's mean."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
-    # Tokens and attention of the whole sample are divided evenly over the micro-batches.
+    # The tokens and the attention of the whole sample are divided evenly over all micro-batches.
     num = len(sample.batches) * spec.num_micro_batches
     lengths, counts = np.unique(sample.pieces(window), return_counts=True)
     tokens = min(window, -(-sample.num_tokens // num))
@@ -286,7 +305,13 @@ def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> 
 
 
 def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
-    """Return the prices of packed steps if attention is spread evenly over CP ranks."""
+    """Return the prices of packed steps whose attention is spread evenly over CP ranks.
+
+    Args:
+        plans: The packed steps.
+        spec: The run.
+        cost: Prices.
+    """
     dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     tokens = np.zeros((len(plans), dp, n), np.int64)
     for s, plan in enumerate(plans):
@@ -310,7 +335,7 @@ def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorklo
 
 
 def _packed_run(simulator: Simulator, plans: tuple[StepPlan, ...]) -> RunSimulation:
-    """Simulate packed steps without sharding."""
+    """Simulate packed steps whose attention is spread evenly over CP ranks."""
     spec, cost = simulator.spec, simulator.cost
     parts = [simulator.run(packed_prices(chunk, spec, cost)) for chunk in chunked(plans)]
     return collected(parts, plans, tuple(plan.predicted for plan in plans))
@@ -339,5 +364,5 @@ def _trial(run: RunSimulation, caps: TokenCaps, *, is_sharded: bool, num_batches
 
 
 def _short(value: float) -> str:
-    """Return a number with at most two decimals."""
+    """Return a number as text with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

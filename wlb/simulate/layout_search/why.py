@@ -1,10 +1,12 @@
-"""Explain why other layouts lost: compare the best of each family with the winner, term by term.
+"""Explain why other layouts are slower than the fastest one that a search has found (the winner).
 
-A family is all layouts with one degree of TP, CP, PP or EP, one schedule or one kind of recompute,
-or the run's own layout. Two layouts are compared at the same depth of the search (both tuned, or
-both packed with the first choice). Differences of terms add up to the difference of time, so the
-terms that grew most are the reason. If no layout of a family fits into memory, the closest one and
-the missing bytes are named.
+Layouts are compared by families. A family is all layouts that have the same degree of TP, CP, PP or
+EP, the same schedule, or the same kind of recompute; one more family is the run's own layout. The
+best layout of each family is compared with the winner at the same depth of the search: both tuned,
+or both with their first packing choice. The time of a layout is divided into kinds of work
+("terms"). Differences of terms add up to the difference of time, so the terms that differ most are
+the reason. If no layout of a family fits into memory, the layout that lacks the fewest bytes is
+named.
 """
 
 from collections.abc import Sequence
@@ -19,13 +21,13 @@ from wlb.simulate.layout_search.trial import Trial, TrialRunner
 from wlb.spec import Recompute, RunSpec, Schedule
 
 OWN = "the run's own layout"
-"""Label of the family that has only the layout of the user's run."""
+"""Name of the family that has only the layout of the user's run."""
 COMPARED = ("tp", "cp", "pp", "ep")
-"""Axes whose degrees are families."""
+"""Axes of parallelism: the layouts with one degree of one axis are a family."""
 WORTH_NAMING = 0.1
-"""A term is named if it is at least this fraction of all growth."""
+"""A reason names a kind of work if it makes up at least this fraction of all additional time."""
 MOST_NAMED = 3
-"""Most terms that are named."""
+"""Most kinds of work that a reason names."""
 WORDS = {
     "gemm": "matrix products",
     "elementwise": "element-wise operators",
@@ -36,17 +38,17 @@ WORDS = {
     "head": "head and loss",
     BUBBLE: "bubble",
 }
-"""Readable names of terms."""
+"""Readable names of kinds of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loser:
-    """A family that lost."""
+    """A family of layouts to which the fastest layout (the winner) does not belong."""
 
     label: str  # name of the family
-    why: str  # the terms that made it slower, or why it does not fit
-    trial: Trial | None = None  # its best layout; None if none fits
-    behind: float = 0.0  # its time over the winner's at the same depth, minus 1
+    why: str  # why its best layout is slower, or why no layout fits into memory
+    trial: Trial | None = None  # its best layout; None if no layout fits into memory
+    behind: float = 0.0  # its time over the winner's time at the same depth, minus 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -60,33 +62,34 @@ class Loser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The winner's layout with other settings, simulated with all spans (`TrialRunner.sharded`)."""
+    """The fastest layout with other settings, each simulated at depth `sharded`."""
 
     policies: tuple[Trial, ...]  # the best trial of each packing policy
     strategies: tuple[Trial, ...]  # one trial of each sharding strategy
 
 
 def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) -> list[Loser]:
-    """Return the families to which the winner does not belong.
+    """Return the families to which the fastest layout (the winner) does not belong.
 
-    The best candidate of each family is packed first if it was not yet; the run's own layout is
-    tuned.
+    If the search has not simulated the best candidate of a family, it is simulated here. The run's
+    own layout is also tuned.
 
     Args:
         tuner: Runs the missing trials.
         known: Results of the search.
-        own: The user's run, whose layout is a family; None: leave it out.
-        node: Ranks of a node.
+        own: The user's run, whose layout is a family by itself; None: leave it out.
+        node: Number of ranks of a node.
     """
     winner = known.ranking[0]
     families = _families(known.layouts, winner.spec, own)
     best = {label: _likeliest(group, known) for label, group in families.items() if group}
     tuner.pack([c for c in best.values() if c.name not in known.tuned], known)
-    # Families that were packed but not tuned are compared with the winner's packed trial.
+    # A family's best candidate that is not tuned is compared with the winner's trial at depth
+    # `packed`.
     winners = [c for c in known.layouts.candidates if c.name == winner.layout]
     tuner.pack(winners, known)
     for label, candidate in best.items():
-        # The run's own layout is compared at full depth.
+        # The run's own layout is also tuned and polished, as the winner is.
         if label.startswith(OWN) and candidate.name in known.packed:
             tuner.tune([candidate], known)
             tuner.polish([candidate.name], known)
@@ -94,7 +97,12 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
 
 
 def references_of(tuner: Tuner, winner: Trial) -> References:
-    """Simulate the winner's layout with every policy and every sharding strategy."""
+    """Simulate the fastest layout with every packing policy and every sharding strategy.
+
+    Args:
+        tuner: Has the sample and the choices.
+        winner: The fastest layout.
+    """
     spec, choices = winner.spec, tuner.choices
     runner = TrialRunner.of(spec, tuner.sample)
     candidate = Candidate(spec=spec, need_bytes=0, caps=winner.caps)
@@ -118,19 +126,22 @@ def references_of(tuner: Tuner, winner: Trial) -> References:
 
 
 def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
-    """Return the seconds by which the loser's terms exceed the winner's, largest first."""
+    """Return by how many seconds each kind of work takes longer in the loser, largest first."""
     names = dict.fromkeys([*winner, *loser])
     found = {name: loser.get(name, 0.0) - winner.get(name, 0.0) for name in names}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
-    """Return the terms that grew most, and the term that shrank most, as text.
+    """Return a text that says which kinds of work make one layout slower than another.
+
+    It names the kinds that take the most additional seconds, and the kind that takes the most
+    seconds less.
 
     Args:
         loser: The slower layout.
         winner: The faster layout.
-        node: Ranks of a node.
+        node: Number of ranks of a node.
     """
     terms = difference(loser.terms, winner.terms)
     grown = sum(s for s in terms.values() if s > 0)
@@ -143,7 +154,14 @@ def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
 
 
 def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
-    """Return a term's readable name with the property of the layout that explains it."""
+    """Return the readable name of a kind of work, with the property of the layout that explains it.
+
+    Args:
+        name: Name of the kind of work.
+        loser: The slower layout.
+        winner: The faster layout.
+        node: Number of ranks of a node.
+    """
     text, parallel = WORDS.get(name, name), loser.spec.parallel
     if name == "tp_comm" and parallel.tp > node:
         text += f" (groups over {-(-parallel.tp // node)} nodes)"
@@ -158,9 +176,14 @@ def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
 
 
 def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[str, list[Candidate]]:
-    """Return candidates by family, without the winner's families.
+    """Return the candidates of each family to which the winner does not belong.
 
-    A family of which no layout fits into memory has an empty list.
+    If no layout of a family fits into memory, its list is empty.
+
+    Args:
+        layouts: All layouts.
+        winner: The fastest layout.
+        own: The user's run; None: its layout is no family.
     """
     out: dict[str, list[Candidate]] = {}
     own_label = "" if own is None else f"{OWN}, {degrees_of(own)}"
@@ -183,19 +206,23 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 
 def _labels(spec: RunSpec) -> list[str]:
-    """Return all families to which a layout may belong."""
+    """Return the names of all families to which a layout belongs."""
     degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
 
 def _pipeline_labels(spec: RunSpec) -> list[str]:
-    """Return the families of a layout's schedule and recompute."""
+    """Return the names of the families of a layout's schedule and recompute."""
     recompute = f"recompute {spec.training.recompute}"
     return [recompute] if spec.parallel.pp == 1 else [str(spec.pp.schedule), recompute]
 
 
 def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
-    """Return the fastest candidate at the deepest depth that any of them reached."""
+    """Return the candidate of a group that is probably the fastest.
+
+    Tuned candidates come first, then candidates at depth `packed`, then those with only a bound;
+    among candidates of one depth the fastest is chosen.
+    """
 
     def key(candidate: Candidate) -> tuple[int, float, str]:
         name = candidate.name
@@ -210,7 +237,15 @@ def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
 
 
 def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, node: int) -> Loser:
-    """Compare the best candidate of a family with the winner."""
+    """Compare a family with the winner.
+
+    Args:
+        label: Name of the family.
+        best: Its best candidate; None if no layout of the family fits into memory.
+        known: Results of the search.
+        winner: The fastest layout.
+        node: Number of ranks of a node.
+    """
     if best is None:
         return Loser(label=label, why=_does_not_fit(label, known.layouts))
     tuned = known.tuned.get(best.name)
@@ -229,7 +264,7 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
 
 
 def _does_not_fit(label: str, layouts: Layouts) -> str:
-    """Say why no layout of a family is possible."""
+    """Return a text that says why no layout of the family named `label` is possible."""
     found = [large for large in layouts.too_large if label in _labels(large.spec)]
     if not found:
         return "no such layout is possible or within the restrictions"

@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 @dataclass(slots=True, kw_only=True)
 class Workers:
-    """A context manager for processes; with jobs = 1 tasks run in this process.
+    """A context manager that runs tasks on several processes, or with jobs = 1 in this process.
 
-    With more jobs, functions and tasks must pickle.
+    With more than one job, functions, tasks and results must be picklable.
     """
 
-    jobs: int = 1
-    pool: ProcessPoolExecutor | None = field(default=None, init=False)
+    jobs: int = 1  # number of processes
+    pool: ProcessPoolExecutor | None = field(default=None, init=False)  # None with one job
 
     def __post_init__(self) -> None:
         check_at_least("jobs", self.jobs, 1)
@@ -33,7 +33,7 @@ class Workers:
             self.pool = ProcessPoolExecutor(
                 self.jobs,
                 mp_context=get_context("spawn"),
-                initializer=signal.signal,  # workers ignore Ctrl-C; this process handles it
+                initializer=signal.signal,  # workers ignore Ctrl-C, which this process handles
                 initargs=(signal.SIGINT, signal.SIG_IGN),
             )
         return self
@@ -44,7 +44,7 @@ class Workers:
             self.pool = None
 
     def each(self, function: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-        """Yield results in the order of the tasks, each as soon as it is available."""
+        """Yield `function(task)` for each task, in the order of the tasks."""
         if self.pool is None or len(tasks) < 2:
             return map(function, tasks)
         return self.pool.map(function, tasks)
