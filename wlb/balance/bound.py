@@ -24,7 +24,8 @@ def least_time(
     """Return a lower bound on the time of a mini-batch, for any assignment of its units.
 
     Args:
-        work: Work of each unit, in descending order, shape [num_units].
+        work: Work of each unit (a sample, or samples that share a micro-batch), in descending
+            order, shape [num_units].
         tokens: Tokens of each unit, shape [num_units].
         num_ranks: Number of data-parallel ranks.
         cap: Most tokens of a micro-batch.
@@ -41,7 +42,16 @@ def least_time(
 
 
 def _slots(work: FloatArray, tokens: FloatArray, num_ranks: int, cap: int) -> float:
-    """Return the third bound described at the top of this file, the largest one over all k."""
+    """Return the lower bound from micro-batches' limited tokens if ranks wait after each of them.
+
+    It is the third bound described at the top of this file, the largest one over all k.
+
+    Args:
+        work: Work of each unit, in descending order.
+        tokens: Tokens of each unit.
+        num_ranks: Number of data-parallel ranks.
+        cap: Most tokens of a micro-batch.
+    """
     large = np.flatnonzero(tokens * 2 > cap)[::num_ranks]
     if not large.size:
         return 0.0

@@ -22,7 +22,7 @@ def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntAr
     A bin is one rank's micro-batch. The arguments leave open to which rank each bin belongs.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         bin_of: Bin of each unit. There are num_ranks * num bins, none of them empty or above the
             token cap.
         num: Micro-batches of a rank.
@@ -50,7 +50,7 @@ def _move(units: Units, bin_of: IntArray, level: IntArray, num: int, rules: Rule
     """Move units between ranks until each rank has a permitted number of samples.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         bin_of: Bin of each unit, changed in place. Bin rank * num + m is micro-batch m of a rank.
         level: Work that each bin should have, shape [num_ranks * num].
         num: Micro-batches of a rank.

@@ -47,7 +47,7 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
     """Assign all units of a mini-batch to blocks: ranks that share a micro-batch.
 
     Args:
-        units: The units of a mini-batch.
+        units: The mini-batch's samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
         most: Most ranks of a block, a power of two.
 
@@ -110,7 +110,7 @@ def _degrees(units: Units, cap: int, level: float, most: int) -> IntArray:
     It is the smallest number at which the tokens fit and the unit takes at most `level`.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         cap: Most tokens of one rank in a micro-batch.
         level: Time that a micro-batch should take at most, in the unit of work.
         most: Most ranks that may share a micro-batch. A unit may take longer than `level` with
@@ -131,7 +131,7 @@ def _place(
     A slot is the set of the ranks' i-th micro-batches, and is divided into blocks.
 
     Args:
-        units: The units to assign.
+        units: Samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
         num: Micro-batches of each rank.
         level: Time that a slot should take, in the unit of work.
@@ -176,7 +176,7 @@ def _fill(
     """Assign each unit to the block that has least time so far, enough ranks, and room.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         need: Number of ranks that each unit needs, shape [num_units].
         degree: Number of ranks of each block, shape [num_blocks].
         cap: Most tokens of one rank in a micro-batch.
@@ -206,7 +206,7 @@ def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> 
     """Return whether a block has too many tokens, or no unit.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         block_of: Block of each unit.
         degree: Number of ranks of each block.
         cap: Most tokens of one rank in a micro-batch.
@@ -221,7 +221,7 @@ def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) ->
     """Let blocks with equal numbers of ranks exchange units, to make their times more equal.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         block_of: Block of each unit.
         degree: Number of ranks of each block.
         cap: Most tokens of one rank in a micro-batch.

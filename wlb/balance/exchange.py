@@ -90,7 +90,7 @@ class SharedBins:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """The first (or the second) bin of every pair, and the units that it offers for exchange."""
+    """The first (or second) bin of every pair of bins that exchange units, and what it offers."""
 
     bins: IntArray  # the bins, shape [num_pairs]
     members: IntArray  # all units of each bin (`SharedBins.members`), shape [num_pairs, columns]

@@ -79,7 +79,8 @@ def fill(
     A bin is one micro-batch of one rank. A slot is the set of bins that run at the same time.
 
     Args:
-        work: Work of each unit, in descending order, shape [num_units].
+        work: Work of each unit (a sample, or samples that share a micro-batch), in descending
+            order, shape [num_units].
         tokens: Tokens of each unit, shape [num_units].
         num_ranks: Number of ranks. Bins [s * num_ranks, (s + 1) * num_ranks) are slot s.
         num: Micro-batches of each rank.

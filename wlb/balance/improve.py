@@ -85,7 +85,7 @@ def improve(
     A bin is one micro-batch of one rank.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         bin_of: Bin of each unit at the beginning.
         rank: Rank of each bin. It matters only if `rules.counts` limits the samples of a rank.
         waiting: When ranks wait for each other, which decides how long a step takes.

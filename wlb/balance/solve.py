@@ -46,7 +46,7 @@ def solve(units: Units, rules: Rules) -> Placed:
     """Assign all units of a mini-batch to ranks and micro-batches.
 
     Args:
-        units: The units.
+        units: Samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
 
     Raises:
@@ -91,7 +91,7 @@ def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
     two other ways to fill are tried: all slots with equal work, and only one slot with heavy units.
 
     Args:
-        units: The units to assign.
+        units: Samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
         num: Micro-batches of each rank.
         bound: Lower bound on the time.
@@ -159,7 +159,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
     assign them to ranks (`even_counts`). The better result is taken.
 
     Args:
-        units: The units to assign.
+        units: Samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
         num: Micro-batches of each rank.
         bound: Lower bound on the time.
@@ -187,7 +187,10 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
-    """Yield assignments of units to bins from which exchanges start; None if one is impossible."""
+    """Yield assignments of units to micro-batches (bins), as starting points for exchanges.
+
+    None stands for an assignment that is impossible, because units do not fit.
+    """
     ranks = rules.num_ranks
     yield _filled_by_rank(units, rules, num)
     if rules.counts is not None and not units.stay_on_ranks and rules.slots_wait:
@@ -198,7 +201,7 @@ def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
 
 
 def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
-    """Assign units to ranks, then fill each rank's bins.
+    """Assign units to ranks, then to each rank's micro-batches (bins).
 
     Returns:
         The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
@@ -243,7 +246,7 @@ def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
     their work more equal.
 
     Args:
-        units: The units to assign.
+        units: Samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
         num: Micro-batches of each rank.
 

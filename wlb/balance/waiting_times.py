@@ -24,7 +24,7 @@ from wlb.plan.arrays import FloatArray
 NUM_PARTNERS = 6
 """In consecutive rounds a bin exchanges units with this many different bins, before they repeat."""
 Pairs = tuple[IntArray, IntArray]
-"""Pairs of bins that exchange units: the first bin and the second bin of each, shape [num_pairs]."""
+"""Pairs of bins that exchange units: the first and the second bin of each, shape [num_pairs]."""
 
 
 class WaitingRule(Protocol):
@@ -148,7 +148,7 @@ class RankTotals:
         return float(loads.reshape(self.num_ranks, -1).sum(1).max())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Do nothing, because the target of every rank is the mean."""
+        """Do nothing: the target of a rank is the mean total, so bins need no targets."""
 
     def excess(self, loads: FloatArray) -> FloatArray:
         """Return, for each bin, the total work of its rank minus the mean total of all ranks."""
@@ -164,7 +164,7 @@ class RankTotals:
 
 
 def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
-    """Return the work that a bin of each slot should have, shape [num_slots].
+    """Return how much work the bins that run at the same time (a slot) should have, [num_slots].
 
     Args:
         bins: The bins, with their units.

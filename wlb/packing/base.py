@@ -322,8 +322,14 @@ def _micro_batch_ns(
 ) -> IntArray:
     """Return the work of every micro-batch in ns, shape [num_micro_batches].
 
-    In joined layouts several pieces form one attention segment, whose work is more than the sum of
-    its pieces' work.
+    If documents are joined, several pieces form one attention segment, which has more work than
+    these pieces alone.
+
+    Args:
+        options: Options with the layout and the workload model.
+        placed: The pieces of all micro-batches, in order.
+        work_ns: Work of each piece alone.
+        offsets: Micro-batch i has the pieces from offsets[i] to offsets[i + 1].
     """
     if options.layout == Layout.SEPARATE:
         running = offsets_of(work_ns)
@@ -336,10 +342,14 @@ def _micro_batch_ns(
 
 
 def _num_joined(placed: Pieces, offsets: IntArray) -> int:
-    """Count the labels that exist only because documents are joined.
+    """Count the labels that exist only because the documents of a micro-batch are joined.
 
-    Where one document ends and another begins inside a micro-batch, the first token of the second
-    one is the label of the last token of the first one.
+    Where one document ends and another begins, the first token of the second one becomes the label
+    of the last token of the first one.
+
+    Args:
+        placed: The pieces of all micro-batches, in order.
+        offsets: Micro-batch i has the pieces from offsets[i] to offsets[i + 1].
     """
     is_followed = np.append(placed.start[1:] == 0, False)
     is_followed[offsets[1:][np.diff(offsets) > 0] - 1] = False

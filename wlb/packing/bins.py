@@ -251,7 +251,11 @@ class _BestFitGroups:
         self.max_room = 0  # no group has more room than this
 
     def take(self, length: int) -> tuple[int, Group] | None:
-        """Remove and return the group (room, group) that a document of `length` goes to."""
+        """Remove and return the group of bins into which a document of `length` tokens goes.
+
+        Returns:
+            The free tokens of each bin of the group, and the group; None if no group has room.
+        """
         room = self.has_room.find(1, length, self.max_room + 1)
         if room < 0:
             self.max_room = min(self.max_room, length - 1)
@@ -281,7 +285,11 @@ class _FirstFitGroups:
         self.length = 0  # the current length: tokens of the documents that are placed now
 
     def take(self, length: int) -> tuple[int, Group] | None:
-        """Remove and return the group (room, group) that a document of `length` goes to."""
+        """Remove and return the group of bins into which a document of `length` tokens goes.
+
+        Returns:
+            The free tokens of each bin of the group, and the group; None if no group has room.
+        """
         # Lengths descend, except where new documents follow the leftovers. If the length is larger
         # than before, groups that were ready may now have too little room.
         if length > self.length:

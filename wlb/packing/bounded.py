@@ -252,7 +252,16 @@ class BoundedPacker(PolicyPacker):
         return tuple(plans)
 
     def _step(self, waiting: Pieces, step: int, *, flush: bool) -> tuple[PackingPlan, Pieces]:
-        """Return the next step's plan, and the pieces that it holds back."""
+        """Make the plan of the next step.
+
+        Args:
+            waiting: All waiting pieces.
+            step: Index of the step.
+            flush: Whether the data has ended, so that as much as possible is trained.
+
+        Returns:
+            The plan, and the pieces that wait for later steps.
+        """
         length, limits = waiting.length, self.limits
         work = self.options.workloads(waiting)
         ends = self.price_range.ends(self.options, waiting, work)

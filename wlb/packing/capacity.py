@@ -3,9 +3,11 @@
 Waiting and arriving documents are packed into bins of at most `capacity` tokens. N bins make a
 step. Documents in bins that fill no step wait and are packed with the next batch.
 
-- Decreasing methods train the fullest bins first. The steps that leave together come in a seeded
-  random order, because an order from long to short would be a curriculum.
-- Streaming methods keep the order of bins.
+- Decreasing methods sort the documents by length before packing, and train the fullest bins first.
+  The steps of one packing come in a random order, because otherwise training would go from long to
+  short documents.
+- Streaming methods pack the documents in the order in which they arrive, and train the bins in the
+  order in which they were opened.
 
 Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftover documents are
 placed before new ones, and their bins are trained first. So at most N bins wait, and only until the

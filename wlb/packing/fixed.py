@@ -53,7 +53,10 @@ class Window:
         return [int(cost_ns[members].sum()) for members in self.rows]
 
     def by_load(self, cost_ns: IntArray) -> "Window":
-        """Return the same window with its micro-batches sorted by cost, the costliest first."""
+        """Return a copy whose micro-batches are sorted by cost, given the cost of each piece in ns.
+
+        The most expensive micro-batch comes first.
+        """
         load = self.loads(cost_ns)
         order = sorted(range(len(load)), key=lambda j: -load[j])
         return Window(pieces=self.pieces, rows=[self.rows[j] for j in order])
@@ -220,7 +223,14 @@ def greedy(
 
 
 def cut_into(pieces: Pieces, parts: list[Part], *, num_micro_batches: int) -> Window:
-    """Cut `pieces` into `parts`, and return the micro-batches that have these parts."""
+    """Cut pieces into parts, and return the micro-batches that have these parts.
+
+    Args:
+        pieces: The pieces.
+        parts: All parts of all pieces, each with its micro-batch. A piece that is not cut is a
+            single part.
+        num_micro_batches: Number of micro-batches.
+    """
     begins = np.cumsum(pieces.length) - pieces.length
     parts = sorted(parts)
     cuts = [int(begins[row]) + begin for row, begin, _ in parts if begin]

@@ -66,7 +66,7 @@ class OriginalPacker(PolicyPacker):
         return self._pushed(carry, stream, rows, stream.slice(edges[-1], len(stream)), None)
 
     def _push_whole(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Do `push` for `WindowCut.SHORT`."""
+        """Pack `batch` as `push` does, but cut only short documents (`WindowCut.SHORT`)."""
         num = self.num_micro_batches
         check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)

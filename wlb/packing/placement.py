@@ -258,5 +258,11 @@ def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int
 
 
 def fits_64_bits(loads: Sequence[int], work: int, num: int) -> bool:
-    """Return whether a bin's load stays below 2^61 if it takes `num` more documents of `work`."""
+    """Return whether loads stay below 2^61, so that sums fit 64-bit integers.
+
+    Args:
+        loads: Load of each bin.
+        work: Work of a document.
+        num: Number of documents that one bin may still take.
+    """
     return max(loads) + num * work < _MOST_LOAD

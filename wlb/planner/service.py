@@ -57,7 +57,7 @@ class PlanningJob:
     """What a planner process has to do."""
 
     make: Callable[..., Planner]  # make(*args) is called in the process and returns the planner
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # arguments of `make`
     state: PlannerState | None  # the state at which planning begins; None = start of the run
     address: Address  # where the process listens
     ahead: int  # steps that are planned before a rank requests them
@@ -291,7 +291,12 @@ class PlanServer:
     """Answers the clients of a planner process, and plans ahead while there are no requests."""
 
     def __init__(self, job: PlanningJob, listener: Listener) -> None:
-        """Accept the connections of all clients."""
+        """Wait until all clients, the ranks of this node, have connected.
+
+        Args:
+            job: What the process has to do, including the number of clients.
+            listener: The socket at which the process listens.
+        """
         self.job = job
         self.planner: Planner | None = None
         self.state: PlannerState | None = job.state

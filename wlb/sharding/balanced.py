@@ -152,7 +152,12 @@ class _AssignedDocuments:
         self.load = load.sum(0).tolist()
 
     def over_some(self, who: IntArray, num_ranks: int) -> None:
-        """Cut each of the documents `who` among the `num_ranks` least loaded ranks with room."""
+        """Cut each of some documents among the least loaded ranks that have room for a part.
+
+        Args:
+            who: The documents to assign.
+            num_ranks: Number of ranks over which each document is cut.
+        """
         start, stop, load = self._chunks(self.ordered[who], num_ranks)
         tokens = (stop - start)[:, :num_ranks] + (stop - start)[:, : num_ranks - 1 : -1]
         for i, document in enumerate(who.tolist()):
@@ -239,7 +244,11 @@ class _AssignedDocuments:
             self.spans.append((document, a, b, rank))
 
     def _chunks(self, lengths: IntArray, num_ranks: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Cut documents into chunks for `num_ranks` ranks, and price each rank's part.
+        """Cut documents into two chunks for each of `num_ranks` ranks, and predict their times.
+
+        Args:
+            lengths: Tokens of each document, shape [n].
+            num_ranks: Number of ranks over which each document is cut.
 
         Returns:
             Start and stop of the chunks, shape [n, 2 * num_ranks], and the predicted time of each

@@ -230,7 +230,13 @@ class _PlanMaker:
         return out
 
     def _corrected(self, scale: FloatArray, plan: ShardingPlan) -> FloatArray:
-        """Return `scale` lowered for ranks that are slow in `plan`, and raised for fast ones."""
+        """Return new shares of the work: less for ranks that are slow in `plan`, more for fast ones.
+
+        Args:
+            scale: Work that each rank was to get in `plan`, in multiples of its share of the
+                tokens, shape [cp].
+            plan: The plan that was made with `scale`.
+        """
         forward, backward = self.cost.segment_times_ns(plan.stop - plan.start, plan.stop)
         load = np.bincount(rank_of_span(plan), weights=forward + backward, minlength=self.cp)
         # The power 3/4 damps the correction. It is computed by square roots, because NumPy's powers

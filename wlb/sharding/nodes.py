@@ -90,7 +90,10 @@ class _Nodes:
         self.lacks[node] -= part.size * (part.density - self.light)
 
     def _cut(self, part: FillPart) -> None:
-        """Cut a document symmetrically among the nodes that lack most work."""
+        """Cut a document among the nodes that lack most work, and give each a part of it.
+
+        The document is cut symmetrically: all parts have the same work per token.
+        """
         more = part.density - self.light
         for node in sorted(range(len(self.room)), key=lambda n: -self.lacks[n]):
             lacking = max(0.0, self.lacks[node] + self.over)
@@ -105,7 +108,11 @@ class _Nodes:
         self._give(max(range(len(self.room)), key=lambda n: self.room[n]), part)
 
     def level(self, heads: HeadWork) -> None:
-        """Move documents between nodes until each has exactly as many tokens as it has room for."""
+        """Move documents between nodes until each has exactly the tokens that it is to get.
+
+        Args:
+            heads: Predicts the work of the first tokens of a document.
+        """
         while True:
             giver = min(range(len(self.room)), key=lambda n: self.room[n])
             taker = max(range(len(self.room)), key=lambda n: self.room[n])

@@ -41,16 +41,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """The pieces that the ILP places, and the program that it solves."""
+    """The pieces to pack, and the integer linear program that packs them."""
 
-    pieces: Pieces
+    pieces: Pieces  # the pieces; long ones may already be parts of documents
     cost_ns: IntArray  # cost of each piece, shape [num_pieces]
     # Indices of the long pieces, which have binary variables, in descending length.
     whole: list[int]
     # Indices of the short pieces of each class, in descending length.
     fluid: list[list[int]]
-    shape: Shape
-    problem: Problem  # the program
+    shape: Shape  # the micro-batches to be filled
+    problem: Problem  # the data of the program
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:

@@ -48,17 +48,17 @@ bounds are accurate to 1e-6, so smaller gaps may be rounding errors."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpOptions:
-    """Options of the solver."""
+    """Options of packing by integer linear programming."""
 
-    solver: Solver = Solver.HIGHS
-    objective: Objective = Objective.SUM_OF_STEP_MAX
+    solver: Solver = Solver.HIGHS  # the program that solves it
+    objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
     time_limit_s: float = 10.0  # time limit of the solver for the micro-batches packed together
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
     # Documents of fewer tokens are treated as a fluid that divides freely. Longer ones have a
     # binary variable for each micro-batch. None = C // 16; 0 = all documents have such variables.
     divisible_below: int | None = None
-    threads: int = 1
-    seed: int = 0  # seed of the solver
+    threads: int = 1  # threads of the solver
+    seed: int = 0  # seed of the solver's random decisions
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "solver", Solver(self.solver))
@@ -80,7 +80,7 @@ class IlpOptions:
 class IlpReport:
     """How good a packing is that the solver made of the documents of W global batches."""
 
-    solver: Solver
+    solver: Solver  # the solver that was used
     # How the solver ended: "optimal" (within gap_limit, with short documents as a fluid),
     # "feasible" (the time was up before that), "nothing_found", or "infeasible", which would be an
     # error of the solver.
@@ -92,8 +92,8 @@ class IlpReport:
     # count as pieces.
     bound_ns: int
     greedy_objective_ns: int  # objective of the greedy packing
-    # Whether the greedy packing was returned, because the solver's packing was no better after its
-    # fluid was replaced by documents.
+    # Whether the greedy packing was returned, because the solver's packing was no better once whole
+    # short documents were placed instead of the fluid.
     kept_greedy: bool
     num_binaries: int  # number of binary variables in the program
     time_s: float  # seconds that packing took

@@ -69,7 +69,12 @@ def modeller() -> Any:
 
 
 def run(problem: Any, solver: Solver, limits: SolverLimits) -> Outcome:
-    """Minimise a PuLP problem, starting from the values of its variables.
+    """Minimise a PuLP problem, starting from the values that its variables have.
+
+    Args:
+        problem: The `pulp.LpProblem`. Its variables get the values of the solution.
+        solver: The program that solves it.
+        limits: When the solver stops.
 
     Raises:
         UserError: If the solver is not installed.

@@ -39,7 +39,7 @@ less is better."""
 class TuningGrid:
     """The values of [packing] settings that are tried, in all combinations."""
 
-    policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)
+    policies: tuple[Policy, ...] = (Policy.VAR_LEN, Policy.BOUNDED)  # VAR_LEN is Algorithm 1
     thresholds: tuple[float, ...] = THRESHOLDS  # L_i of Algorithm 1, in context windows
     max_queues: int = 2  # most outlier queues of Algorithm 1
     s_max: tuple[float, ...] = S_MAX  # S_max, in context windows
@@ -223,7 +223,8 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
-        # Differences below SAME are noise of the sample, so let the delay decide among them.
+        # Treat imbalances that differ by less than SAME as equal, because the difference may be
+        # noise of the sample. Among such settings, the delay decides.
         least = min(p.summary.step_time_weighted for p in good) + SAME
         alike = [p for p in good if p.summary.step_time_weighted <= least]
         best = min(alike, key=lambda p: (p.summary.mean_delay, p.objectives))
