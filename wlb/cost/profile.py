@@ -417,7 +417,7 @@ class AttentionTable:
 
 
 def _tiled(q: FloatArray, tile_rows: int) -> FloatArray:
-    """Return rows rounded up to whole tiles."""
+    """Return numbers of query rows rounded up to a multiple of `tile_rows`."""
     return np.ceil(q / tile_rows) * tile_rows
 
 

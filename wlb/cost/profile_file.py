@@ -78,9 +78,9 @@ def has_power(profile: KernelProfile, power_limit_w: float) -> bool:
 
 
 def _device_of(name: str) -> str:
-    """Return the device of a profile that comes with wlb, "" if it cannot be read.
+    """Return the device of a profile that comes with wlb; "" if the file cannot be read.
 
-    Only this key is read, so profiles of any schema version have a device.
+    It works for profiles of any schema version, because no other key is read.
     """
     try:
         return str(read_object(_path_of(name))["device"])

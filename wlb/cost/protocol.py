@@ -13,8 +13,8 @@ protocols:
 `kernels_ns` and `attention_latency` price sharded micro-batches, for the sharding strategies and
 the simulator (Section 5.3). They add kernel launches and the collectives of context parallelism: K
 and V are exchanged in forward and, by default, a second time in backward, and their gradients
-return. CP ranks wait for each other in every layer. So a micro-batch takes the slowest rank's
-forward plus the slowest rank's backward, not the largest sum of both.
+return. CP ranks wait for each other in every layer. So a micro-batch takes the forward time of the
+rank that is slowest in forward, plus the backward time of the rank that is slowest in backward.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class WorkloadModel(Protocol):
         ...
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
-        """Return W_l of each piece: everything else, which is linear in the length."""
+        """Return W_l of each piece: all work besides attention, which is linear in the length."""
         ...
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:

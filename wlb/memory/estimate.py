@@ -104,8 +104,8 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
     - 1F1B: pp - pp_rank.
     - Interleaved 1F1B: (v - 1) * m + 2 * (pp - 1 - pp_rank) passes of the warm-up, and one more.
-    - Zero-bubble: (v - 1) * m + pp - 1 - pp_rank passes of the warm-up, and one more, and
-      pp_rank * weight_delay passes that wait for their weight gradients.
+    - Zero-bubble: (v - 1) * m + pp - 1 - pp_rank passes of the warm-up, one more, and another
+      pp_rank * weight_delay passes that wait for their weight-gradient passes.
 
     Args:
         spec: The run.
