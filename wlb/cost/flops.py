@@ -123,9 +123,10 @@ def delta_rule_flops(k_dim: int, v_dim: int) -> int:
 
 
 def recurrence_flops(model: ModelSpec) -> int:
-    """Count the forward FLOPs of a linear-attention layer outside its matrices, for one token.
+    """Count one token's forward FLOPs in a layer's convolution and gated delta rule.
 
-    The convolution and the gated delta rule have them. A layer with attention has 0.
+    The FLOPs of the layer's weight matrices are not included. A layer without linear attention has
+    0.
     """
     linear = model.linear
     if not model.is_all_linear:

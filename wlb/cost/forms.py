@@ -61,7 +61,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
         verl = FlopsWorkload(linear_ns_per_token=24576.0, tile_rows=TILE_ROWS)
         return LLAMA2_7B if cost == "llama2_7b" else verl
     if isinstance(cost, int | float | np.number):
-        # A number is the length at which attention costs as much as linear layers.
+        # A number is the length of a document at which attention costs as much as everything else.
         ratio = float(cast(float, cost))
         if not 0 < ratio < float("inf"):
             raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")

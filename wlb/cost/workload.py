@@ -386,12 +386,12 @@ class ProfiledWorkload:
 
     @property
     def heads_per_rank(self) -> int:
-        """Query heads of a TP rank."""
+        """Number of query heads of a TP rank."""
         return self.model.num_heads // self.parallel.tp
 
     @property
     def num_layers_per_rank(self) -> int:
-        """Layers of a pipeline rank."""
+        """Number of layers of the mean pipeline rank, rounded up."""
         return self.linear.num_layers
 
     @property
@@ -499,7 +499,7 @@ class LinearCost:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the mean pipeline rank, rounded up."""
+        """Number of layers of the mean pipeline rank, rounded up."""
         return -(-self.model.num_layers // self.parallel.pp)
 
     @property

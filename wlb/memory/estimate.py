@@ -361,12 +361,12 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
 
 
 def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
-    """Return the bytes of tensors that exist at several moments of one layer's backward.
+    """Return how many bytes of tensors one layer needs at three moments of its backward.
 
     Returns:
-        In this order: during the MLP's backward; during attention's backward while its kernel runs;
-        during attention's backward while gradients of K and V are added up; and the activations
-        that are recomputed for attention's backward, which exist at both of those moments.
+        The bytes during the MLP's backward; the bytes during attention's backward while its kernel
+        runs; the bytes while gradients of K and V are added up; and the bytes of recomputed
+        activations, which come on top at the second and at the third moment.
     """
     local = _local(spec, tokens)
     load = spec.cost.expert_load

@@ -330,9 +330,9 @@ class _Builder:
     def post(
         self, post: Post, rank: int, ready: set[int], wire_of: Callable[[Action], int]
     ) -> None:
-        """Add the edges of transfers that a rank posts.
+        """Add graph edges so that transfers start when a rank posts them.
 
-        They wait for the transfers that the rank posted before them on the same communicator.
+        They also wait for the transfers that the rank posted before on the same communicator.
 
         Args:
             post: The transfers.

@@ -35,8 +35,8 @@ class RunSimulation:
     metrics: tuple[StepMetrics, ...]  # metrics of each step: predictions and simulated times
     step_time_s: FloatArray  # seconds of each step, [steps]
     tokens: IntArray  # tokens of each step, [steps]
-    # Fraction of a step that a pipeline rank spends outside passes, mean over pipelines, [steps,
-    # pp].
+    # Fraction of each step that a pipeline rank spends outside passes, as the mean over all
+    # pipelines, [steps, pp].
     bubble: FloatArray
     peak_memory_bytes: IntArray  # peak memory of each pipeline rank, [steps, pp]
     model_flops: float  # model FLOPs of all trained documents, forward and backward

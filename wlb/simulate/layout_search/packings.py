@@ -108,7 +108,8 @@ class PackingChoices:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    # Even if all micro-batches have S_max tokens, the step has at most T.
+                    # Such a T limits nothing: a step in which all micro-batches have S_max tokens
+                    # does not exceed it.
                     continue
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)
                 if section.policy == Policy.BOUNDED:
