@@ -78,7 +78,7 @@ class SharedBins:
 
     @property
     def counts(self) -> IntArray:
-        """Number of units in each bin, shape [num_bins]."""
+        """Number of units (samples or atoms) in each bin (micro-batch), shape [num_bins]."""
         return (self.members < self.work.size - 1).sum(1)
 
     def bin_of(self) -> IntArray:

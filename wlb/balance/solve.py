@@ -34,7 +34,7 @@ start for exchanges."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placed:
-    """The assignment of a mini-batch's units."""
+    """The assignment of a mini-batch's samples, or sets of samples that stay together (units)."""
 
     # Bin of each unit, shape [num_units]. Bin rank * num + m is micro-batch m of a rank.
     bin_of: IntArray

@@ -74,14 +74,14 @@ class Slots:
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set each bin's target to the work that the bins of its slot should have."""
+        """Set the target of each bin to the work that the bins at the same time should have."""
         order = np.argsort(-loads, kind="stable")
         slots = order.reshape(-1, self.num_ranks)
         self.target = np.empty(loads.size)
         self.target[order] = np.repeat(_level(bins, loads, slots), self.num_ranks)
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin above its target."""
+        """Return the work of each bin minus its target, which may be negative."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -108,7 +108,7 @@ class RankSlots:
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set each bin's target to the work that the bins of its slot should have."""
+        """Set the target of each bin to the work that the bins at the same time should have."""
         by_rank = loads.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         order = np.argsort(-by_rank, 1, kind="stable") + np.arange(self.num_ranks)[:, None] * num
@@ -117,7 +117,7 @@ class RankSlots:
         self.target[order] = level[None]
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin above its target."""
+        """Return the work of each bin minus its target, which may be negative."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -136,7 +136,7 @@ class RankSlots:
 
 @dataclass(slots=True)
 class RankTotals:
-    """The rule if ranks wait once in a step, so that only the sum of a rank's bins matters.
+    """The rule if ranks wait once in a step, so that only the total work of a rank matters.
 
     Bins r * num to (r + 1) * num - 1 belong to rank r, with num bins for each rank.
     """

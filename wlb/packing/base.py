@@ -85,7 +85,7 @@ class PackerOptions:
     num_micro_batches: int  # micro-batches of a step, over all pipelines
     context_window: int  # C, tokens of the longest permitted piece
     cost: WorkloadModel  # predicts the work that is balanced
-    num_windows: int = 0  # windows that fit a global batch; 0 = num_micro_batches
+    num_windows: int = 0  # windows of C tokens that a global batch fills; 0 = num_micro_batches
     layout: Layout = Layout.SEPARATE  # which documents of a micro-batch attend to each other
     long_documents: str = "split"  # "split" documents longer than C, or "refuse" them
     seed: int = 0  # seed of the random order of pieces in a micro-batch, and of steps
@@ -125,7 +125,7 @@ class PackerOptions:
 
         Args:
             pieces: The pieces.
-            factor: Scales attention's part of the work (`PriceRange`).
+            factor: Factor by which the attention work W_a is multiplied (`PriceRange`).
 
         Raises:
             UserError: If a cost is negative or not finite, or if sums may not fit 64-bit integers.
@@ -264,7 +264,7 @@ class PolicyPacker:
             shuffle: Whether to put the pieces of a micro-batch in a random order.
         """
         work, length = self.options.workloads(pieces), pieces.length
-        # Tokens that wait after a step: those of later steps, and those that no step takes.
+        # The tokens that wait after a step are those of later steps, and those in no step.
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
         held = num_waiting_tokens + sum(tokens) - np.cumsum(tokens, dtype=np.int64)
         return tuple(

@@ -243,7 +243,7 @@ class _BestFitGroups:
     """
 
     def __init__(self, capacity: int) -> None:
-        # For each room in tokens, a heap of the groups with that room.
+        # of_room[r] is a heap of the groups whose bins have r free tokens each.
         self.of_room: dict[int, list[Group]] = {}
         # has_room[r] is 1 if some group has r tokens of room. It is a bytearray, because
         # `bytearray.find` searches as fast as C's memchr.

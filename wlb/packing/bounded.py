@@ -134,7 +134,7 @@ number of candidates. With 4 instead of 8 the imbalance is the same at N = 4, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """Caps on a step, and the price of holding documents back."""
+    """Limits on the tokens and delays of a step, and the cost of delaying documents."""
 
     num_micro_batches: int  # N, over all pipelines
     tokens_per_step: int  # tokens of an average global batch, N x C
@@ -192,7 +192,7 @@ class BoundedPacker(PolicyPacker):
 
     @property
     def limits(self) -> StepLimits:
-        """The caps on a step and the price of delay, with defaults filled in."""
+        """The limits on a step and the cost of delay, with defaults filled in."""
         num = self.num_micro_batches
         most = num * self.s_max
         usual = DELAY_PRICE if self.price_range.is_one_price else DELAY_PRICE_IN_RANGE
@@ -422,7 +422,7 @@ class WaitingDocuments:
             due = np.delete(due, _placed(length[due], ends[:, due], limits)[1])
         must_leave = np.zeros(len(order), bool)
         must_leave[due] = True
-        # A stable sort by the mask puts ordinary documents that must leave last.
+        # Move the ordinary documents that must leave to the end, and keep the order otherwise.
         others = order[num:]
         others = others[np.argsort(must_leave[others], kind="stable")]
         self.order = order = np.concatenate([order[:num], others])
@@ -522,8 +522,8 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     starts = np.append(waiting.class_starts, num_outliers)
-    # The interval may have any number of outliers up to ONE_BY_ONE, then powers of two and
-    # multiples of an eighth of N.
+    # The interval [first, end) may have any number of outliers up to ONE_BY_ONE. Above that, only
+    # powers of two and multiples of N / 8 are tried.
     shortest = int(waiting.length[:num_outliers].min(initial=1 << 62))
     most = int(limits.step_tokens / max(1, shortest))
     counts = np.arange(min(num_outliers, most, ONE_BY_ONE) + 1)
@@ -1012,7 +1012,10 @@ def refine(
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """Micro-batches and their loads, updated as `refine` exchanges documents."""
+    """Micro-batches and their loads, which `refine` changes by moving and swapping documents.
+
+    Work is given at one or two prices of attention, the ends of the price range.
+    """
 
     rows: list[list[int]]  # indices of the documents in each micro-batch
     lengths: list[int]  # tokens of each document

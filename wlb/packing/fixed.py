@@ -82,7 +82,7 @@ class FixedPacker(PolicyPacker):
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
-        # Pieces that were held back are always first in the stream.
+        # Pieces that were held back before are always the first ones of the stream.
         num_held = int((carry.slot > 0).sum())
         plans: list[PackingPlan] = []
         step = carry.next_step
@@ -171,7 +171,7 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # The document that crosses the limit is longer than the surplus, so one is found.
+            # At least one document is long enough: the one in which the limit lies.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])
@@ -243,7 +243,7 @@ def cut_into(pieces: Pieces, parts: list[Part], *, num_micro_batches: int) -> Wi
 def parts_that_fill(
     length: int, room: Sequence[int], order: Iterable[int]
 ) -> list[tuple[int, int, int]]:
-    """Cut a document so that its parts fill the gaps of micro-batches.
+    """Cut a document so that its parts fill up micro-batches that are not full.
 
     Args:
         length: Tokens of the document.
@@ -251,7 +251,8 @@ def parts_that_fill(
         order: Micro-batches in the order in which they are filled.
 
     Returns:
-        (first token, micro-batch, tokens) of each part. All but the last part fill their gap.
+        (first token, micro-batch, tokens) of each part. All parts but the last one fill up their
+        micro-batch.
     """
     parts: list[tuple[int, int, int]] = []
     begin = 0
@@ -267,7 +268,7 @@ class _LeastWorkFirst:
     """Puts each document into the micro-batch of least work that has room for it.
 
     Documents come in descending length. So a micro-batch that has too little room for one document
-    is parked until documents are short enough, and each placement looks at O(1) micro-batches.
+    is put aside until documents are short enough. So each placement looks at few micro-batches.
     """
 
     def __init__(self, num: int, capacity: int) -> None:

@@ -300,7 +300,11 @@ class Planner:
         )
 
     def _pipelines(self, plan: PackingPlan) -> IntArray:
-        """Return the micro-batches of each pipeline, shape [dp, N / dp]."""
+        """Choose the micro-batches of each pipeline.
+
+        Returns:
+            Indices of micro-batches, shape [dp, N / dp].
+        """
         if self.pipelines_per_ep_group == 1:
             return assign_micro_batches(plan.workload_ns, plan.rows, self.dp)
         work_ns = plan.workload_ns
@@ -334,7 +338,12 @@ class Planner:
         return (None if merged is None else replace(merged, step=step)), rest
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
-        """Shard the micro-batches of one pipeline over its CP ranks."""
+        """Divide the micro-batches of one pipeline over its CP ranks.
+
+        Args:
+            plan: The plan of the step.
+            pipeline: Index of the pipeline.
+        """
         how: dict[str, Any] = {
             "strategy": self.strategy,
             "remainder": self.remainder,
@@ -440,8 +449,8 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
 def _source_of(lengths: IntLike) -> data.LengthSource:
     """Return a source of documents with these lengths; it has no tokens, which suffices to plan."""
     array = int_array("lengths", lengths)
-    # Pass the given values rather than the integers, so that the source can refuse floats that were
-    # rounded.
+    # Pass the caller's values rather than the converted integers, so that the source can refuse
+    # floats that the conversion has rounded.
     given: Any = lengths if isinstance(lengths, list | tuple | np.ndarray) else array
     return data.LengthSource(name="given", lengths=given)
 

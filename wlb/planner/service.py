@@ -54,7 +54,7 @@ _DIED = "the planner process of this node has died"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningJob:
-    """What a planner process has to do."""
+    """The job that a planner process receives when it starts."""
 
     make: Callable[..., Planner]  # make(*args) is called in the process and returns the planner
     args: tuple[Any, ...]  # arguments of `make`

@@ -135,7 +135,7 @@ class _AssignedDocuments:
         self.load = [0] * cp  # predicted ns of each rank
         # Tokens that each rank may still take.
         self.room = shares_of(int(ordered.sum()), np.zeros(cp, np.int64)).tolist()
-        # Documents for which too few ranks had room; `fill` cuts them.
+        # Documents that did not fit, because too few ranks had room. `fill` cuts them.
         self.left: list[int] = []
 
     def over_all(self, num: int) -> None:

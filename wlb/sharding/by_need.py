@@ -230,7 +230,7 @@ class _PlanMaker:
         return out
 
     def _corrected(self, scale: FloatArray, plan: ShardingPlan) -> FloatArray:
-        """Return new shares of the work: less for ranks that are slow in `plan`, more for fast ones.
+        """Return new shares of the work: less for slow ranks of `plan`, more for fast ones.
 
         Args:
             scale: Work that each rank was to get in `plan`, in multiples of its share of the

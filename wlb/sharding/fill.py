@@ -62,7 +62,12 @@ class FillPart:
         return self.size * self.density
 
     def taken(self, size: int, cut: FillCut) -> "FillPart":
-        """Remove `size` tokens from this part, and return them as a part of the same density."""
+        """Remove tokens from this part, and return them as a part with equal work per token.
+
+        Args:
+            size: Number of tokens.
+            cut: How both parts are cut, for their field `cut`.
+        """
         self.size -= size
         self.cut = cut
         return replace(self, size=size)
@@ -113,7 +118,7 @@ def parts_of(pieces: IntArray, work: IntArray) -> list[FillPart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillOptions:
-    """Where documents are cut."""
+    """Options that say when and where `fill` cuts documents."""
 
     share: float = 1.0
     """Most work of one long document that a rank may have, in multiples of a rank's mean work. At
@@ -192,7 +197,8 @@ def _dense(
     # Work that the rank would lack if it were filled with the lightest documents alone. A dense
     # document instead of light ones adds, for each token, the difference of their densities.
     lacking = share = max(0.0, work - light * room)
-    # If the densest document needs several ranks, divide it evenly among as few as `most` permits.
+    # If the document with most work per token needs several ranks, divide it evenly among as few
+    # ranks as `most` permits.
     if pool and 0 < share < pool[0].size * (pool[0].density - light) and most:
         num_ranks = max(-(-pool[0].work // most), -(-pool[0].size // room))
         lacking = max(share, pool[0].size * (pool[0].density - light) / num_ranks)

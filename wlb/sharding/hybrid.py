@@ -58,7 +58,16 @@ def hybrid(
 def _best_thresholds(
     pieces: IntArray, cp: int, cost: WorkloadModel, num: int
 ) -> list[ShardingPlan]:
-    """Return the plans of the `num` thresholds with the fastest attention, the fastest first."""
+    """Return the plans of the thresholds with the fastest attention, the fastest plan first.
+
+    Documents longer than a threshold are cut over all ranks. The others are cut as one sequence.
+
+    Args:
+        pieces: Tokens of each piece, shape [num_pieces].
+        cp: Number of CP ranks.
+        cost: Predicts the times of attention.
+        num: Most plans to return.
+    """
     # 1. Sort from long to short. Then the long documents of any threshold are the first ones.
     order = np.argsort(-pieces, kind="stable")
     ordered = pieces[order]

@@ -71,7 +71,7 @@ class _Nodes:
         self.parts: list[list[FillPart]] = [[] for _ in rooms]
 
     def place(self, part: FillPart) -> None:
-        """Assign a document to the node that lacks most work; cut it if it is too large."""
+        """Assign a document to the node that lacks most work, or cut it if no node can take it."""
         if part.work > self.most or part.size > max(self.rooms):
             self._cut(part)
             return

@@ -96,7 +96,7 @@ def items_of(
         pieces: The pieces to pack.
         greedy: The greedy packing of them, from which the solver starts.
         shape: The micro-batches to be filled.
-        divisible_below: Pieces of fewer tokens are treated as a fluid.
+        divisible_below: Pieces of fewer tokens are treated as a fluid that divides freely.
         cost: Returns the cost of each piece in ns.
     """
     # 1. Cut long pieces where the greedy packing cuts them. Then divide the pieces into long pieces

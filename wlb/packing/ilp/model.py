@@ -60,7 +60,7 @@ class FluidClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A solution of the program: which micro-batch gets what."""
+    """A solution of the program: the long pieces and parts of short ones in each micro-batch."""
 
     bin_of: list[int]  # micro-batch of each long piece
     # For the classes of short documents that are divided freely (`FluidClass`):
@@ -76,7 +76,7 @@ class Problem:
     costs_ns: list[int]  # costs of the long pieces, in the same order
     fluid: tuple[FluidClass, ...]  # classes of short pieces
     num_micro_batches: int  # number of micro-batches of all steps
-    per_step: int  # micro-batches that share a step
+    per_step: int  # number of micro-batches in a step
     capacity: int  # most tokens of a micro-batch
     full: bool  # whether the pieces have just enough tokens to fill all micro-batches
 
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def total_ns(self) -> int:
-        """Cost of all pieces together."""
+        """Cost of all pieces together in ns."""
         return sum(self.costs_ns) + sum(fluid.cost_ns for fluid in self.fluid)
 
     @property
@@ -139,7 +139,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What the solver found."""
+    """The result of a solver: the best assignment, and a lower bound on the objective."""
 
     assignment: Assignment | None  # None if the solver found nothing
     bound_ns: int  # no solution of the program has an objective below this

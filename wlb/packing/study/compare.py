@@ -25,7 +25,7 @@ tokens."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A row of the comparison: a policy with its options."""
+    """A packing policy with its options, one row in the table that compares policies."""
 
     label: str  # its name in the table
     section: PackingSection

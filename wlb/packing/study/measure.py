@@ -46,7 +46,7 @@ DEAR = 1.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSummary:
-    """How a policy packed a stream: one row of a comparison. Delays are counted in steps."""
+    """How well a policy packed a stream of global batches. Delays are counted in steps."""
 
     label: str  # name of the row
     policy: str  # name of the policy
@@ -73,9 +73,9 @@ class PackingSummary:
     lower_bound: float  # least `imbalance` of any packing of the same documents in the same steps
 
     mean_delay: float  # mean delay of a token
-    p99_delay: int  # 99th percentile over tokens
+    p99_delay: int  # 99th percentile of the delay of tokens
     max_delay: int  # longest delay of a token
-    mean_advance: float  # mean over tokens of the steps that a token is trained early
+    mean_advance: float  # number of steps by which tokens are trained early, mean over all tokens
     num_overdue: int  # pieces that were trained later than the policy's maximum delay
 
     tokens_per_step: float  # mean

@@ -35,7 +35,7 @@ class Saving:
 
     @property
     def gain(self) -> BalanceGain:
-        """What the best policy gains over the usual loader."""
+        """The time that the best policy saves over the usual loader."""
         return gain_over(self.usual, self.best)
 
     def to_json(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class TuningGrid:
         check_at_least("max_queues", self.max_queues, 0)
 
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
-        """Yield all candidate [packing] sections, based on the run's, without duplicates."""
+        """Yield the [packing] sections to try: the run's, with all combinations of values."""
         num_micro_batches = spec.num_micro_batches
         base = spec.packing.ungrouped
         for s_max in self.s_max:
