@@ -42,7 +42,8 @@ def install() -> None:
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
     # init_gpu_context creates a tensor on the GPU, which fails in a CUDA build without a GPU.
     setattr(fake_tensor, "init_gpu_context", lambda _: None)  # noqa: B010
-    torch._C._set_only_lift_cpu_tensors(True)  # so torch.tensor(..., device="cuda") is a copy
+    # With this, torch.tensor(..., device="cuda") counts as a copy from the host.
+    torch._C._set_only_lift_cpu_tensors(True)
     importlib.import_module("torch.distributed._tools.fake_collectives")
     _shapes_of_whole_tensors()
     _register_kernels()
@@ -124,7 +125,7 @@ def _streams() -> None:
     for owner in (torch.cuda, torch):
         setattr(owner, "Stream", FakeStream)  # noqa: B010
         setattr(owner, "Event", FakeEvent)  # noqa: B010
-    for owner in (torch.cuda, torch.accelerator):  # torch.compile needs a distinct function each
+    for owner in (torch.cuda, torch.accelerator):  # torch.compile needs two different functions
         setattr(owner, "current_stream", lambda *_: GPU.current)  # noqa: B010
     for attribute, value in (
         ("default_stream", lambda *_: GPU.streams[0]),
@@ -153,7 +154,7 @@ def _tensors() -> None:
         return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
     def read_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if isinstance(tensor, FakeTensor):  # it is on the host, so its copy has been recorded
+        if isinstance(tensor, FakeTensor):  # on the host; its copy from the GPU was recorded before
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
         return numpy(tensor, *args, **options)
 

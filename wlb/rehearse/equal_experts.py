@@ -25,7 +25,7 @@ from wlb.spec import ParallelSpec, RunSpec
 class GroupRows(ExpertRows):
     """`ExpertRows` with the numbers of rows of all members of the EP group."""
 
-    of_members: tuple[int, ...]  # number of rows of each member; `num` is this rank's
+    of_members: tuple[int, ...]  # number of rows of each member; `num` is that of this rank
 
 
 class EqualLoads:

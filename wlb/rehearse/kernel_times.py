@@ -83,7 +83,7 @@ class Prices:
     ) -> tuple[str, float, float, float, int]:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         if a.ndim < b.ndim:
-            rows /= b.shape[0]  # a grouped product: experts are equally loaded
+            rows /= b.shape[0]  # a grouped product, in which each expert has equally many rows
         flops = 2.0 * a.numel() * columns
         surface = self.profile.gemm.forward
         at = surface.cells(np.array([float(max(1, rows))]), np.array([float(inner * columns)]))

@@ -36,7 +36,7 @@ class Proof:
     num_collectives: int = 0  # number of collectives that were compared
     num_transfers: int = 0  # number of transfers whose two ends were compared
     is_complete: bool = True  # whether all ranks of the run were rehearsed
-    problems: list[str] = field(default_factory=list)  # sentences; empty = proven
+    problems: list[str] = field(default_factory=list)  # sentences; empty if none was found
 
 
 def prove(programs: Programs, *, world_size: int) -> Proof:
@@ -257,7 +257,12 @@ class _Hosts:
         self._serve(rank, message.communicator)
 
     def _serve(self, rank: int, where: Communicator) -> None:
-        """Complete transfers that come next at both ends, and those that come next after them."""
+        """Complete transfers whose two ends are both next in line, until there are no more.
+
+        Args:
+            rank: Rank that has just posted a transfer.
+            where: Communicator of the transfer.
+        """
         changed = [rank]
         while changed:
             one = changed.pop()

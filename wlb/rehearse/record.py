@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith("c10d::"):
             boxed = next(a for a in _leaves(args, torch.ScriptObject) if _is_group(a))
             group = dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportAttributeAccessIssue]
-            waits = not any(a is True for a in args)  # asyncOp
+            waits = not any(a is True for a in args)  # a true argument is asyncOp
         else:
             group = distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore
             waits = False

@@ -56,7 +56,7 @@ class RankResult:
     """Everything that was recorded of a rehearsed rank."""
 
     rank: int
-    coordinates: tuple[int, ...]  # tp, cp, pp, dp
+    coordinates: tuple[int, ...]  # place in the mesh, as (tp, cp, pp, dp)
     steps: tuple[StepResult, ...]
     messages: list[RankMessage]  # in the order in which the host issued them
     spans: list[StreamSpan]  # kernels and transfers; empty without traces

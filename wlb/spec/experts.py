@@ -32,7 +32,10 @@ class ExpertsSpec:
     """Section [model.experts]. If `num` is 0, layers have no experts, and other keys are unused."""
 
     num: int = key(
-        0, "experts of each layer with experts; 0 = no experts, only MLPs", at_least=0, at_most=4096
+        0,
+        "number of experts in each layer that has experts; 0 = all layers have MLPs",
+        at_least=0,
+        at_most=4096,
     )
     every: int = key(
         1,
@@ -86,22 +89,23 @@ class ExpertsSpec:
     )
     aux_coefficient: float = key(
         1e-3,
-        "factor of the auxiliary loss of each layer (balance = aux_loss), which is the number of "
-        "experts times the sum over experts of the expert's share of the previous step's tokens "
-        "times its mean score in this step",
+        "coefficient of the auxiliary loss in each layer (balance = aux_loss); the loss is the "
+        "number of experts times the sum over experts of (share of the previous step's tokens) x "
+        "(mean score in this step)",
         at_least=0,
         at_most=1000,
     )
     z_loss: float = key(
         0.0,
-        "factor of each layer's router z-loss, which keeps logits small: the mean over the step's "
-        "tokens of the squared logsumexp of the router's logits; 0 = none (OLMoE: 0.001)",
+        "coefficient of the router z-loss in each layer, which keeps logits small; the loss is the "
+        "mean over the step's tokens of the squared logsumexp of the router's logits; 0 = none "
+        "(OLMoE: 0.001)",
         at_least=0,
         at_most=1000,
     )
 
     def are_in(self, layer: int) -> bool:
-        """Return whether layer `layer`, counted from 0, has experts in a model with experts."""
+        """Return whether layer `layer`, counted from 0, has experts if `num` is above 0."""
         return (layer + 1) % self.every == 0 and layer not in self.dense_layers
 
     @property

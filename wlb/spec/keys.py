@@ -172,7 +172,7 @@ REMOVED: dict[str, RemovedKey] = {
     "training.decay": RemovedKey(
         "training.weight_decay always applies to all weights except norms and biases", "matrices"
     ),
-    "training.decay_shape": RemovedKey("the decay of schedule = wsd is linear", "linear"),
+    "training.decay_shape": RemovedKey("the decay of schedule = wsd is always linear", "linear"),
     "training.gc_interval": _constant(50, "GARBAGE_INTERVAL", "train/warm_up.py"),
     "training.heartbeat_s": RemovedKey(
         "ranks no longer watch each other: a rank that stops or hangs ends the run after "
@@ -348,7 +348,7 @@ def apply(
     is_stored: bool = False,
     whole: type[Any] | None = None,
 ) -> T:
-    """Return `spec` with nested `values` set.
+    """Return a copy of a section or RunSpec in which keys have the given values.
 
     Args:
         spec: A section or a whole RunSpec.
@@ -356,7 +356,7 @@ def apply(
         source: File or option that the values come from, for messages.
         prefix: Dotted name of `spec` with a final dot; "" for a whole RunSpec.
         is_stored: Whether wlb wrote the values (in a checkpoint or metrics.jsonl). Then old names
-            give no warning, and removed keys and values no error.
+            give no warning, and removed keys and values are not errors.
         whole: Type of the outermost section, in which a misplaced key is looked up for the error
             message. Defaults to the type of `spec`.
 
@@ -377,7 +377,10 @@ def apply(
                 warnings.warn(f"{source}: {dotted} is now {new}", RenamedKeyWarning, stacklevel=2)
             dotted, name = new, new.removeprefix(prefix)
             if name in values:
-                raise UserError(f"{source}: {new} is given twice; remove its old name")
+                raise UserError(
+                    f"{source}: {new} is given twice, by its old and its new name; remove the old "
+                    f"name"
+                )
         if _is_removed(dotted, value):
             _report_removed(dotted, value, source=source, is_stored=is_stored)
             continue
@@ -528,7 +531,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
         except ValueError:
             choices = ", ".join(repr(str(c)) for c in kind)
             raise UserError(f"{where} = {value!r}: choose one of {choices}") from None
-    # TOML's 1 is an integer, but a key of type float takes it.
+    # Accept TOML's integer 1 for a key of type float, too.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > _LARGEST:
             raise UserError(f"{where} = {value} must be at most {_LARGEST:g}; lower it")

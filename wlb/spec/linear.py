@@ -45,7 +45,7 @@ class LinearSpec:
 
     @property
     def latest(self) -> int:
-        """Number of tokens before a span that the convolution of its first token reads."""
+        """Number of tokens before a span that the convolution reads for the span's first token."""
         return self.conv_kernel_dim - 1
 
     def parameters_of(self, width: int) -> int:

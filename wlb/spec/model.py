@@ -40,7 +40,10 @@ class RopeScaling:
         RopeKind.LLAMA3, "how RoPE frequencies are scaled; no effect while factor is 1"
     )
     factor: float = key(
-        1.0, "context length divided by the length in pre-training; 1 = off", above=0, at_most=1e6
+        1.0,
+        "context length of this run divided by the context length in pre-training; 1 = no scaling",
+        above=0,
+        at_most=1e6,
     )
     turns: tuple[float, ...] = key(
         (),
@@ -53,7 +56,7 @@ class RopeScaling:
     )
     attention_factor: float = key(
         0.0,
-        "yarn: factor by which Q and K are multiplied; 0 = 0.1 ln(factor) + 1",
+        "with kind = yarn: factor by which Q and K are multiplied; 0 = 0.1 ln(factor) + 1",
         at_least=0,
         at_most=1000,
     )
@@ -102,7 +105,7 @@ class LayerKind(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Layers of this kind as a share of the model's layers."""
+        """Share of the model's layers that are of this kind."""
         return self.layers / self.model.num_layers
 
 
@@ -111,7 +114,11 @@ class ModelSpec:
     """Section [model]: a LLaMA decoder. Options add features of other models (named in help)."""
 
     vocab_size: int = key(
-        0, "vocabulary size; 0 = the token store's", unit="tokens", at_least=0, at_most=2**27
+        0,
+        "vocabulary size; 0 = the vocabulary size of the token store",
+        unit="tokens",
+        at_least=0,
+        at_most=2**27,
     )
     hidden_size: int = key(512, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = key(8, "decoder layers", at_least=1, at_most=10_000)
@@ -306,16 +313,16 @@ class ModelSpec:
         experts, layers = self.experts, range(self.num_layers)
         if not experts.num:
             return 0
-        # Count dense_layers only where `every` would give the layer experts.
+        # Subtract only those dense_layers that would have experts by `every`.
         left_out = {i for i in experts.dense_layers if i in layers and (i + 1) % experts.every == 0}
         return self.num_layers // experts.every - len(left_out)
 
     @property
     def layer_kinds(self) -> "tuple[LayerKind, ...]":
-        """Layers grouped by kind; a single entry if all layers are alike.
+        """The kinds of layers of this model, with their numbers of layers.
 
-        Kinds with experts come first. Among them, and among the others, attention comes before
-        linear layers.
+        Kinds with experts come before kinds without. Within each of these two groups, layers with
+        attention come before linear layers.
         """
         return _layer_kinds(self)
 

@@ -161,12 +161,12 @@ class PackingSection:
 
     @property
     def bin_method(self) -> BinMethod:
-        """Bin-packing algorithm of `capacity`, chosen by packing.method."""
+        """Bin-packing algorithm of the policy `capacity`, which packing.method determines."""
         return bin_method_of(self.method)
 
     @property
     def groups_by_length(self) -> bool:
-        """Whether `examples` groups documents of similar length."""
+        """Whether the policy `examples` groups documents of similar length."""
         return self.method == GROUPED_BY_LENGTH
 
     @property
@@ -263,7 +263,7 @@ class PackingSection:
         return math.floor(round(self.s_max * window, 6))
 
     def step_tokens_of(self, tokens_per_step: int) -> int | None:
-        """Return T in tokens, or None if there is no cap.
+        """Return T, the most tokens of a step, or None if there is no limit.
 
         Args:
             tokens_per_step: Tokens of a global batch, N x C.
@@ -271,5 +271,5 @@ class PackingSection:
         return math.floor(round(self.step_tokens * tokens_per_step, 6)) or None
 
     def thresholds_tokens(self, window: int) -> tuple[int, ...]:
-        """Return L_i in tokens for a context window of `window` tokens."""
+        """Return the thresholds L_i in tokens, for a context window of `window` tokens."""
         return tuple(math.ceil(round(t * window, 6)) for t in self.queue_thresholds)

@@ -72,7 +72,7 @@ class TelemetrySection:
     )
     trace_steps: tuple[int, ...] = key(
         (),
-        "steps, numbered as in the run's table, that torch.profiler traces; it writes every "
+        "numbers of the steps (as in the run's table) that torch.profiler traces; it writes every "
         "operator and kernel to a Perfetto file in the folder traces/ of the run; traced steps are "
         "slower",
         at_least=1,
@@ -80,9 +80,9 @@ class TelemetrySection:
     )
     snapshot_steps: tuple[int, ...] = key(
         (),
-        "steps, numbered as in the run's table, after which every rank writes a snapshot of its "
-        "GPU's memory to the folder memory/ of the run; if any step is given, a snapshot is also "
-        "written when an allocation fails; CUDA only",
+        "numbers of the steps (as in the run's table) after which every rank writes a snapshot of "
+        "its GPU's memory to the folder memory/ of the run; if any step is given, a snapshot is "
+        "also written when an allocation fails; CUDA only",
         at_least=1,
         at_most=10**9,
     )

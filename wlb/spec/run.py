@@ -189,9 +189,9 @@ class PipelineSection:
     )
     stage_layers: tuple[int, ...] = key(
         (),
-        "number of decoder layers of each stage, first to last; the stage with the output head, "
-        "for example, can have fewer; only the first and the last stage may have 0; empty = "
-        "equally many",
+        "number of decoder layers of each stage, from first to last (the last stage, for example, "
+        "can have fewer, because it has the output head); only the first and the last stage may "
+        "have 0; empty = equally many in each stage",
         at_least=0,
         at_most=10_000,
     )
@@ -226,7 +226,7 @@ class CpSection:
 
     @property
     def stages(self) -> int:
-        """Number of exchanges in which the keys of a micro-batch arrive."""
+        """Number of parts in which the keys of a micro-batch are exchanged; 1 without overlap."""
         return max(1, self.overlap_stages)
 
 
@@ -242,7 +242,9 @@ class DataSection:
         'token stores to mix, instead of data.store: a list of "PREFIX:WEIGHT" with weights as '
         "shares of tokens; a store that is too small for its weight is repeated",
     )
-    heldout_store: str = key("", "prefix of the held-out token store for data.store or data.blend")
+    heldout_store: str = key(
+        "", "prefix of the token store for evaluation, if data.store or data.blend is set"
+    )
     corpus: str = key(
         "stdlib",
         'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" '
@@ -290,7 +292,7 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    """Section [planner]: what is planned besides the steps."""
+    """Section [planner]: what the planner predicts in addition to the steps of the run."""
 
     baseline: bool = key(
         True,
@@ -301,7 +303,7 @@ class PlannerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSection:
-    """Section [cost]: prices of work."""
+    """Section [cost]: how the times of kernels, collectives and experts are predicted."""
 
     profile: str = key(
         "auto", "kernel profile: its name, a JSON file, or auto = the one for the device"
@@ -323,7 +325,7 @@ class KernelSection:
 
     attention: AttentionBackend = key(
         AttentionBackend.AUTO,
-        "attention kernel; auto = the fastest installed one that supports the run",
+        "attention kernel; auto = the fastest installed kernel that supports the run",
     )
     deterministic: bool = key(
         False,
@@ -388,7 +390,7 @@ class RunSpec:
 
     @property
     def s_max(self) -> int:
-        """S_max, the longest micro-batch, in tokens."""
+        """S_max, the most tokens that a micro-batch may have."""
         return self.packing.s_max_tokens(self.data.context_window)
 
     @property

@@ -93,8 +93,9 @@ class TrainingSection:
     )
     dtype: Dtype = key(
         Dtype.FLOAT32,
-        "data type that layers compute in; gradients are reduced in float32, except that gradients "
-        "of norms are reduced over TP in this type if a pipeline has a single micro-batch",
+        "data type that layers compute in; gradients are reduced in float32, with one exception: "
+        "if a pipeline has a single micro-batch, gradients of norms are reduced over TP in this "
+        "type",
     )
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
