@@ -65,7 +65,7 @@ class StepBalance:
         return self.order[self.offsets[block] : self.offsets[block + 1]]
 
     def of_rank(self, rank: int, mini_batch: int = 0) -> list[IntArray]:
-        """Return the indices of the samples in each of a rank's micro-batches, in execution order."""
+        """Return the indices of the samples in each of a rank's micro-batches, in order."""
         num = self.blocks[mini_batch].shape[1]
         return [self.samples(mini_batch, rank, m) for m in range(num)]
 
