@@ -117,4 +117,4 @@ def test_folders_that_cannot_be_made_are_refused(
     said = capsys.readouterr().err
     place = words[-1].partition("=")[2] or words[-1]
     cause = told if place.startswith("/proc") else f"{place.split('/')[0]} is a link to "
-    assert lacks(said, " cannot be made: ", cause) == []
+    assert lacks(said, " cannot be created: ", cause) == []

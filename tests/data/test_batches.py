@@ -175,16 +175,22 @@ def test_tokens_per_batch_may_change_at_a_resume():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (GlobalBatches(source(1, 2), tokens_per_batch=2, seed=8), "seed = 7, this run has 8"),
+        (GlobalBatches(source(1, 2), tokens_per_batch=2, seed=8), "seed = 7, but this run has 8"),
         (
             GlobalBatches(source(1, 2, 1), tokens_per_batch=2, seed=7),
-            "num_documents = 2, this run has 3",
+            "num_documents = 2, but this run has 3",
         ),
-        (GlobalBatches(source(1, 3), tokens_per_batch=2, seed=7), "num_tokens = 3, this run has 4"),
-        (GlobalBatches(source(2, 1), tokens_per_batch=2, seed=7), "lengths = [0-9]+, this run has"),
+        (
+            GlobalBatches(source(1, 3), tokens_per_batch=2, seed=7),
+            "num_tokens = 3, but this run has 4",
+        ),
+        (
+            GlobalBatches(source(2, 1), tokens_per_batch=2, seed=7),
+            "lengths = [0-9]+, but this run has",
+        ),
         (
             GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7, shuffle=False),
-            "shuffle = True, this run has False",
+            "shuffle = True, but this run has False",
         ),
     ],
 )
@@ -198,7 +204,7 @@ def test_state_of_another_kind_is_refused():
     batches = GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7)
     with pytest.raises(ValueError, match=r"the state of a corpus must have .*but has"):
         batches.next({"step": 1})
-    with pytest.raises(ValueError, match="position = -1 must be a whole number"):
+    with pytest.raises(ValueError, match="position = -1, but it must be a whole number"):
         batches.next({**batches.start(), "position": -1})
 
 
@@ -240,7 +246,7 @@ class Raw:
 @pytest.mark.parametrize(
     ("corpus", "options", "message"),
     [
-        (Raw([]), {}, "the corpus has no document; check data.store"),
+        (Raw([]), {}, "the corpus has no document; set data.store"),
         (Raw([3, 0]), {}, "document 1 of the corpus has 0 tokens"),
         (Raw([3, 1.5]), {}, "lengths.1. = 1.5 is not a whole number"),
         (Raw([3, 1], 5), {}, "num_documents = 5, but 2 lengths"),
@@ -284,7 +290,10 @@ def test_a_token_store_is_a_source(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [("position", 99, "past the corpus's 2 documents"), ("epoch", "a", "epoch = 'a'")],
+    [
+        ("position", 99, "position = 99, but the corpus has only 2 documents"),
+        ("epoch", "a", "epoch = 'a'"),
+    ],
 )
 def test_impossible_counters_are_refused(name, value, message):
     batches = GlobalBatches(source(2, 3), tokens_per_batch=4, seed=0)

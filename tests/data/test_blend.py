@@ -175,10 +175,10 @@ def test_every_document_of_an_epoch_before_the_next():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": [1.0, 3.0]}, r"weights = \[1.0, 2.0\], this run has \[1.0, 3.0\]"),
-        ({"seed": 1}, "has seed = 0, this run has 1; resume with the data.blend"),
-        ({"lengths": [[4, 5, 6], [7, 9]]}, "has num_tokens"),
-        ({"lengths": [[4, 5, 6], [7, 8], [1]], "weights": [1, 2, 3]}, "has num_documents"),
+        ({"weights": [1.0, 3.0]}, r"weights = \[1.0, 2.0\], but this run has \[1.0, 3.0\]"),
+        ({"seed": 1}, "made with seed = 0, but this run has 1; resume with the data.blend"),
+        ({"lengths": [[4, 5, 6], [7, 9]]}, "made with num_tokens"),
+        ({"lengths": [[4, 5, 6], [7, 8], [1]], "weights": [1, 2, 3]}, "made with num_documents"),
     ],
 )
 def test_refuses_states_of_other_blends(change, message):
@@ -326,17 +326,17 @@ def test_open_batches_of_a_blend_has_an_order_only_shuffled(stores):
     assert isinstance(
         open_batches(names[0].rpartition(":")[0], tokens_per_batch=9, seed=0), GlobalBatches
     )
-    with pytest.raises(ValueError, match="a blend cannot be read without shuffling"):
+    with pytest.raises(ValueError, match="cannot be read with shuffle = false"):
         open_batches(names, tokens_per_batch=9, seed=0, shuffle=False)
 
 
 @pytest.mark.parametrize(
     ("lengths", "weights", "options", "message"),
     [
-        ([], [], {}, "0 sources have 0 weights"),
-        ([[1]], [1, 2], {}, "1 sources have 2 weights"),
+        ([], [], {}, "0 sources, but 0 weights"),
+        ([[1]], [1, 2], {}, "1 sources, but 2 weights"),
         ([[1]], [0], {}, "must all be above 0"),
-        ([[1], []], [1, 1], {}, "the corpus has no document"),
+        ([[1], []], [1, 1], {}, "has no lengths; give the length of"),
         ([[1]], [1], {"tokens_per_batch": 0}, "tokens_per_batch = 0"),
         ([[1]], [1], {"epochs": -1}, "epochs = -1"),
     ],

@@ -66,7 +66,7 @@ def test_the_first_component_that_leads_nowhere_is_named() -> None:
         ("round/a", r"round is a link to round, which leads nowhere \(Too many levels"),
         ("file/a", "file is a file, not a folder; move it away"),
     ):
-        with pytest.raises(UserError, match=rf"^{place} cannot be made: {cause}"):
+        with pytest.raises(UserError, match=rf"^{place} cannot be created: {cause}"):
             make_folder(Path(place))
         with pytest.raises(UserError, match=rf"^{place}/x cannot be written: \S*{cause}"):
             refuse_file(Path(place, "x"))

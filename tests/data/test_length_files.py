@@ -52,19 +52,19 @@ def test_reads_npy(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([3, 0], "length 1 is 0; a length is at least 1 token"),
-        ([3, -2, 0], "length 1 is -2; "),
-        ([3, 1.5], "length 1 is 1.5, not a whole number"),
-        ([3, float("nan")], "length 1 is nan, not a whole number"),
-        ([3, float("inf")], "length 1 is inf, not a whole number"),
-        ([3, 10**400], "length 1 is 1000.*, not a whole number"),
+        ([3, 0], "length 1 is 0, but must be from 1"),
+        ([3, -2, 0], "length 1 is -2, "),
+        ([3, 1.5], "length 1 is 1.5, but must be a whole number"),
+        ([3, float("nan")], "length 1 is nan, but must be a whole number"),
+        ([3, float("inf")], "length 1 is inf, but must be a whole number"),
+        ([3, 10**400], "length 1 is 1000.*, but must be a whole number"),
         ([3, 2**63 - 1], "length 1 is 9223372036854775807"),
-        ([True], "length 0 is True, not a whole number"),
-        (["3"], "length 0 is '3', not a whole number"),
-        ([[3]], r"length 0 is \[3\], not a whole number"),
-        ([None], "length 0 is None, not a whole number"),
-        ([], "has no lengths; the corpus has no document"),
-        ({"lengths": [3]}, "is a dict; it must be a list"),
+        ([True], "length 0 is True, but must be a whole number"),
+        (["3"], "length 0 is '3', but must be a whole number"),
+        ([[3]], r"length 0 is \[3\], but must be a whole number"),
+        ([None], "length 0 is None, but must be a whole number"),
+        ([], "has no lengths; give the length of"),
+        ({"lengths": [3]}, "must be a list of lengths, but is of type dict"),
     ],
 )
 def test_json_that_holds_no_lengths_is_refused(tmp_path, values, message):
@@ -77,10 +77,10 @@ def test_json_that_holds_no_lengths_is_refused(tmp_path, values, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.array([3.0, np.nan]), "length 1 is nan, not a whole number"),
-        (np.array([[3]]), r"one axis of integers, not int64 of shape \(1, 1\)"),
-        (np.array(["3"]), "one axis of integers, not <U1"),
-        (np.array([True]), "one axis of integers, not bool"),
+        (np.array([3.0, np.nan]), "length 1 is nan, but must be a whole number"),
+        (np.array([[3]]), r"one-dimensional array of integers, not int64 of shape \(1, 1\)"),
+        (np.array(["3"]), "one-dimensional array of integers, not <U1"),
+        (np.array([True]), "one-dimensional array of integers, not bool"),
         (np.array([2**64 - 1], np.uint64), "length 0 is 18446744073709551615"),
         (np.zeros(0, np.int64), "has no lengths"),
     ],
@@ -97,10 +97,14 @@ def test_npy_that_holds_no_lengths_is_refused(tmp_path, values, message):
         ("a.npy", b"no numpy", "is not a .npy array of integers"),
         ("a.npy", b"", "is not a .npy array of integers"),
         ("a.json", b"{", "is not JSON"),
-        ("a.txt", b"3\n\nx4\n", "line 3: length is 'x4', not a whole number"),
-        ("a.csv", b"id,length\n7,3\n8,0\n", "line 3: length is 0; a length is at least 1"),
-        ("a.csv", b'id,length\n"a\nb",3\n8,x\n', "line 4: length is 'x', not a whole number"),
-        ("a.csv", b"id,length\n7,3\n8\n", "line 3 has 1 of 2 columns"),
+        ("a.txt", b"3\n\nx4\n", "line 3: length is 'x4', but must be a whole number"),
+        ("a.csv", b"id,length\n7,3\n8,0\n", "line 3: length is 0, but must be from 1"),
+        (
+            "a.csv",
+            b'id,length\n"a\nb",3\n8,x\n',
+            "line 4: length is 'x', but must be a whole number",
+        ),
+        ("a.csv", b"id,length\n7,3\n8\n", "line 3 has 1 of the 2 columns"),
         ("a.csv", b"a,b\n1,2\n", "columns a, b, and .* .integers are in a and b.; .* 'length'"),
         ("a.jsonl", b'{"num_tokens": 3}\n\n{"num_tokens": 2.5}\n', "line 3: length is 2.5"),
         ("a.jsonl", b'{"num_tokens": 3}\n{"text": 2}\n', "line 2 has no key 'num_tokens'"),
@@ -108,9 +112,13 @@ def test_npy_that_holds_no_lengths_is_refused(tmp_path, values, message):
         ("a.jsonl", b"3\n{\n", "line 2 is not JSON"),
         ("a.parquet", b"3\n4\n", "a.parquet is not a Parquet file"),
         ("a.txt", b"\x1f\x8b123", r"compressed \(gzip\)"),
-        ("a.txt", b"1\n2\x00\n", "is binary, .*byte 3 is zero"),
+        ("a.txt", b"1\n2\x00\n", "is a binary file, .*byte 3 is zero"),
         ("a.txt", b"\n \n", "has no lengths"),
-        ("a.txt", b"12\xff\xfe", "is binary, but not .npy, .npz or Parquet .byte 2 is not UTF-8"),
+        (
+            "a.txt",
+            b"12\xff\xfe",
+            "is a binary file, but not .npy, .npz or Parquet .byte 2 is not UTF-8",
+        ),
     ],
 )
 def test_files_of_another_kind_are_refused(tmp_path, name, data, message):
@@ -170,13 +178,13 @@ def test_all_readers_hold_lengths_to_one_rule(tmp_path, monkeypatch, bad):
     (tmp_path / "a.jsonl").write_bytes(records)
     monkeypatch.setattr(sys, "stdin", Piped(records))
     for source in (tmp_path / "a.json", tmp_path / "a.jsonl", "-"):
-        with pytest.raises(UserError, match=r"whole number|at least 1 token"):
+        with pytest.raises(UserError, match=r"whole number|must be from 1"):
             lengths_of_file(source)
-    with pytest.raises(UserError, match=r"whole number|at least 1 token"):
+    with pytest.raises(UserError, match=r"whole number|must be from 1"):
         LengthSource(name="given", lengths=[3, bad])
     if isinstance(bad, int | float):
         np.save(tmp_path / "a.npy", np.array([3, bad]) if bad is not True else np.array([True]))
-        with pytest.raises(UserError, match=r"whole number|at least 1 token|not bool"):
+        with pytest.raises(UserError, match=r"whole number|must be from 1|not bool"):
             lengths_of_file(tmp_path / "a.npy")
     with pytest.raises(UserError):
         Planner.for_lengths([3, bad], context_window=16, num_micro_batches=1)
@@ -214,7 +222,7 @@ def test_files_larger_than_are_read_are_refused(tmp_path, monkeypatch):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no file of lengths at .*a\.npy"):
+    with pytest.raises(ValueError, match=r"the file of lengths .*a\.npy"):
         lengths_of_file(tmp_path / "a.npy")
 
 
@@ -266,8 +274,8 @@ def test_reads_standard_input(monkeypatch):
         source = lengths_of_file("-")
         assert (source.name, source.lengths.tolist()) == ("standard input", [3, 1])
     monkeypatch.setattr(sys, "stdin", Piped(b"\x00\x01\x02"))
-    with pytest.raises(ValueError, match="standard input is binary"):
+    with pytest.raises(ValueError, match="standard input is a binary file"):
         lengths_of_file("-")
     monkeypatch.setattr(sys, "stdin", Piped(b"", is_terminal=True))
-    with pytest.raises(ValueError, match="this terminal; pipe lengths into it"):
+    with pytest.raises(ValueError, match="this terminal; pipe lengths into the command"):
         lengths_of_file("-")

@@ -14,7 +14,7 @@ def test_source_checks_its_lengths():
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64])
 def test_a_list_may_hold_whole_floats_of_any_type(kind):
     assert LengthSource(name="mine", lengths=[kind(12), 3]).lengths.tolist() == [12, 3]
-    with pytest.raises(ValueError, match=r"mine: length 0 is .*2.5.*, not a whole number"):
+    with pytest.raises(ValueError, match=r"mine: length 0 is .*2.5.*, but must be a whole number"):
         LengthSource(name="mine", lengths=[kind(2.5)])
 
 
@@ -60,12 +60,12 @@ def test_family_is_seeded():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"body_median": 1.5}, r"body_median = 1.5 must be in \(0, 1\) windows"),
+        ({"body_median": 1.5}, r"body_median = 1.5 must be between 0 and 1"),
         ({"tail_start": float("nan")}, "tail_start = nan"),
         ({"body_sigma": 0}, "body_sigma = 0 must be above 0"),
         ({"tail_exponent": -1}, "tail_exponent = -1 must be above 0"),
-        ({"tail_token_share": 0.9, "window_token_share": 0.2}, "at most 1 together"),
-        ({"window_token_share": float("nan")}, "at most 1 together"),
+        ({"tail_token_share": 0.9, "window_token_share": 0.2}, "their sum at most 1"),
+        ({"window_token_share": float("nan")}, "their sum at most 1"),
     ],
 )
 def test_family_refuses(options, message):
@@ -74,7 +74,9 @@ def test_family_refuses(options, message):
 
 
 def test_sampling_refuses():
-    with pytest.raises(ValueError, match=r"no length family 'x'; known are \['wlb_paper'\]"):
+    with pytest.raises(
+        ValueError, match=r"'x' is not a distribution of document lengths; use one of wlb_paper"
+    ):
         lengths_of_family("x", window=9, num_documents=1, seed=0)
     with pytest.raises(ValueError, match="num_documents = 0"):
         lengths_of_family(window=9, num_documents=0, seed=0)

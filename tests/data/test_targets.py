@@ -112,12 +112,15 @@ def test_a_store_without_targets_trains_all_but_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([[2, 4], [3, 5]], r"span 1 of trained is \[3, 5\).* \(the one before ends at 4\)"),
-        ([[4, 9]], r"document 1 of .*: span 0 of trained is \[4, 9\); spans lie in \[0, 6\)"),
+        ([[2, 4], [3, 5]], r"span 1 of trained is \[3, 5\), after a span that ends at 4"),
+        (
+            [[4, 9]],
+            r"document 1 of .*: span 0 of trained is \[4, 9\), .*; spans must be inside \[0, 6\)",
+        ),
         ([[3, 2]], r"span 0 of trained is \[3, 2\)"),
         ([[-1, 2]], r"span 0 of trained is \[-1, 2\)"),
         ([1, 2], r"trained has shape \(2,\)"),
-        ([[1.0, 2.0]], "dtype float64; it must be int64"),
+        ([[1.0, 2.0]], "dtype float64, but must be integers"),
         (None, "document 1 of .* lacks trained spans, unlike the documents before it"),
     ],
 )
@@ -151,8 +154,13 @@ def test_damaged_files_are_refused(tmp_path):
     refused(b"x" * len(good), "is not a list of trained tokens")
     refused(good[:8] + b"\x07" + good[9:], "has version 7")
     crossing = good[:-48] + struct.pack("<6q", 1, 3, 6, 2, 6, 7)
-    refused(crossing, r"span 1 is \[3, 6\), which is empty, overlaps or touches the span before")
-    refused(good[:-48] + struct.pack("<6q", 1, 2, 6, 2, 5, 7), r"span 1 is \[2, 5\)")
+    refused(
+        crossing,
+        r"span 1 of trained tokens is \[3, 6\), which is empty, overlaps or touches the span",
+    )
+    refused(
+        good[:-48] + struct.pack("<6q", 1, 2, 6, 2, 5, 7), r"span 1 of trained tokens is \[2, 5\)"
+    )
     other = good[:-48] + struct.pack("<6q", 1, 3, 6, 2, 4, 7)  # plausible, but other tokens
     (tmp_path / "s.targets").write_bytes(other)
     with pytest.raises(ValueError, match="the trained tokens changed"):
@@ -167,10 +175,10 @@ def test_targets_of_another_store_are_refused(tmp_path):
     write(tmp_path / "other", [([1, 2, 4], [[1, 3]])])
     write(tmp_path / "plain", [([1, 2, 3], None)])
     os.replace(tmp_path / "other.targets", tmp_path / "s.targets")
-    with pytest.raises(ValueError, match=r"s\.targets is of another store"):
+    with pytest.raises(ValueError, match=r"s\.targets belongs to another store"):
         TokenStore(tmp_path / "s")
     os.replace(tmp_path / "s.targets", tmp_path / "plain.targets")
-    with pytest.raises(ValueError, match=r"plain\.targets is of another store"):
+    with pytest.raises(ValueError, match=r"plain\.targets belongs to another store"):
         TokenStore(tmp_path / "plain")
 
 
@@ -198,7 +206,7 @@ def test_global_batches_leave_targets_to_be_counted(tmp_path):
     for batch, _ in stream.iterate():
         assert batch.documents.num_targets.tolist() == [UNCOUNTED, UNCOUNTED]
     other = write(tmp_path / "s", [(5, [[1, 2]]), (3, [])])
-    with pytest.raises(ValueError, match="the state to resume from has targets"):
+    with pytest.raises(ValueError, match="the checkpoint was made with targets"):
         GlobalBatches(other, tokens_per_batch=8, seed=0, epochs=2, shuffle=False).next(
             stream.start()
         )

@@ -19,7 +19,9 @@ def test_verify_finds_a_changed_token(tmp_path):
     with pytest.raises(ValueError, match="the tokens changed, so prepare the store again"):
         verify_store(str(tmp_path / "s"))
     (tmp_path / "s.json").unlink()
-    with pytest.raises(ValueError, match=r"has no checksum: .*s\.json is missing"):
+    with pytest.raises(
+        ValueError, match=r"cannot be verified, because .*s\.json with its checksum is missing"
+    ):
         verify_store(str(tmp_path / "s"))
 
 

@@ -215,62 +215,59 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ([], r"\[\] is not a JSON object with messages"),
-        ({"text": "x"}, r"has the keys \['text'\]; it needs messages, or conversations"),
-        ({"messages": None}, r"has the keys \[\]; it needs messages, or conversations"),
+        ([], r"record \[\] must be a JSON object with messages"),
+        ({"text": "x"}, r"has the keys \['text'\], but must have messages, or conversations"),
+        ({"messages": None}, r"has the keys \[\], but must have messages, or conversations"),
         ({"messages": []}, "the conversation has no message"),
         (
             {"messages": [{"role": "user", "content": "x"}], "prompt": "y", "completion": "z"},
-            r"several conversations \(messages; prompt and completion\); keep the one",
+            r"several conversations \(messages; prompt and completion\); keep only the one",
         ),
         (
             {"messages": [{"role": "system", "content": "x"}], "system": "y"},
-            "message 1 is of role system after system",
+            "message 1 has the role system after system",
         ),
-        ({"messages": "x"}, "messages is 'x', not a list of messages"),
-        ({"messages": [3]}, "message 0 is 3, not an object with role and content"),
+        ({"messages": "x"}, "messages must be a list of messages, but is 'x'"),
+        ({"messages": [3]}, "message 0 must be an object with role and content, but is 3"),
+        ({"messages": [{"role": "user"}]}, r"message 0 has the keys \['role'\], but lacks content"),
         (
-            {"messages": [{"role": "user"}]},
-            r"message 0 has the keys \['role'\]; content is missing",
+            {"messages": [{"role": "bot", "content": ""}]},
+            "message 0 has role = 'bot', .*use one of system",
         ),
-        ({"messages": [{"role": "bot", "content": ""}]}, "message 0 has role 'bot'; known: system"),
-        ({"conversations": [{"from": "x", "value": ""}]}, "message 0 has from 'x'; known: .*human"),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            "content of message 0 is None; only te",
-        ),
+        ({"conversations": [{"from": "x", "value": ""}]}, "message 0 has from = 'x', .*human"),
+        ({"messages": [{"role": "user", "content": None}]}, "content of message 0 must be te"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "message 0 is .*only text",
+            "content of message 0 must be text",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 0 is not valid Unicode"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-            "tool_calls of message 0, call 0 is int, not an object",
+            "tool_calls of message 0, call 0 must be an object, but is of type int",
         ),
-        ({"tools": [1], "prompt": "x", "completion": "y"}, "tool 0 of tools is int, not a JSON sc"),
+        ({"tools": [1], "prompt": "x", "completion": "y"}, "tool 0 of tools must be a JSON sc"),
         ({"tools": "{", "prompt": "x", "completion": "y"}, r"tools is text that is not JSON \(Ex"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
-            "message 0 is of role user and has tool_calls; only an assistant calls",
+            "message 0 has tool_calls, but its role is user; only an assistant may call",
         ),
-        ({"history": [], "instruction": "x", "output": 3}, "output is 3; only text is read"),
+        ({"history": [], "instruction": "x", "output": 3}, "output must be text, but is 3"),
         (
             {"history": [["a", "b"]], "instruction": "x", "output": "y"},
-            "the record has history = .*, which would be lost",
+            "the record has history = .*, which wlb does not train",
         ),
         ({"messages": [{"role": "assistant", "content": ""}]}, "role assistant at the start"),
         (
             {"prompt": "x", "completion": ["y"]},
-            r"prompt is 'x' and completion \['y'\]; both must be",
+            r"prompt is 'x' and completion is \['y'\], but both must be",
         ),
         (
             {"messages": [{"role": "user", "content": "x"}] * 2},
-            "message 1 is of role user after user; user may follow the start or system or",
+            "message 1 has the role user after user, but user may follow only the start or system",
         ),
         (
             {"messages": [{"role": "user", "content": ""}, {"role": "system", "content": ""}]},
-            "message 1 is of role system after user; system may follow the start",
+            "message 1 has the role system after user, but system may follow only the start",
         ),
         ({"messages": [{"role": "user", "content": "", "weight": 2}]}, "message 0 has weight = 2"),
     ],
@@ -338,7 +335,7 @@ def test_truncate_left_keeps_the_system_message() -> None:
     assert cut(20, TooLong.TRUNCATE_LEFT, *TALK) == [[*system[:-1], "\ntant\n", f"[No{E}]", "\n"]]
     # Of the last turn only "o" and its end are left; "o" has lost what it would be predicted from.
     assert cut(14, TooLong.TRUNCATE_LEFT, *TALK) == [[*system[:-1], "\no", f"[{E}]", "\n"]]
-    with pytest.raises(ValueError, match="system message has 11 tokens and leaves 1 of the limit"):
+    with pytest.raises(ValueError, match=r"system message has 11 of the 12 tokens .*leaves 1 for"):
         cut(12, TooLong.TRUNCATE_LEFT, *TALK)
     assert cut(25, TooLong.TRUNCATE_LEFT, *TALK[1:]) == [turn("?", "No")]
 

@@ -176,7 +176,8 @@ def test_what_cannot_be_read_names_its_line(tmp_path) -> None:
     bad = {"messages": [{"role": "user", "content": 3}]}
     records = [ask("?", "!"), bad, "{", '"\udcff"', ask("?", "!"), '{"text": "x"}', "[]"]
     with pytest.raises(
-        ValueError, match=r"chat.jsonl, line 2: content of message 0 is 3; .*--on-error skip"
+        ValueError,
+        match=r"chat.jsonl, line 2: content of message 0 must be text, but is 3. .*--on-error skip",
     ):
         prepared(tmp_path, *records)
     assert not (tmp_path / "s.idx").exists()
@@ -190,9 +191,9 @@ def test_what_cannot_be_read_names_its_line(tmp_path) -> None:
     }
     examples = [line for lines in made.examples.values() for line in lines]
     assert [line.partition("chat.jsonl, ")[2][:40] for line in examples] == [
-        "line 2: content of message 0 is 3; only ",
-        "line 6: text, not a conversation; conver",
-        "line 7: not a JSON object but list",
+        "line 2: content of message 0 must be tex",
+        "line 6: the record is text, not a conver",
+        "line 7: the record must be a JSON object",
         "line 3: not JSON: Expecting property nam",
         "line 4: not UTF-8: byte 0xff at byte 1; ",
     ]
@@ -201,7 +202,9 @@ def test_what_cannot_be_read_names_its_line(tmp_path) -> None:
 def test_a_file_of_text_is_told_what_conversations_are_read_from(tmp_path) -> None:
     path = tmp_path / "sharegpt"
     path.write_text(json.dumps([ask("?", "!")]))
-    with pytest.raises(ValueError, match=r"sharegpt: text, not a conversation; .*JSONL .*\.json"):
+    with pytest.raises(
+        ValueError, match=r"sharegpt: the record is text, not a conversation; .*JSON Lines"
+    ):
         prepared(tmp_path, path)
 
 
@@ -209,8 +212,12 @@ def test_a_conversation_without_a_trained_token_is_reported(tmp_path) -> None:
     records = [ask("?", "!"), {"messages": [{"role": "user", "content": "Hello?"}]}]
     made = prepared(tmp_path, *records)
     assert (made.skipped, made.num_documents) == ({"untrained": 1}, 1)
-    assert "line 2: none of its 14 tokens is trained (" in made.examples["untrained"][0]
-    message = r"line 2: none of its 14 tokens is trained \(.* with --on-untrained skip"
+    assert (
+        "line 2: none of the conversation's 14 tokens is trained (" in made.examples["untrained"][0]
+    )
+    message = (
+        r"line 2: none of the conversation's 14 tokens is trained \(.* with --on-untrained skip"
+    )
     for on_error in OnError:  # which does not decide this
         with pytest.raises(ValueError, match=message):
             prepared(tmp_path, *records, on_untrained=OnError.FAIL, on_error=on_error)
@@ -244,10 +251,10 @@ def test_truncation_may_leave_nothing_to_train(tmp_path) -> None:
     made = prepared(tmp_path, {"prompt": "", "completion": "y"}, asks, limit=24, **how)
     assert (made.skipped, made.counts, made.num_documents) == ({"untrained": 1}, {}, 1)
     assert (
-        "line 2: truncating it removes all trained tokens (it has 71 tokens)"
+        "line 2: truncating the conversation of 71 tokens would remove all trained"
         in made.examples["untrained"][0]
     )
-    with pytest.raises(ValueError, match="truncating it removes all trained tokens"):
+    with pytest.raises(ValueError, match="truncating the conversation of 71 tokens would remove"):
         prepared(tmp_path, asks, on_untrained=OnError.FAIL, limit=20, **how)
 
 
@@ -347,7 +354,8 @@ def test_rows_of_several_shapes_and_keys_that_are_null(tmp_path) -> None:
 def test_parquet_refusals(tmp_path) -> None:
     path = parquet(tmp_path, {"prompt": ["x"], "answer": ["y"]})
     with pytest.raises(
-        ValueError, match=r"chat.parquet has no column of conversations; .*prompt, answer, and it "
+        ValueError,
+        match=r"chat.parquet has no column of conversations, but the columns prompt, answer; ",
     ):
         prepared(tmp_path, path)
     broken = pa.array([b"good", b"a\xffb"], pa.binary()).view(pa.string())
@@ -391,19 +399,22 @@ def test_a_jinja_template_and_what_it_cannot_render(tmp_path) -> None:
     ("changes", "message"),
     [
         ({"limit": 1}, "--limit = 1 must be at least 2 tokens"),
-        ({"tokenizer": "bytes"}, "--tokenizer bytes has no special tokens for --chat chatml; use"),
+        (
+            {"tokenizer": "bytes"},
+            "--tokenizer bytes has no special tokens, but --chat chatml needs some; use",
+        ),
         ({"template": "llama3"}, "--chat llama3: the tokenizer has no token <.begin_of_text"),
-        ({"template": "vicuna"}, "no chat template vicuna: give one of chatml, llama3"),
-        ({"template": "JINJA", "add_tokens": True}, "--add-tokens is for built-in templates"),
+        ({"template": "vicuna"}, "no chat template vicuna; give one of chatml, llama3"),
+        (
+            {"template": "JINJA", "add_tokens": True},
+            "--add-tokens works only with the built-in templates",
+        ),
         (
             {"template": "JINJA", "tokenizer": "bpe"},
-            "--tokenizer bpe is only for built-in templates",
+            "--tokenizer bpe works only with the built-in templates",
         ),
         ({"template": "ENDLESS"}, "which is not a special token of the tokenizer"),
-        (
-            {"tokenizer": "bpe", "vocab_size": 258},
-            "--vocab-size = 258 must be above 258, for 256 by",
-        ),
+        ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be above 258: 256 by"),
     ],
 )
 def test_options_that_cannot_be(tmp_path, changes, message) -> None:

@@ -83,9 +83,9 @@ def test_what_a_template_writes_beside_contents_is_kept(
 
 @pytest.mark.parametrize("mark", ["\U00100000", "\U0010fffc", "\U0010fffd"])
 def test_marks_of_contents_are_refused_where_they_are_not_wlbs(mark: str) -> None:
-    with pytest.raises(ValueError, match="a private-use character that wlb needs"):
+    with pytest.raises(ValueError, match="a private-use character that wlb uses"):
         jinja(CHATML).render(talk(("user", mark), ("assistant", "a")), Turns.ALL)
-    with pytest.raises(ValueError, match="a private-use character that wlb needs"):
+    with pytest.raises(ValueError, match="a private-use character that wlb uses"):
         jinja(CHATML + mark).check_source()
 
 
@@ -233,24 +233,33 @@ def test_the_last_turn_may_be_written_differently_if_only_it_is_trained() -> Non
             CHATML.replace("message['content']", "message['content'] | upper"),
             "changes the contents",
         ),
-        (CHATML.replace("message['content']", "message['content'][:2]"), "writes the contents of"),
-        (CHATML.replace("message['content']", "message['content'] * 2"), "it repeats, leaves out"),
+        (
+            CHATML.replace("message['content']", "message['content'][:2]"),
+            "must write the content of each",
+        ),
+        (CHATML.replace("message['content']", "message['content'] * 2"), "once and in order"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "ends an assistant's turn with ''"),
         ("{% for m in messages %}{{ m.content }};{% endfor %}", "which is not a special token"),
-        ("{% for m in messages %}", "test is not a Jinja template: Unexpected end of template"),
-        (CHATML + "{{ raise_exception('no tools here') }}", "refuses it: no tools here"),
+        (
+            "{% for m in messages %}",
+            "test is not a valid Jinja template: Unexpected end of template",
+        ),
+        (
+            CHATML + "{{ raise_exception('no tools here') }}",
+            "refuses the conversation: no tools here",
+        ),
         (
             CHATML + "{{ strftime_now('%d') }}",
-            "refuses it: 'strftime_now' is undefined here, because with today's date a store would "
-            "differ from day to day; write a date in place of strftime_now(...) in a copy",
+            "refuses the conversation: 'strftime_now' is undefined here, because with today's date "
+            "a store would differ from day to day; write a date in place of strftime_now(...)",
         ),
-        (CHATML + "{{ eos_token }}", "uses eos_token, which is not defined"),
+        (CHATML + "{{ eos_token }}", "uses eos_token without a value"),
         (
             "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
             "{% endgeneration %}",
-            "has the user's message 0 in a {% generation %} block",
+            "puts message 0 of the user into a {% generation %} block",
         ),
-        ("{{ messages.append(1) }}", "refuses it"),  # the sandbox
+        ("{{ messages.append(1) }}", "refuses the conversation"),  # the sandbox
     ],
 )
 def test_what_cannot_be_exact_is_refused(source, message) -> None:
@@ -277,11 +286,11 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
     assert second.render(talk(*TALK), Turns.ALL).text == "today" + first.text
     assert load_template("llama3") is BUILT_IN["llama3"]
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no chat_template"):
+    with pytest.raises(ValueError, match="has no key chat_template"):
         load_template(tmp_path / "tokenizer_config.json")
-    with pytest.raises(ValueError, match="no chat template vicuna: give one of chatml, llama3"):
+    with pytest.raises(ValueError, match="no chat template vicuna; give one of chatml, llama3"):
         load_template("vicuna")
-    with pytest.raises(ValueError, match="chat template chatml has no variables"):
+    with pytest.raises(ValueError, match="chat template chatml is built in and takes no variables"):
         load_template("chatml", {"date_string": ""})
 
 
@@ -346,7 +355,7 @@ def test_a_template_without_the_last_content_is_refused() -> None:
         "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}</u>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{% endif %}"
     )
-    with pytest.raises(UserError, match="leaves out"):
+    with pytest.raises(UserError, match="must write the content of each of the 2 messages"):
         jinja(source).render(talk(("user", "a"), ("assistant", "b")), Turns.ALL)
 
 

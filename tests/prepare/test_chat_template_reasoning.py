@@ -203,13 +203,13 @@ def test_a_turn_ends_with_all_special_tokens_that_follow_each_other() -> None:
     [
         (
             {"role": "user", "content": "x", "thinking": "y"},
-            "has thinking = 'y', which would be lost",
+            "has thinking = 'y', which wlb does not train",
         ),
         (
             {"role": "assistant", "content": "x", "thinking": "y", "reasoning": "z"},
             "has different texts under thinking and reasoning; keep one of them",
         ),
-        ({"role": "assistant", "content": "x", "reasoning_content": 3}, "is 3; only text is read"),
+        ({"role": "assistant", "content": "x", "reasoning_content": 3}, "must be text, but is 3"),
     ],
 )
 def test_reasoning_that_is_refused(message: dict[str, Any], said: str) -> None:

@@ -143,7 +143,9 @@ def test_which_token_ends_a_document(tmp_path):
     found = read_vocabulary(path)
     assert (found.bos_id, found.eos_id) == tuple(map(tokenizer.token_to_id, ("<s>", "</s>")))
     assert read_vocabulary(path, eos="<|endoftext|>").eos_id == 0
-    with pytest.raises(ValueError, match=r"no token '<end>' for --eos; its special tokens are"):
+    with pytest.raises(
+        ValueError, match=r"--eos '<end>' is not a token of .*whose special tokens are"
+    ):
         read_vocabulary(path, eos="<end>")
     config.write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
@@ -171,15 +173,15 @@ def test_bytes():
 @pytest.mark.parametrize(
     ("record", "reason", "message"),
     [
-        ({}, "no_text", r"no text under 'text' \(keys: \).*--text-key"),
-        ({"body": "x"}, "no_text", r"keys: 'body'"),
+        ({}, "no_text", r"no key 'text' \(its keys are \).*--text-key"),
+        ({"body": "x"}, "no_text", r"keys are 'body'"),
         ({"text": None}, "no_text", "^'text' is null$"),
-        ({"text": 7}, "not_text", "'text' is int, not a string"),
+        ({"text": 7}, "not_text", "'text' must be text, but is of type int"),
         ({"text": ["a"]}, "not_text", "list"),
         ({"text": ""}, "empty", "is empty"),
         ({"text": b""}, "empty", "is empty"),
         ({"text": b"a\xff"}, "not_utf8", "not UTF-8 at byte 1"),
-        ({"text": "a\ud800"}, "not_utf8", "half a surrogate pair at character 1"),
+        ({"text": "a\ud800"}, "not_utf8", "character 1 is half a surrogate pair"),
     ],
 )
 def test_records_without_text(record, reason, message):
@@ -213,5 +215,5 @@ def test_long_text_of_a_foreign_tokenizer_is_encoded_whole(tmp_path, monkeypatch
 
 def test_not_a_tokenizer(tmp_path):
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"t\.json is not a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"t\.json is not a valid tokenizer\.json"):
         read_vocabulary(tmp_path / "t.json")

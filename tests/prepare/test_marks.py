@@ -99,45 +99,72 @@ def test_marks_are_obeyed(record, expected) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (talk({"loss_scale": 2.0}), r"message 1 has loss_scale = 2.0; it must be 0 or 1"),
-        (talk({"loss_weight": 0.5}), r"message 1 has loss_weight = 0.5; it must be 0 or 1"),
-        (talk({"train": "false"}), r"message 1 has train = 'false'; it must be 0 or 1"),
-        (talk({"loss_mask": [0, 1]}), r"message 1 has loss_mask = \[0, 1\]; it must be 0 or 1"),
-        (talk({"weight": float("nan")}), "message 1 has weight = nan; it must be 0 or 1"),
+        (talk({"loss_scale": 2.0}), r"message 1 has loss_scale = 2.0, .*; use 0 or 1"),
+        (talk({"loss_weight": 0.5}), r"message 1 has loss_weight = 0.5, .*; use 0 or 1"),
+        (talk({"train": "false"}), r"message 1 has train = 'false', .*; use 0 or 1"),
+        (talk({"loss_mask": [0, 1]}), r"message 1 has loss_mask = \[0, 1\], .*; use 0 or 1"),
+        (talk({"weight": float("nan")}), "message 1 has weight = nan, .*; use 0 or 1"),
         (
             talk({"weight": 1, "train": False}),
             "message 1 has weight = 1 and train = False, which contradict each other",
         ),
-        (talk({}, train=True), "message 0 has train = True and is not an assistant's"),
-        (talk({}, masked=False), "message 0 has masked = False and is not an assistant's"),
+        (
+            talk({}, train=True),
+            "message 0 has train = True, but wlb trains only messages of assistants",
+        ),
+        (
+            talk({}, masked=False),
+            "message 0 has masked = False, but wlb trains only messages of assistants",
+        ),
         (
             talk({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
-            r"message 1 has train_detail = \[.*, a key that wlb does not know and that may decide",
+            r"message 1 has train_detail = \[.*, an unknown key that may decide",
         ),
-        (talk({"noLoss": True}), "message 1 has noLoss = True, a key that wlb does not know"),
-        (talk({"is_masked": False}), "message 1 has is_masked = False, a key that wlb does not"),
+        (talk({"noLoss": True}), "message 1 has noLoss = True, an unknown key that"),
+        (talk({"is_masked": False}), "message 1 has is_masked = False, an unknown key that"),
         (
             talk({"content": [{"type": "text", "text": "one", "train": False}]}),
-            "a part of content of message 1 has train = False; wlb trains a message as a whole",
+            "a part of content of message 1 has train = False, but wlb trains a whole message",
         ),
         (
             talk({"reasoning_content": [{"type": "text", "text": "hm", "weight": 0}]}),
-            "a part of reasoning_content of message 1 has weight = 0; wlb trains a message as a",
+            "a part of reasoning_content of message 1 has weight = 0, but wlb trains a whole",
         ),
-        ({**talk({}), "train_on_input": True}, "the record has train_on_input = True; wlb trains"),
-        ({**talk({}), "mask_history": True}, "mask_history = True; give --turns last for all"),
-        ({**talk({}), "loss_mask": [0, 0]}, r"the record has loss_mask = \[0, 0\]; wlb takes no"),
-        ({**talk({}), "completion_mask": "0"}, "the record has completion_mask = '0'; wlb takes"),
-        ({**talk({}), "mask": "User"}, "the record has mask = 'User'; wlb trains only messages"),
-        ({**talk({}), "weight": 0.5}, "the record has weight = 0.5; wlb trains every record alike"),
+        (
+            {**talk({}), "train_on_input": True},
+            "the record has train_on_input = True, but wlb trains",
+        ),
+        ({**talk({}), "mask_history": True}, "mask_history = True, .*; give --turns last"),
+        (
+            {**talk({}), "loss_mask": [0, 0]},
+            r"the record has loss_mask = \[0, 0\], but wlb cannot train single",
+        ),
+        (
+            {**talk({}), "completion_mask": "0"},
+            "the record has completion_mask = '0', but wlb cannot",
+        ),
+        (
+            {**talk({}), "mask": "User"},
+            "the record has mask = 'User', but wlb trains only messages",
+        ),
+        (
+            {**talk({}), "weight": 0.5},
+            "the record has weight = 0.5, but wlb trains every record with weight 1",
+        ),
         (
             {"instruction": "a", "output": "one", "train": False},
-            "the record has train = False; leave out the record",
+            "the record has train = False, .*; leave out the record",
         ),
-        ({"prompt": "a", "completion": "one", "loss": 0}, "the record has loss = 0; leave out the"),
-        ({**talk({}), "Train_On_Input": True}, "the record has Train_On_Input = True; wlb trains"),
-        (talk({"ignore": True}), "message 1 has ignore = True, a key that wlb does not know"),
-        (talk({"isLearned": 0}), "message 1 has isLearned = 0, a key that wlb does not know"),
+        (
+            {"prompt": "a", "completion": "one", "loss": 0},
+            "the record has loss = 0, .*; leave out the",
+        ),
+        (
+            {**talk({}), "Train_On_Input": True},
+            "the record has Train_On_Input = True, but wlb trains",
+        ),
+        (talk({"ignore": True}), "message 1 has ignore = True, an unknown key that"),
+        (talk({"isLearned": 0}), "message 1 has isLearned = 0, an unknown key that"),
     ],
 )
 def test_marks_that_cannot_be_obeyed_are_refused_by_name(record, message) -> None:

@@ -294,7 +294,9 @@ def test_a_store_of_ones_own_in_the_held_out_place_stays(corpus, tmp_path, fract
     prepare_store(options(corpus, theirs, heldout_fraction=0.0))
     before = contents(theirs, SUFFIXES[:3])
     asked = {"heldout_fraction": fraction, "overwrite": overwrite}
-    with pytest.raises(ValueError, match=r"mix-heldout is a store that was not made together with"):
+    with pytest.raises(
+        ValueError, match=r"go to .*mix-heldout, but that store was not made together with"
+    ):
         prepare_store(options(corpus, out, **asked))
     assert contents(theirs, SUFFIXES[:3]) == before
     assert not out.with_name("mix.idx").exists()
@@ -322,7 +324,7 @@ def test_inputs_that_change_meanwhile_are_refused(corpus, tmp_path):
         if status.stage == "encode" and status.done == status.size:
             corpus.write_text("{}\n")
 
-    with pytest.raises(ValueError, match=r"a\.jsonl changed while it was prepared"):
+    with pytest.raises(ValueError, match=r"a\.jsonl changed while it was being prepared"):
         prepare_store(options(corpus, tmp_path / "x"), progress=change)
     assert not (tmp_path / "x.idx").exists()
 
@@ -388,7 +390,7 @@ def test_a_link_that_a_pattern_finds_and_that_leads_nowhere_is_named(tmp_path):
 def test_nothing_left(corpus, tmp_path):
     corpus.write_text('{"text": ""}\n' * 3)
     with pytest.raises(
-        ValueError, match=r"has no document, because all records were left out .*'empty': 3"
+        ValueError, match=r"has no document, because all records were skipped .*'empty': 3"
     ):
         prepare_store(options(corpus, tmp_path / "x"))
 
@@ -396,11 +398,11 @@ def test_nothing_left(corpus, tmp_path):
 def test_a_table_without_rows_and_a_list_without_items_are_named(tmp_path):
     path = tmp_path / "zero.parquet"
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
-    with pytest.raises(ValueError, match=r"zero.parquet has no rows; give files that have some"):
+    with pytest.raises(ValueError, match=r"zero.parquet has no rows; give files that have rows"):
         prepare_store(options(path, tmp_path / "x"))
     items = tmp_path / "none.json"
     items.write_text("[]")
-    with pytest.raises(ValueError, match=r"none.json has no records; give files that have some"):
+    with pytest.raises(ValueError, match=r"none.json has no records; give files that have records"):
         prepare_store(options(items, tmp_path / "y"))
 
 
@@ -432,11 +434,14 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
     ("changes", "message"),
     [
         ({"heldout_fraction": 1.0}, r"--heldout-fraction = 1.0 must be in \[0, 1\)"),
-        ({"tokenizer": "bpe", "vocab_size": 256}, "--vocab-size = 256 must be above 256"),
+        ({"tokenizer": "bpe", "vocab_size": 256}, "--vocab-size = 256 must be at least 257"),
         ({"processes": 0}, "--processes = 0 must be at least 1"),
-        ({"bos": "<s>"}, "--bos and --eos are for a tokenizer"),
+        ({"bos": "<s>"}, "--bos and --eos name tokens of a tokenizer"),
         ({"tokenizer": "bpe", "policy": DocumentPolicy.EOS_BOS}, r"--bos '<\|endoftext\|>'"),
-        ({"tokenizer": "no/such.json"}, r"no file no/such\.json; give a tokenizer\.json, 'bpe'"),
+        (
+            {"tokenizer": "no/such.json"},
+            r"the file no/such\.json does not exist; give a tokenizer\.json, 'bpe'",
+        ),
         ({"inputs": ()}, "there is no input"),
         ({"inputs": (".",), "out": "./sub/x"}, r"--out \./sub/x is in the input folder \."),
     ],
@@ -455,7 +460,9 @@ def test_a_store_is_not_its_own_input(tmp_path):
     prepare_store(asked)
     before = contents(tmp_path / "mix", SUFFIXES[:3])
     for again in (asked, replace(asked, overwrite=True, on_error=OnError.SKIP)):
-        with pytest.raises(ValueError, match=r"have .*mix\.(bin|idx|json), which --out .*mix"):
+        with pytest.raises(
+            ValueError, match=r"contain .*mix\.(bin|idx|json), a file of the store that --out .*mix"
+        ):
             prepare_store(again)
     assert contents(tmp_path / "mix", SUFFIXES[:3]) == before
 

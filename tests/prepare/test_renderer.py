@@ -36,7 +36,7 @@ def text_of(source: str) -> str:
     [
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "refuses it: it takes more than 1 s of CPU time; use a template that does less",
+            "cannot be used: it takes more than 1 s of CPU time; use a template that does less",
         ),
         ("{{ 'a'|center(1000000000) }}", "it needs more memory than a rendering may"),
     ],

@@ -50,7 +50,7 @@ def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
     assert set(tokens.tolist()) <= {*b"abc", EOS}
     (tmp_path / "text" / "a.txt").unlink()
     documents = folder_documents(tmp_path / "text")
-    with pytest.raises(UserError, match="has no text to fill documents with"):
+    with pytest.raises(UserError, match="has no text with which to fill documents"):
         made(tmp_path / "none", documents=documents)
 
 
@@ -63,11 +63,11 @@ def test_a_larger_store_begins_as_a_smaller_one_does(tmp_path: Path) -> None:
 
 def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
     made(tmp_path / "drawn", num_tokens=10)
-    with pytest.raises(UserError, match=r"drawn is already a store; .*--overwrite"):
+    with pytest.raises(UserError, match=r"drawn already exists; .*--overwrite"):
         made(tmp_path / "drawn", num_tokens=10)
     made(tmp_path / "drawn", num_tokens=20, overwrite=True)
     made(tmp_path / "drawn-heldout", num_tokens=10)
-    with pytest.raises(UserError, match="drawn-heldout is a held-out store of other documents"):
+    with pytest.raises(UserError, match="drawn-heldout exists, but holds documents of another"):
         made(tmp_path / "drawn", num_tokens=20, overwrite=True)
 
 
@@ -77,7 +77,10 @@ def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
         ("--synthetic wlb_paper --tokens 100", "--synthetic needs --out PREFIX and --tokens N"),
         ("--synthetic wlb_paper --out OUT", "--synthetic needs --out PREFIX and --tokens N"),
         ("x.txt --synthetic wlb_paper --tokens 9 --out OUT", "reads no INPUT; leave out x.txt"),
-        ("--synthetic other --tokens 9 --out OUT", "no length family 'other'; known are"),
+        (
+            "--synthetic other --tokens 9 --out OUT",
+            "'other' is not a distribution of document lengths; use one of",
+        ),
         ("--synthetic wlb_paper --tokens 0 --out OUT", "--tokens = 0"),
         ("--synthetic wlb_paper --tokens 9 --out OUT --window 1", "--window = 1 must be at least"),
         (

@@ -181,7 +181,7 @@ def test_no_held_out_documents(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 256}, r"data\.bpe_vocab_size = 256 must be above 256"),
+        ({"vocab_size": 256}, r"data\.bpe_vocab_size = 256 must be at least 257"),
         ({"heldout_fraction": 1.0}, r"data\.heldout_fraction = 1.0 must be in \[0, 1\)"),
         ({"heldout_fraction": float("nan")}, r"data\.heldout_fraction = nan"),
         ({"sample_bytes": 0}, "sample_bytes = 0"),

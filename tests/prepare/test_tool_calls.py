@@ -150,7 +150,9 @@ def test_parts_of_text_are_one_text() -> None:
     made = conversation_of({"messages": [{"role": "user", "content": parts}]})
     assert made.messages[0].content == "How are you?"
     image = [*parts, {"type": "image", "url": "x"}]
-    with pytest.raises(ValueError, match="message 0 has a part 'image'; only parts of type text"):
+    with pytest.raises(
+        ValueError, match="message 0 has a part of type 'image', but only parts of type text"
+    ):
         conversation_of({"messages": [{"role": "user", "content": image}]})
 
 
@@ -183,16 +185,16 @@ def test_an_empty_reply_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("source", "record", "message"),
     [
-        (CALLS, asked(call(city="A")), "does not write tools, which would be lost"),
+        (CALLS, asked(call(city="A")), "does not write tools, so they would be lost"),
         (
             CALLS.replace("m.tool_calls %}", "m.tool_calls if loop.first %}"),
             {**asked(call(city="A"), call(city="B")), "tools": None},
-            "leaves out tool calls of message 1, which would be lost",
+            "leaves out tool calls of message 1, so they would be lost",
         ),
         (
             CALLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
             {**asked(call(city="A"), content="Well"), "tools": None},
-            r"writes the contents of messages \[0, 2, 3\] of 4",
+            r"writes those of messages \[0, 2, 3\]",
         ),
     ],
 )
@@ -261,7 +263,7 @@ def test_a_call_begins_where_the_header_does_not_end_as_the_prompt() -> None:
 
 def test_built_in_templates_have_no_form_for_calls() -> None:
     encoder = ChatEncoder(TOKENIZER, BUILT_IN["chatml"])
-    with pytest.raises(ValueError, match="chatml does not write tools, which would be lost; use"):
+    with pytest.raises(ValueError, match="chatml does not write tools, so they would be lost; use"):
         encoder.encode(conversation_of(asked(call(city="A"))))
 
 

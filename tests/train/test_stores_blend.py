@@ -38,7 +38,7 @@ def test_a_run_on_a_blend_resumes_to_the_same_losses(tmp_path: Path, blend: list
     assert [line["measured"]["num_tokens"] for line in resumed.steps][-3:] == tokens[-3:]
     other = {**data, "blend": [blend[0], blend[1].replace(":1", ":2")]}
     changed = small_spec(tmp_path, tmp_path, data=other, run={"name": "short"})
-    with pytest.raises(ValueError, match=r"weights = \[3.0, 1.0\], this run has \[3.0, 2.0\]"):
+    with pytest.raises(ValueError, match=r"weights = \[3.0, 1.0\], but this run has \[3.0, 2.0\]"):
         train(changed, resume=True)
 
 

@@ -8,7 +8,7 @@ token too many (its surplus), so the second one needs only 5 more. A document lo
 followed by empty batches.
 Guarantees: each document comes exactly once per epoch. `next` is a pure function of its state,
 which is a dict that can be saved as JSON. On resume tokens_per_batch and the number of epochs may
-change; corpus, seed and order may not.
+be different, but not the corpus, the seed or whether it is shuffled.
 Cost: 2 ms for a batch of 50,000 documents.
 """
 
@@ -42,18 +42,18 @@ State = dict[str, Any]
 
 BLOCK = 1 << 20
 """The most documents whose lengths are looked up in one call, which bounds the memory."""
-# Keys of a state. "epoch" and "position" say how many documents were read, "batch" how many global
-# batches they made, and "surplus" how many tokens the last batch has too many.
+# Keys of a state. "epoch" and "position" say how many documents were read and "batch" says how many
+# global batches they filled. "surplus" is how many tokens the last batch has too many.
 _COUNTS = ("epoch", "position", "batch", "surplus")
 IDENTITY = "store"
 """The state's key for the identity of the corpus (`TokenStore.identity`)."""
 FILLED = "filled"
 """The state's key for the number of tokens that were read, less the surplus.
 
-It lets a damaged state be noticed. States of earlier versions do not have it.
+It serves to detect damaged states. States of earlier versions do not have it.
 """
 MOST_COUNT = 2**62
-"""The largest number that a state may contain, so that sums of two fit into 64-bit integers."""
+"""The largest number that a state may contain; sums of two such numbers fit into int64."""
 MOST_LENGTH = 1 << 62
 """The longest document, in tokens."""
 EXACT_FLOATS = 2.0**53
@@ -62,7 +62,7 @@ EXACT_FLOATS = 2.0**53
 
 @runtime_checkable
 class Source(Protocol):
-    """A corpus with known document lengths: `TokenStore`, `LengthSource`, or a class of a user."""
+    """A corpus with known document lengths: `TokenStore`, `LengthSource`, or a user's class."""
 
     @property
     def num_documents(self) -> int:
@@ -76,7 +76,7 @@ class Source(Protocol):
 
     @property
     def source_id(self) -> int:
-        """Number of this source, which `Documents.source` stores for each of its documents."""
+        """Number of this source in a blend. `Documents.source` has it for each document."""
         ...
 
 
@@ -84,12 +84,12 @@ class Source(Protocol):
 class LengthSource:
     """A corpus of which only the document lengths are known.
 
-    It serves to plan, simulate and tune a run as with a token store, but not to train.
+    It can replace a token store to plan, simulate and tune a run, but not to train.
     """
 
-    name: str  # for messages
+    name: str  # name of the corpus in error messages
     lengths: IntArray  # tokens of each document, shape [num_documents]
-    source_id: int = 0  # `Documents.source` of these documents
+    source_id: int = 0  # number of this source, the value of `Documents.source`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", checked_lengths(self.name, self.lengths))
@@ -111,7 +111,7 @@ class TargetSource(Source, Protocol):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, only each document's first is not."""
+        """Whether only some tokens are trained. If False, all but each document's first are."""
         ...
 
     @property
@@ -120,7 +120,17 @@ class TargetSource(Source, Protocol):
         ...
 
     def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
-        """Count the trained labels of pieces, given as rows and [start, stop) (`TokenStore`)."""
+        """Count the trained labels of pieces [start, stop) of documents.
+
+        Args:
+            document: Index of each piece's document in the source, shape [num_pieces].
+            start: First token of each piece, shape [num_pieces].
+            stop: End of each piece, shape [num_pieces].
+
+        Returns:
+            Number of trained labels of each piece, shape [num_pieces]. The label of a token is the
+            next token of its document.
+        """
         ...
 
 
@@ -128,23 +138,23 @@ class TargetSource(Source, Protocol):
 class IdentifiedSource(Protocol):
     """A source with an identity, such as `TokenStore`.
 
-    States contain the identity, and a stream refuses a state with another one. So a run cannot
-    resume with other tokens by mistake, even if they have the same lengths.
+    States contain the identity, and a stream refuses a state with a different identity. So a run
+    cannot resume with other tokens by mistake, even if all documents have the same lengths.
     """
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes the tokens distinct, for example checksums. None means not known."""
+        """Values that identify the tokens, for example checksums. None means not known."""
         ...
 
 
 def identity_of(source: Source) -> dict[str, Any] | None:
-    """Return what makes the tokens of a source distinct, or None if the source does not say."""
+    """Return `source.identity` (for example checksums), or None if the source has no identity."""
     return dict(source.identity) if isinstance(source, IdentifiedSource) else None
 
 
 class BatchStream(ABC):
-    """A stream of global batches whose position is an explicit state instead of a hidden one."""
+    """A stream of global batches whose position is a state that the caller keeps and passes."""
 
     @abstractmethod
     def start(self) -> State:
@@ -166,8 +176,8 @@ class BatchStream(ABC):
 class AccountedStream(Protocol):
     """A stream that can tell from a state alone what it returned before that state.
 
-    The planner uses this to check a state that it loads from a checkpoint: what it says is carried
-    must have been read. All streams of wlb have these methods; a stream of a user may have them.
+    The planner uses this to check a checkpoint: the documents that wait in the packer must have
+    been read before. All streams of wlb have these methods; a user's stream may have them.
     """
 
     def num_batches(self, state: State) -> int:
@@ -181,8 +191,8 @@ class AccountedStream(Protocol):
     def may_have_ended(self, state: State) -> bool:
         """Return whether `state` can be the end of the data.
 
-        That is so if the data ends there for any number of epochs. A run that wrote the state may
-        have had another number of epochs than this one.
+        It is True if the data ends at `state` for some number of epochs, because the run that
+        wrote the state may have had another number of epochs than this run.
         """
         ...
 
@@ -191,17 +201,17 @@ class AccountedStream(Protocol):
 
         Raises:
             UserError: A piece's document is not in the corpus or was not read yet, the piece ends
-                behind its document, or it has another number of labels.
+                after the end of its document, or its number of labels is wrong.
         """
         ...
 
 
 class SourceBatches(BatchStream):
-    """The base of streams that read one source.
+    """Base class of the streams that read a single source.
 
     Attributes:
         source: The corpus.
-        ids: Converts between a document's id, which differs in each epoch, and its row in the
+        ids: Converts between a document's id, which differs in each epoch, and its index in the
             source.
     """
 
@@ -214,7 +224,7 @@ class SourceBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, only each document's first is not."""
+        """Whether only some tokens are trained. If False, all but each document's first are."""
         return self._targets is not None
 
     def count_targets(self, pieces: Pieces) -> IntArray:
@@ -225,10 +235,10 @@ class SourceBatches(BatchStream):
         return self._targets.count_targets(rows, pieces.start, pieces.stop)
 
     def _rows_of(self, pieces: Pieces) -> IntArray:
-        """Return the source's row of each piece's document, shape [num_pieces].
+        """Return the index in the source of each piece's document, shape [num_pieces].
 
         Raises:
-            UserError: A piece cannot come from this source.
+            UserError: A piece cannot be a part of its document, or is of another source.
         """
         rows = self.ids.row(pieces.document)
         check_documents(
@@ -240,20 +250,24 @@ class SourceBatches(BatchStream):
         return rows
 
     def _num_targets(self, lengths: IntArray) -> IntArray:
-        """Return the labels of whole documents, UNCOUNTED if only some of them are trained.
+        """Return the number of trained labels of whole documents, or UNCOUNTED.
 
-        The planner counts those with `count_targets`, once it knows the pieces.
+        If only some tokens are trained, the numbers are UNCOUNTED. Once the planner knows the
+        pieces, it counts their labels with `count_targets`.
+
+        Args:
+            lengths: Tokens of each document, shape [num_documents].
         """
         return lengths - 1 if self._targets is None else np.full(lengths.size, UNCOUNTED)
 
 
 class GlobalBatches(SourceBatches):
-    """Global batches of one source.
+    """A stream of global batches of one source, in shuffled order.
 
     Args:
         source: The corpus.
         tokens_per_batch: Tokens of a global batch, on average.
-        seed: Seed of the order.
+        seed: Seed of the shuffled order.
         epochs: How many times the corpus is read. 0 means without end.
         shuffle: Whether each epoch is shuffled. If not, each has the order of the source.
     """
@@ -274,7 +288,7 @@ class GlobalBatches(SourceBatches):
         if self._lengths.size != source.num_documents:
             raise UserError(
                 f"the corpus has num_documents = {source.num_documents}, but "
-                f"{self._lengths.size} lengths"
+                f"{self._lengths.size} lengths; give one length for each document"
             )
         check_lengths(self._lengths)
         super().__init__(source)
@@ -315,7 +329,7 @@ class GlobalBatches(SourceBatches):
         return batch_after(state, documents, read, missing, identity=identity, is_last=is_last)
 
     def _first(self, state: State) -> int:
-        """Return how many documents were read before `state`, over all epochs.
+        """Check a state, and return how many documents were read before it, over all epochs.
 
         Raises:
             UserError: The state is of another stream, or it is damaged.
@@ -325,16 +339,20 @@ class GlobalBatches(SourceBatches):
             value = state.get(name, 0)
             if type(value) is not int or not 0 <= value <= MOST_COUNT:
                 raise UserError(
-                    f"corpus state: {name} = {value!r} must be a whole number of at least 0"
+                    f"the state of the corpus has {name} = {value!r}, but it must be a whole "
+                    f"number of at least 0"
                 )
         if state["position"] >= self._lengths.size:
             raise UserError(
-                f"corpus state: position = {state['position']} is past the corpus's "
-                f"{self._lengths.size} documents"
+                f"the state of the corpus has position = {state['position']}, but the corpus has "
+                f"only {self._lengths.size} documents"
             )
         first = state["epoch"] * self._lengths.size + state["position"]
         if first > MOST_COUNT:
-            raise UserError(f"corpus state: epoch = {state['epoch']} is beyond 64-bit integers")
+            raise UserError(
+                f"the state of the corpus has epoch = {state['epoch']}, which is beyond 64-bit "
+                f"integers"
+            )
         return first
 
     def num_batches(self, state: State) -> int:
@@ -356,12 +374,15 @@ class GlobalBatches(SourceBatches):
         return tokens
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether `state` is at the end of an epoch."""
+        """Return whether `state` is at the end of an epoch, where the data may end."""
         first = self._first(state)
         return first > 0 and first % self._lengths.size == 0
 
     def check_pieces(self, state: State, pieces: Pieces) -> None:
-        """Raise UserError for pieces that were not read (see `AccountedStream.check_pieces`)."""
+        """Raise UserError unless the pieces' documents were read before `state`.
+
+        See `AccountedStream.check_pieces`.
+        """
         first, size = self._first(state), self._lengths.size
         rows, epoch = self._rows_of(pieces), pieces.document // size
         if self._identity["shuffle"]:
@@ -369,11 +390,11 @@ class GlobalBatches(SourceBatches):
         check_were_read(pieces, epoch * size + rows, np.full(len(pieces), first))
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of documents from position `first` on, of `missing` tokens.
+        """Return ids and lengths of the next documents, until they have `missing` tokens.
 
         Args:
-            first: Number of documents that were read before, over all epochs.
-            missing: Tokens that the batch still needs. The last document may exceed them.
+            first: Position in the stream: the number of documents that were read before.
+            missing: Tokens that the batch still needs. The last document may bring more.
         """
         ids: list[IntArray] = []
         lengths: list[IntArray] = []
@@ -397,7 +418,7 @@ class GlobalBatches(SourceBatches):
         return np.concatenate([none, *ids]), np.concatenate([none, *lengths])
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of the stream's documents [first, first + size)."""
+        """Return ids and lengths of the documents at positions [first, first + size)."""
         identity = self._identity
         epoch, rows = stream_rows(
             first, size, self._lengths.size, seed=identity["seed"], shuffle=identity["shuffle"]
@@ -408,19 +429,19 @@ class GlobalBatches(SourceBatches):
 def stream_rows(
     first: int, size: int, num_documents: int, *, seed: int, shuffle: bool = True
 ) -> tuple[IntArray, IntArray]:
-    """Return which document is at each of the positions [first, first + size) of a stream.
+    """Return which documents are at the positions [first, first + size) of a stream.
 
     The stream is the permutation of the source for epoch 0, then the one for epoch 1, and so on.
 
     Args:
-        first: First position.
+        first: First position, counted from the beginning of epoch 0.
         size: Number of positions.
-        num_documents: Documents of the source.
+        num_documents: Number of documents of the source.
         seed: Seed of the permutations.
         shuffle: Whether epochs are shuffled. If not, each has the order of the source.
 
     Returns:
-        The epoch and the row in the source of each position, shape [size] each.
+        The epoch of each position, and the index in the source of its document, shape [size] each.
     """
     epoch, position = np.divmod(np.arange(first, first + size), num_documents)
     if not shuffle:
@@ -430,7 +451,12 @@ def stream_rows(
 
 
 def checked_settings(tokens_per_batch: int, epochs: int) -> tuple[int, int]:
-    """Return both as ints; raise UserError for a batch without tokens or a negative number."""
+    """Return the arguments as ints; raise UserError if they are out of range.
+
+    Args:
+        tokens_per_batch: Tokens of a global batch, at least 1.
+        epochs: How many times the data is read, at least 0 (without end).
+    """
     return (
         whole_number("tokens_per_batch", tokens_per_batch, 1),
         whole_number("epochs", epochs, 0, " (0 = without end)"),
@@ -442,8 +468,8 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
 
     Args:
         state: The state to check, perhaps read from a file.
-        counts: Keys that it must have, besides those of `identity`.
-        identity: Entries of the state that must have equal values.
+        counts: Keys that the state must have, besides the keys of `identity`.
+        identity: Entries that the state must have with the same values, such as the seed.
         what: What the state is of, such as "a corpus", for messages.
         keys: The configuration keys that select the data, for messages.
     """
@@ -451,32 +477,32 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
     # A state that was read from a file may be anything.
     if not isinstance(cast(object, state), dict):
         raise UserError(
-            f"the state of {what} must have {sorted(expected)}, but it is a "
-            f"{type(state).__name__}; "
-            f"resume with the {keys} of the checkpoint, or start a new run"
+            f"the state of {what} must be an object with the keys {sorted(expected)}, but is of "
+            f"type {type(state).__name__}; resume with the {keys} of the checkpoint, or start a "
+            f"new run"
         )
-    # States of earlier versions lack the identity of the stores, and the count FILLED.
+    # States of earlier versions lack the keys IDENTITY and FILLED.
     if (state.keys() | ({IDENTITY} & expected)) - {FILLED} != expected:
         raise UserError(
-            f"the state of {what} must have {sorted(expected)}, but has {sorted(state)}; resume "
-            f"with the {keys} of the checkpoint, or start a new run"
+            f"the state of {what} must have the keys {sorted(expected)}, but has "
+            f"{sorted(state)}; resume with the {keys} of the checkpoint, or start a new run"
         )
     for name, value in identity.items():
         if name == IDENTITY and name in state and state[name] != value:
             raise UserError(
-                f"the state to resume from was made with other tokens or another tokenizer than "
-                f"this run's ({_difference(state[name], value)}); resume with the {keys} of the "
-                f"checkpoint, or start a new run"
+                f"the checkpoint was made with other tokens or another tokenizer than this run's "
+                f"({_difference(state[name], value)}); resume with the {keys} of the checkpoint, "
+                f"or start a new run"
             )
         if name != IDENTITY and state[name] != value:
             raise UserError(
-                f"the state to resume from has {name} = {state[name]}, this run has {value}; "
+                f"the checkpoint was made with {name} = {state[name]}, but this run has {value}; "
                 f"resume with the {keys} and seed of the checkpoint, or start a new run"
             )
 
 
 def _difference(theirs: Any, ours: Any) -> str:
-    """Describe the first value that differs between two identities, for a message."""
+    """Describe the first value that differs between two identities, for error messages."""
     before, now = _values_of(theirs), _values_of(ours)
     for name in [*now, *before]:
         if before.get(name) != now.get(name):
@@ -485,7 +511,10 @@ def _difference(theirs: Any, ours: Any) -> str:
 
 
 def _values_of(identity: Any) -> dict[str, str]:
-    """Flatten an identity to text by name. With several stores, names start with their number."""
+    """Return the values of an identity by name, for one store or for a list of stores.
+
+    With several stores, each name starts with the number of its store.
+    """
     stores = cast("list[Any]", identity) if isinstance(identity, list) else [identity]
     numbered = len(stores) > 1
     return {
@@ -499,15 +528,16 @@ def _values_of(identity: Any) -> dict[str, str]:
 def batch_after(
     state: State, documents: Documents, read: State, missing: int, *, identity: State, is_last: bool
 ) -> tuple[GlobalBatch, State]:
-    """Make a batch of documents, and the state after it.
+    """Return a global batch of the given documents, and the state of the stream after it.
 
     Args:
         state: The state before the batch.
         documents: Documents of the batch.
         read: Entries of the new state that say which documents were read.
-        missing: Tokens that the batch needed. The documents may have more, which is the surplus.
-        identity: Entries of the state that identify the stream.
-        is_last: Whether no batch follows.
+        missing: Tokens that the batch needed. If the documents have more, the excess is the new
+            state's surplus.
+        identity: Entries of the state that identify the stream (corpus, seed and order).
+        is_last: Whether this is the last batch of the data.
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}
@@ -518,7 +548,7 @@ def batch_after(
 
 
 def check_surplus(state: State, tokens: int) -> None:
-    """Raise UserError unless the state's surplus fits the number of tokens that were read.
+    """Raise UserError unless the state's counts agree with the number of tokens that were read.
 
     Args:
         state: The state of a stream.
@@ -527,8 +557,8 @@ def check_surplus(state: State, tokens: int) -> None:
     filled = state.get(FILLED)
     if filled is not None and filled + state["surplus"] != tokens:
         raise UserError(
-            f"the state of the corpus has surplus = {state['surplus']}, but {tokens} tokens were "
-            f"read and {filled} of them fill its batches"
+            f"the state of the corpus has surplus = {state['surplus']} and batches of {filled} "
+            f"tokens together, but {tokens} tokens were read"
         )
 
 
@@ -536,50 +566,54 @@ def check_lengths(lengths: IntArray) -> None:
     """Raise UserError unless there is at least one document and each has at least one token."""
     if not lengths.size:
         raise UserError(
-            "the corpus has no document; check data.store or data.corpus, and for held-out data "
-            "raise data.heldout_fraction"
+            "the corpus has no document; set data.store or data.corpus to a corpus with "
+            "documents, or raise data.heldout_fraction if the held-out documents are missing"
         )
     if (i := first_true(lengths < 1)) is not None:
         raise UserError(
-            f"document {i} of the corpus has {lengths[i]} tokens; every document needs at least 1"
+            f"document {i} of the corpus has {lengths[i]} tokens, but every document must have "
+            f"at least 1; leave out empty documents"
         )
 
 
 def check_documents(
     pieces: Pieces, lengths: IntArray, *, source: IntArray, is_masked: BoolArray
 ) -> None:
-    """Raise UserError for a piece that cannot be a part of its document.
+    """Raise UserError if a piece cannot be a part of its document.
 
     Args:
         pieces: The pieces to check.
         lengths: Tokens of each piece's document, shape [num_pieces].
         source: Number of the source of each piece's document, shape [num_pieces].
-        is_masked: Whether only some tokens of its document are trained, shape [num_pieces].
+        is_masked: Whether only some tokens of each piece's document are trained, shape
+            [num_pieces].
     """
     counted = np.minimum(pieces.stop, lengths - 1) - pieces.start
     labels = np.where(is_masked, UNCOUNTED, counted)
     for wrong, what in (
         (pieces.document < 0, "has a negative id"),
-        (pieces.source != source, "is of another corpus"),
-        (pieces.stop > lengths, "ends behind its document"),
+        (pieces.source != source, "belongs to another corpus"),
+        (pieces.stop > lengths, "ends after the end of its document"),
         (pieces.num_targets != labels, "has another number of labels than its tokens"),
     ):
         if (i := first_true(wrong)) is not None:
-            raise UserError(f"{pieces[i]} {what}; its document has {lengths[i]} tokens")
+            raise UserError(
+                f"{pieces[i]} {what}; its document has {lengths[i]} tokens"
+            )
 
 
 def check_were_read(pieces: Pieces, position: IntArray, num_read: IntArray) -> None:
-    """Raise UserError for a piece whose document was not read yet.
+    """Raise UserError if a piece's document was not read yet.
 
     Args:
         pieces: The pieces to check.
         position: Position of each piece's document in its stream, shape [num_pieces].
-        num_read: Documents of that stream that were read, shape [num_pieces].
+        num_read: Number of documents that were read of each piece's stream, shape [num_pieces].
     """
     if (i := first_true(position >= num_read)) is not None:
         raise UserError(
-            f"{pieces[i]} is document {position[i]} of its stream, but only {num_read[i]} "
-            f"documents were read"
+            f"{pieces[i]} is of document {position[i]} in reading order, but only "
+            f"{num_read[i]} documents were read"
         )
 
 
@@ -594,7 +628,7 @@ def checked_lengths(
     Args:
         name: Name of the source, for messages.
         values: The lengths, shape [n].
-        where: Returns the name of an entry for messages, given its index.
+        where: Returns the name of an entry in error messages, given its index.
 
     Raises:
         UserError: There are no lengths, or one is not a whole number of tokens.
@@ -602,24 +636,24 @@ def checked_lengths(
     array = values if isinstance(values, np.ndarray) else np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UserError(
-            f"{name}: lengths must be one axis of integers, not {array.dtype} of shape "
-            f"{array.shape}"
+            f"{name}: lengths must be a one-dimensional array of integers, not {array.dtype} of "
+            f"shape {array.shape}"
         )
     if not isinstance(values, np.ndarray):
         whole = [_whole(name, where, i, value) for i, value in enumerate(values)]
         array = np.array(whole, np.int64)
     elif array.dtype.kind == "f":
-        # Convert 16-bit floats, which cannot represent the limit.
+        # 16-bit floats cannot represent EXACT_FLOATS, so compare as 64-bit floats.
         array = array.astype(np.promote_types(array.dtype, np.float64))
         is_whole = (array == np.round(array)) & (np.abs(array) < EXACT_FLOATS)
         if (i := first_true(~is_whole)) is not None:
             raise _no_length(name, where(i), array[i].item())
     if not array.size:
-        raise UserError(f"{name} has no lengths; the corpus has no document")
+        raise UserError(f"{name} has no lengths; give the length of at least one document")
     if (i := first_true((array < 1) | (array > MOST_LENGTH))) is not None:
         raise UserError(
-            f"{name}: {where(i)} is {array[i]}; a length is at least 1 token and at most "
-            f"{MOST_LENGTH}, so leave empty documents out"
+            f"{name}: {where(i)} is {array[i]}, but must be from 1 to {MOST_LENGTH} tokens; "
+            f"leave out empty documents"
         )
     out = array.astype(np.int64)
     out.flags.writeable = False
@@ -641,12 +675,12 @@ def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
 
 def _no_length(name: str, where: str, value: Any) -> UserError:
     return UserError(
-        f"{name}: {where} is {value!r}, not a whole number; give tokens of each document"
+        f"{name}: {where} is {value!r}, but must be a whole number of tokens; correct it"
     )
 
 
 class ListedBatches:
-    """A stream that returns the global batches of a list, and marks the last one as the last."""
+    """A stream that returns the global batches of a list, and sets `is_last` of the last one."""
 
     def __init__(self, batches: Sequence[GlobalBatch]) -> None:
         self.batches: Sequence[GlobalBatch] = batches

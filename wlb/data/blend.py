@@ -4,11 +4,12 @@ The order is start-time fair queueing (Goyal, SIGCOMM'96). Each store s is shuff
 document that comes after t tokens of its store gets the tag t / w_s, where w_s is the weight of the
 store, and the blend is the documents of all stores sorted by tag. For example, with weights 2 and
 1, store A's documents of 4 tokens get the tags 0, 2, 4, ... and store B's get 0, 4, 8, ..., so the
-blend is A B A A B A A B ... Rows of the blend are the rows of its first store, then those of the
-second, and so on. `Documents.source` is the number of the store.
-Guarantees: as in `batches.py`. Also, t_s / w_s of two stores never differ by more than the sum of
-their longest documents over their weights.
-Cost: 16 more bytes of memory per document than one store.
+blend is A B A A B A A B ... The indices of documents in
+the blend count first those of the first store, then those of the second, and so on.
+`Documents.source` is the number of the store.
+Guarantees: as in `batches.py`. Also, if t_s tokens of store s were read, t_s / w_s of two stores
+never differs by more than the sum of (longest document / weight) of both.
+Cost: 16 bytes of memory per document, in addition to those of the stores.
 """
 
 from collections.abc import Sequence
@@ -58,15 +59,18 @@ from wlb.spec.blend import parse_blend
 StoreName = str | tuple[str, ...]
 """Prefix of a token store, or the entries of `data.blend`."""
 
-# Store i is shuffled with the run's seed plus i times this, so that stores have different orders.
+# Store i is shuffled with the run's seed plus i times this number (2**64 over the golden ratio, as
+# in splitmix64), so that stores of equal size get different orders.
 _SEED_STEP = 0x9E3779B97F4A7C15
-# Keys of a state that are one number, and keys that are a list with one number per store.
+# Keys of a state whose value is one number, and keys whose value is a list with one per store.
 _COUNTS = ("batch", "surplus")
 _COLUMNS = ("documents_read", "tokens_read")
 
 
 class BlendedStore:
-    """Several token stores that can be read like one, with the rows of all one after the other.
+    """Several token stores that can be read like one store.
+
+    Documents are numbered store after store: first those of the first store, and so on.
 
     Args:
         stores: At least one store. All must have the same tokenizer.
@@ -97,13 +101,13 @@ class BlendedStore:
 
     @property
     def summary(self) -> str:
-        """A phrase with the numbers of documents, tokens and empty documents, for messages."""
+        """The size of the blend in words, such as "3 documents, 40 tokens"."""
         num_empty = sum(store.num_empty_documents for store in self.stores)
         return summary_of(self.num_documents, self.num_tokens, num_empty)
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, shape [num_documents]. Each access makes a new array."""
+        """Tokens of each document, shape [num_documents]. Each access creates a new array."""
         return np.concatenate([store.lengths for store in self.stores])
 
     @property
@@ -113,13 +117,13 @@ class BlendedStore:
 
     @property
     def vocab_size(self) -> int | None:
-        """Vocabulary size, or None if no store has a description."""
+        """Vocabulary size, or None if no store has a `.json` file."""
         sizes = [store.vocab_size for store in self.stores]
         return max((size for size in sizes if size), default=None)
 
     @property
     def has_targets(self) -> bool:
-        """Whether a store of the blend says which of its tokens are trained."""
+        """Whether some store of the blend has a `.targets` file that says what is trained."""
         return any(store.has_targets for store in self.stores)
 
     @property
@@ -128,19 +132,25 @@ class BlendedStore:
         return np.concatenate([store.num_targets for store in self.stores])
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Return tokens [start, stop) of a document, as `TokenStore.read` does."""
+        """Return tokens [start, stop) of the document with this index in the blend.
+
+        None as `stop` means the document's end.
+        """
         store, row = self._find(document)
         return store.read(row, start, stop)
 
     def trained(
         self, document: int, start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.bool_]:
-        """Return a mask of the trained tokens among [start, stop), as `TokenStore.trained` does."""
+        """Return whether each of the tokens [start, stop) of a document is trained.
+
+        The arguments are those of `TokenStore.trained`; `document` is an index into the blend.
+        """
         store, row = self._find(document)
         return store.trained(row, start, stop)
 
     def _find(self, document: int) -> tuple[TokenStore, int]:
-        """Return the store of a row of the blend, and the row in that store."""
+        """Return the store that has a document of the blend, and the document's index there."""
         if not 0 <= document < self.num_documents:
             raise UserError(
                 f"document {document} is not in the blend of {self.prefix}, which has "
@@ -151,15 +161,15 @@ class BlendedStore:
 
 
 class BlendedBatches(BatchStream):
-    """Global batches that mix several sources by weights of tokens.
+    """A stream of global batches that mixes several sources in proportion to weights.
 
     Args:
         sources: The corpora to mix.
         weights: For each source its share of the tokens, in any unit, above 0.
         tokens_per_batch: Tokens of a global batch, on average.
-        seed: Seed of all orders.
-        epochs: The stream ends when every source was read this many times. Sources with a large
-            weight are then read more often. 0 means without end.
+        seed: Seed from which the shuffled order of every source is derived.
+        epochs: The stream ends when every source was read at least this many times. Sources with
+            a large weight are read more often. 0 means without end.
     """
 
     def __init__(
@@ -205,7 +215,7 @@ class BlendedBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether some source says which of its tokens are trained."""
+        """Whether only some tokens of at least one source are trained."""
         return bool(self._is_masked.any())
 
     def count_targets(self, pieces: Pieces) -> IntArray:
@@ -243,10 +253,10 @@ class BlendedBatches(BatchStream):
         return batch_after(state, documents, columns, missing, identity=identity, is_last=is_last)
 
     def _read(self, state: State) -> list[IntArray]:
-        """Return the documents and the tokens that were read of each source before `state`.
+        """Return how many documents and tokens of each source were read before `state`.
 
         Returns:
-            Two arrays of shape [num_sources].
+            The numbers of documents and the numbers of tokens, shape [num_sources] each.
 
         Raises:
             UserError: The state is of another blend, or it is damaged.
@@ -264,8 +274,8 @@ class BlendedBatches(BatchStream):
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
         if sizes != {len(self.sources)} or not valid:
             raise UserError(
-                f"the state of a blend is damaged: it has the counts {counts}; resume from another "
-                f"checkpoint"
+                f"the state of a blend is damaged: its counts {counts} must be whole numbers of "
+                f"at least 0, with one per store in each list; resume from another checkpoint"
             )
         return [np.array(state[name], np.int64) for name in _COLUMNS]
 
@@ -291,13 +301,14 @@ class BlendedBatches(BatchStream):
             if found != tokens[number]:
                 raise UserError(
                     f"the first {read} documents of source {number} have {found} tokens, but the "
-                    f"state of the blend says {tokens[number]}; resume from another checkpoint"
+                    f"state of the blend says that {tokens[number]} were read; resume from "
+                    f"another checkpoint"
                 )
         check_surplus(state, int(tokens.sum()))
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether `state` is the end of the data for some number of epochs."""
+        """Return whether the data ends at `state` for some number of epochs."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False
@@ -311,7 +322,10 @@ class BlendedBatches(BatchStream):
         return any(latest < self._end_of(n) <= least for n in (epochs, epochs + 1) if n)
 
     def check_pieces(self, state: State, pieces: Pieces) -> None:
-        """Raise UserError for pieces that were not read (see `AccountedStream.check_pieces`)."""
+        """Raise UserError unless the pieces' documents were read before `state`.
+
+        See `AccountedStream.check_pieces`.
+        """
         documents, _ = self._read(state)
         epoch, row = np.divmod(pieces.document, self.ids.num_documents)
         number = np.searchsorted(self._first, row, side="right") - 1
@@ -332,7 +346,7 @@ class BlendedBatches(BatchStream):
 
     @property
     def _end(self) -> float:
-        """The tag at which the stream ends: then every source was read `epochs` times."""
+        """The tag at which the stream ends, because every source was then read `epochs` times."""
         return self._end_of(self.epochs) if self.epochs else np.inf
 
     def _end_of(self, epochs: int) -> float:
@@ -347,9 +361,11 @@ class BlendedBatches(BatchStream):
         """Return the next documents, until they have `missing` tokens or the stream ends.
 
         Args:
-            documents_read: Documents read of each source. Updated in place.
-            tokens_read: Tokens read of each source. Updated in place.
-            missing: Tokens that the batch still needs. The last document may exceed them.
+            documents_read: Number of documents read of each source, shape [num_sources]. Updated in
+                place.
+            tokens_read: Number of tokens read of each source, shape [num_sources]. Updated in
+                place.
+            missing: Tokens that the batch still needs. The last document may bring more.
 
         Returns:
             Source, id and length of each document, shape [num] each.
@@ -371,9 +387,10 @@ class BlendedBatches(BatchStream):
     def _ordered(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the source, id and length of the next documents, at least one, sorted by tag.
+        """Return the source, id and length of at least one of the next documents, sorted by tag.
 
-        They may have more or fewer than `missing` tokens.
+        A document's tag decides the order of the blend (see the module). The documents may have
+        more or fewer than `missing` tokens. Other arguments are those of `_take`, not updated.
         """
         shares = self._weights / self._weights.sum()
         ids: list[IntArray] = []
@@ -393,8 +410,8 @@ class BlendedBatches(BatchStream):
             first_unseen.append((float((before[-1] + block[-1]) / weight), number))
         source = np.repeat(np.arange(len(ids)), [block.size for block in ids])
         tag = np.concatenate(tags)
-        # Return only documents before `limit`, the smallest tag that was not looked at. Behind it,
-        # a document beyond some source's block could have to come first. Ties: lower source first.
+        # Return only documents up to `limit`, the smallest tag of a document not yet looked up.
+        # After it, such a document might come first. For equal tags the lower source comes first.
         limit, of = min(first_unseen)
         known = (tag < limit) | ((tag == limit) & (source < of))
         rows = np.flatnonzero(known & (tag < self._end))
@@ -402,7 +419,13 @@ class BlendedBatches(BatchStream):
         return source[rows], np.concatenate(ids)[rows], np.concatenate(lengths)[rows]
 
     def _block(self, number: int, first: int, size: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of `size` documents of source `number`, from position `first`."""
+        """Return ids and lengths of `size` documents of a source.
+
+        Args:
+            number: Number of the source.
+            first: Position of the first of the documents in the shuffled stream of the source.
+            size: Number of documents.
+        """
         lengths = self._lengths[number]
         seed = self._seed + number * _SEED_STEP
         epoch, rows = stream_rows(first, size, lengths.size, seed=seed)
@@ -414,7 +437,8 @@ def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedSt
 
     Args:
         name: Prefix of a store, or the entries of `data.blend`.
-        source_id: `Documents.source` of a single store. Stores of a blend are numbered from 0.
+        source_id: Value of `Documents.source` for a single store. In a blend it is the store's
+            position, from 0.
     """
     if isinstance(name, str):
         return TokenStore(name, source_id=source_id)
@@ -442,8 +466,8 @@ def open_batches(
         )
     if not shuffle:
         raise UserError(
-            f"a blend cannot be read without shuffling ({store.prefix}); set shuffle, or read one "
-            f"store"
+            f"the blend {store.prefix} cannot be read with shuffle = false; set shuffle = true, "
+            f"or read a single store"
         )
     return BlendedBatches(
         store.stores, store.weights, tokens_per_batch=tokens_per_batch, seed=seed, epochs=epochs
@@ -453,11 +477,12 @@ def open_batches(
 def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
     if not num_sources or len(weights) != num_sources:
         raise UserError(
-            f"{num_sources} sources have {len(weights)} weights; give each source one weight"
+            f"there are {num_sources} sources, but {len(weights)} weights; give one weight for "
+            f"each source"
         )
     if not all(0 < weight < np.inf for weight in weights):
         raise UserError(
-            f"weights {list(weights)} must all be above 0; leave out sources without weight"
+            f"weights {list(weights)} must all be above 0; leave out sources with weight 0"
         )
 
 
@@ -465,13 +490,13 @@ def check_tokenizers(stores: Sequence[TokenStore], keys: str) -> None:
     """Raise UserError if stores have different tokenizers.
 
     Only descriptions are compared: vocabulary size, EOS id, and checksum of the tokenizer. A value
-    that a store does not know agrees with every other.
+    that a store's description lacks is not compared.
 
     Args:
         stores: The stores to compare.
         keys: The configuration keys that name the stores, for messages.
     """
-    # For each property the first store that knows it, with its value.
+    # For each property: the first store whose description has it, and its value there.
     first: dict[str, tuple[TokenStore, object]] = {}
     for store in stores:
         if store.info is None:
@@ -489,9 +514,9 @@ def check_tokenizers(stores: Sequence[TokenStore], keys: str) -> None:
                 name = (other.info and other.info.tokenizer) or "tokenizer.json"
                 path = Path(other.prefix).parent / name
                 raise UserError(
-                    f"the stores {other.prefix} and {store.prefix} of {keys} have "
-                    f"different tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare "
-                    f"both with the same one: wlb prepare --tokenizer {path}"
+                    f"the stores {other.prefix} and {store.prefix} of {keys} have different "
+                    f"tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare both with "
+                    f"wlb prepare --tokenizer {path}"
                 )
 
 

@@ -1,8 +1,8 @@
 """Create folders for output, with error messages that name what is in the way.
 
 Other processes may remove or replace folders of wlb at any time, so some operations are retried.
-Every such loop iterates over `attempts`, which is finite. A permanent error differs from a race
-with another process in that something is in the way (`_obstacle`), or in that it never goes away.
+Every such loop iterates over `attempts`, so it ends. An error is permanent, and not caused by
+another process at work, if a file is in the way (`_obstacle`) or if no retry succeeds.
 """
 
 import errno
@@ -15,30 +15,32 @@ from pathlib import Path
 from wlb.plan import UserError
 
 TRIES = 1000
-"""How often an operation is retried that other processes undo.
+"""How often an operation is repeated if other processes undo it.
 
-Each process that waits for the same lock can undo it once, so this must exceed their number.
+Each process that waits for the same lock can undo it once, so this number must exceed the number
+of processes.
 """
 PAUSE_S = 0.002
-# Errors that mean: a file or link is in the way, or another process just removed a folder.
+"""Pause before an operation is repeated, in seconds."""
+# Errors of mkdir if a file or link is in the way, or if another process just removed a folder.
 _IN_THE_WAY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 
 
 def attempts(path: Path) -> Iterator[int]:
-    """Yield 0, 1, 2, ... with a short pause after each, to bound a loop that retries.
+    """Yield 0, 1, 2, ... with a short pause after each, for a loop that retries an operation.
 
     Args:
-        path: What the loop tries to create, open or lock, for the message.
+        path: What the loop tries to create, open or lock, for the error message.
 
     Raises:
-        UserError: After `TRIES` numbers, because other processes keep removing `path`.
+        UserError: `TRIES` numbers were not enough, because other processes keep removing `path`.
     """
     for number in range(TRIES):
         yield number
         time.sleep(PAUSE_S)
     raise UserError(
-        f"{path} was removed or replaced {TRIES} times while this process tried to use it; find "
-        f"out what removes it, or choose a folder on another file system"
+        f"{path} was removed or replaced {TRIES} times while this process tried to use it; stop "
+        f"the program that removes it, or choose a folder on another file system"
     )
 
 
@@ -52,11 +54,11 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 
     Args:
         path: The folder.
-        mode: Its permissions if it is created, before the umask.
+        mode: Permissions of a new folder, from which the umask is removed.
 
     Raises:
         UserError: A part of the path is a file, or a link to something that does not exist.
-        OSError: For any other reason, such as missing permissions.
+        OSError: The folder cannot be created for any other reason, such as missing permissions.
     """
     error = OSError()
     for _ in range(TRIES):
@@ -71,7 +73,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
         time.sleep(PAUSE_S)
     missing = next((part for part in _components(path) if not part.is_dir()), path)
     raise UserError(
-        f"{path} cannot be made: creating {missing.name!r} in {missing.parent} fails "
+        f"{path} cannot be created: creating {missing.name!r} in {missing.parent} fails "
         f"({error.strerror}); choose another folder"
     )
 
@@ -79,7 +81,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 def make_and_open(path: Path, *, mode: int = 0o777) -> int:
     """Create a folder like `make_folder`, open it, and return its file descriptor.
 
-    Starts over if another process removes the folder before it is open.
+    If another process removes the folder before it is open, it is created again.
     """
     for _ in attempts(path):
         make_folder(path, mode=mode)
@@ -93,7 +95,7 @@ def make_and_open(path: Path, *, mode: int = 0o777) -> int:
 def refuse_nowhere(path: Path) -> None:
     """Raise UserError if no folder can be created at `path`, regardless of permissions."""
     if reason := _obstacle(path):
-        raise UserError(f"{path} cannot be made: {reason}, or choose another folder")
+        raise UserError(f"{path} cannot be created: {reason}, or choose another folder")
 
 
 def refuse_file(path: Path) -> None:
@@ -117,7 +119,7 @@ def refuse_file(path: Path) -> None:
 
 
 def _circle(path: Path) -> str:
-    """Return an error message if `path` is a link in a circle of links, otherwise ""."""
+    """Return an error message if `path` is a symbolic link in a circle of links, otherwise ""."""
     try:
         path.stat()
     except OSError as error:
@@ -137,7 +139,7 @@ def _components(path: Path) -> tuple[Path, ...]:
 def _obstacle(path: Path) -> str:
     """Return an error message about what prevents a folder at `path`, or "" if nothing does.
 
-    It is about the first part of the path that exists and does not lead to a folder.
+    The message names the first part of the path that exists but does not lead to a folder.
     """
     for part in _components(path):
         try:

@@ -37,7 +37,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-# The inverse table: Megatron's code of each dtype.
+# Megatron's code of each dtype.
 CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -128,24 +128,34 @@ def read_header(
         )
     _, found, *values = header.unpack(data)
     if found != version:
-        raise UserError(f"{path} has version {found}, only {version} is known; rewrite it")
+        raise UserError(
+            f"{path} has version {found}, but wlb reads only version {version}; write the file "
+            f"again"
+        )
     return tuple(values)
 
 
 def _read_layout(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Return the dtype, the number of sequences and the number of document indices."""
+    """Read the header of an index, and check the size of the file.
+
+    Returns:
+        The dtype of the tokens, the number of sequences and the number of document indices.
+    """
     what = "is not the index of a token store"
     remedy = "stores of other formats have to be prepared again"
     header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
     code, num_sequences, num_indices = header
     if code not in _DTYPES:
-        raise UserError(f"{path} has dtype code {code}, known are {sorted(_DTYPES)}; rewrite it")
+        raise UserError(
+            f"{path} has the unknown dtype code {code} (known codes are {sorted(_DTYPES)}); "
+            f"write the file again"
+        )
     size, expected = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size != expected:
         raise UserError(
-            f"{path} has {size} bytes, {num_sequences} sequences and {num_indices} document "
-            f"indices need {expected}; copy or prepare the store again (sequence modes of "
-            f"multimodal stores are not read)"
+            f"{path} has {size} bytes, but {num_sequences} sequences and {num_indices} document "
+            f"indices need {expected}; copy or prepare the store again (multimodal stores with "
+            f"sequence modes are not supported)"
         )
     return _DTYPES[code], num_sequences, num_indices
 
@@ -153,10 +163,21 @@ def _read_layout(path: Path) -> tuple[np.dtype[Any], int, int]:
 def _check_sequences(
     path: Path, lengths: IntArray, offsets: IntArray, itemsize: int, num_bytes: int
 ) -> None:
-    """Raise UserError unless the sequences fill the `.bin` file without gaps or overlaps."""
+    """Raise UserError unless the sequences fill the `.bin` file without gaps or overlaps.
+
+    Args:
+        path: The index, for error messages.
+        lengths: Tokens of each sequence, shape [num_sequences].
+        offsets: First byte of each sequence in the `.bin` file, shape [num_sequences].
+        itemsize: Bytes of a token.
+        num_bytes: Bytes of the `.bin` file.
+    """
     if lengths.size and int(lengths.min()) < 0:
         i = int(np.argmin(lengths))
-        raise UserError(f"{path}: sequence {i} has length {lengths[i]}; copy the store again")
+        raise UserError(
+            f"{path}: sequence {i} has the length {lengths[i]}, but lengths must be at least 0; "
+            f"copy the store again"
+        )
     ends = np.cumsum(lengths) * itemsize
     if (i := first_true(offsets != ends - lengths * itemsize)) is not None:
         raise UserError(
@@ -167,21 +188,28 @@ def _check_sequences(
     need = int(ends[-1]) if ends.size else 0
     if num_bytes != need:
         raise UserError(
-            f"{path.with_suffix('.bin')} has {num_bytes} bytes, but its index describes {need}; "
-            f"the copy is incomplete, or the two files belong to different stores"
+            f"{path.with_suffix('.bin')} has {num_bytes} bytes, but its index needs {need}; the "
+            f"copy is incomplete, or the two files belong to different stores, so copy both again"
         )
 
 
 def _check_documents(path: Path, firsts: IntArray, num_sequences: int, num_indices: int) -> None:
-    """Raise UserError unless document indices rise from 0 to the number of sequences."""
+    """Raise UserError unless `firsts` ascends from 0 to the number of sequences.
+
+    Args:
+        path: The index, for error messages.
+        firsts: First sequence of each document, and then the number of sequences.
+        num_sequences: Number of sequences in the index.
+        num_indices: Size of `firsts`.
+    """
     if num_indices == 0 or firsts[0] != 0 or firsts[-1] != num_sequences:
         shown = "none" if num_indices == 0 else f"{firsts[0]} ... {firsts[-1]}"
         raise UserError(
-            f"{path}: document indices ({shown}) must start with 0 and end with the number of "
-            f"sequences ({num_sequences}), as Megatron writes them; prepare the store again"
+            f"{path}: document indices must start with 0 and end with the number of sequences, "
+            f"{num_sequences}, but are {shown}; prepare the store again"
         )
     if (i := first_true(np.diff(firsts) < 0)) is not None:
         raise UserError(
-            f"{path}: document {i} starts at sequence {firsts[i]}, but the next document starts "
+            f"{path}: document {i} starts at sequence {firsts[i]}, but document {i + 1} starts "
             f"before it, at sequence {firsts[i + 1]}; prepare the store again"
         )

@@ -1,4 +1,4 @@
-"""Create temporary folders and semaphores so that a later start can remove those of killed runs.
+"""Create temporary folders and semaphores that later runs remove if their process was killed.
 
 A process locks each of its temporary folders `wlb.KIND.NAME` (flock). The kernel releases the lock
 when the process ends, even by a kill, so an unlocked folder is left over and may be removed.
@@ -25,9 +25,10 @@ from wlb.data.lock import NoLocks, is_named, lock
 _PREFIX = "wlb."
 _SHARED_MEMORY = Path("/dev/shm")
 _SEMAPHORE = "sem."
-# The longest path of a folder with sockets in it, see `temporary_path`.
+# The most bytes of the path of a folder that will contain sockets. The path of a socket has at most
+# 107 bytes, so this leaves 47 for the names below the folder.
 _LONGEST = 60
-# The names that this module gives. Folders that a user called "wlb.something" are never removed.
+# Names of the folders that this module creates. A user's folder "wlb.something" is never removed.
 _NAME = re.compile(r"wlb\.[a-z]+\.[0-9a-f]{8,16}(\.\d+)?")
 
 
@@ -52,7 +53,7 @@ def process_folder(pid: int) -> Path:
     """Return the temporary folder of this process, which is removed when the process ends.
 
     Args:
-        pid: Number of this process. The cache uses it, so that a fork gets a folder for itself.
+        pid: Number of this process. It is the key of the cache, so a fork gets another folder.
     """
     sweep()
     folder = temporary_path(f"process.{secrets.token_hex(4)}")
@@ -71,8 +72,8 @@ def process_folder(pid: int) -> Path:
 def temporary_path(name: str) -> Path:
     """Return a path for a temporary folder that is short enough for sockets in it.
 
-    The path of a socket has at most 107 bytes, and the TMPDIR of a batch job can be long. If it is
-    too long, the path is in /tmp. `sweep` looks in both places.
+    The path of a socket has at most 107 bytes, and the TMPDIR of a batch job can be long. If TMPDIR
+    is too long, the folder is in /tmp instead. `sweep` looks in both places.
 
     Args:
         name: Name of the folder, without the prefix "wlb.".
@@ -87,7 +88,7 @@ def make_and_lock(folder: Path) -> int:
         descriptor = make_and_open(folder, mode=0o700)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Before it was locked, another process may have removed it as left over.
+        # Between creation and locking, another process may have removed the folder as left over.
         if is_named(descriptor, folder):
             return descriptor
         os.close(descriptor)
@@ -123,16 +124,17 @@ def _remove_if_unlocked(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name the semaphores of this process after it, so that `sweep` can tell whose they are.
+    """Name the semaphores of this process after its PID, so that `sweep` knows their owner.
 
-    Also removes semaphores of processes that were killed.
+    It also removes the semaphores and temporary folders of processes that were killed.
     """
     sweep()
-    # multiprocessing has no public setting for the prefix. Its default "/mp" names no process.
+    # multiprocessing has no public setting for the prefix of semaphores' names. Its default "/mp"
+    # does not tell the process.
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = f"/{_PREFIX}{_namespace()}.{os.getpid()}"
 
 
 def _namespace() -> str:
-    """Return the PID namespace, because two containers may have processes of equal numbers."""
+    """Return the PID namespace of this process. Containers may reuse the same PIDs."""
     return str(os.stat("/proc/self/ns/pid").st_ino)

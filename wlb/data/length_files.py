@@ -2,8 +2,8 @@
 
 Formats are text with one length per line, CSV, JSON, JSONL, NPY, NPZ and Parquet. A binary format
 is recognised by its first bytes, whatever the file is called, so it is never read as text. A table
-(CSV, JSONL, Parquet, NPZ) must have one column of lengths: either a column with a name of `NAMES`,
-or the only column of integers. Error messages give the line of the file; blank lines are counted.
+(CSV, JSONL, Parquet, NPZ) must have one column of lengths: either a column whose name is in
+`NAMES`, or the only column of integers. Line numbers in error messages count blank lines too.
 """
 
 import csv
@@ -29,20 +29,24 @@ STDIN = "-"
 # First bytes of each binary format, and of compressed files, which are refused.
 _MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz", b"PAR1": ".parquet"}
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-# Separator of columns by the file's suffix.
+# Suffixes of tables, with the character that separates their columns.
 _TABLES = {".csv": ",", ".tsv": "\t"}
 
 MOST_DOCUMENTS = 1 << 27
-"""The most lengths of a file. They take 1 GiB of memory, and planning a sample gives the same."""
+"""The most lengths that a file may have, which take 1 GiB of memory.
+
+A random sample of a larger file gives nearly the same plans.
+"""
 MOST_BYTES = 1 << 31
-"""The most bytes of a file."""
+"""The most bytes that a file of lengths may have, because it is read into memory as a whole."""
 
 
 class _Found(NamedTuple):
     """Lengths as they were read, before they are checked."""
 
-    values: Any  # array or list of shape [n]
-    where: Callable[[int], str] = "length {}".format  # names a value by its index, for messages
+    values: Any  # the lengths, an array or list of shape [n]
+    # Returns the name of a value in error messages, such as "length 3", given its index.
+    where: Callable[[int], str] = "length {}".format
 
 
 def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
@@ -50,7 +54,7 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
 
     Args:
         path: The file, or "-".
-        source_id: `Documents.source` of the documents.
+        source_id: Value of `Documents.source` for these documents.
 
     Raises:
         UserError: The format is unknown, an entry is not a length (`checked_lengths`), or there are
@@ -59,21 +63,22 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
     if str(path) == STDIN:
         if sys.stdin.isatty():
             raise UserError(
-                "--lengths - reads standard input, which is this terminal; pipe lengths into it"
+                "--lengths - reads standard input, but standard input is this terminal; pipe "
+                "lengths into the command"
             )
         name, file, suffix = "standard input", sys.stdin.buffer, ""
         data = file.read(MOST_BYTES + 1)
     else:
         file = Path(path)
         if not file.is_file():
-            raise UserError(f"no file of lengths at {file}")
+            raise UserError(f"the file of lengths {file} does not exist")
         name, suffix = str(file), file.suffix.lower()
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UserError(
-            f"{name} has more than {MOST_BYTES:,} bytes; give a random sample of its lengths, with "
-            f"which plans are alike"
+            f"{name} has more than {MOST_BYTES:,} bytes; give a random sample of its lengths, "
+            f"which gives nearly the same plans"
         )
     found = _read(name, data, suffix)
     lengths = checked_lengths(name, found.values, where=found.where)
@@ -82,11 +87,17 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
 
 
 def _refuse_more(name: str, count: int, what: str = "lengths") -> None:
-    """Raise UserError for too many lengths, before they are parsed or copied."""
+    """Raise UserError if a file has too many lengths, before they are parsed or copied.
+
+    Args:
+        name: Name of the file, for error messages.
+        count: An upper bound of the number of lengths, or the number itself.
+        what: What was counted, such as "lines", for error messages.
+    """
     if count > MOST_DOCUMENTS:
         raise UserError(
-            f"{name} has {count:,} {what}, but may have at most {MOST_DOCUMENTS:,}; give a random "
-            f"sample, with which plans are alike"
+            f"{name} has {count:,} {what}, but may have at most {MOST_DOCUMENTS:,}; give a "
+            f"random sample of its lengths, which gives nearly the same plans"
         )
 
 
@@ -94,8 +105,8 @@ def _read(name: str, data: bytes, suffix: str) -> _Found:
     for magic, kind in _PACKED.items():
         if data.startswith(magic):
             raise UserError(
-                f"{name} is compressed ({kind}); decompress it, or pipe what it contains into "
-                f"`--lengths -`"
+                f"{name} is compressed ({kind}), which cannot be read; decompress it, or pipe "
+                f"its content into `--lengths -`"
             )
     form = next((form for magic, form in _MAGIC.items() if data.startswith(magic)), suffix)
     match form:
@@ -136,7 +147,8 @@ def _parquet(name: str, data: bytes) -> _Found:
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise UserError(
-            f"{name}: Parquet needs pyarrow, which is not installed; pip install 'wlb-llm[data]'"
+            f"{name}: reading Parquet needs pyarrow, which is not installed; run pip install "
+            f"'wlb-llm[data]'"
         ) from None
     try:
         file = parquet.ParquetFile(io.BytesIO(data))
@@ -151,7 +163,8 @@ def _parquet(name: str, data: bytes) -> _Found:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{name} is not a Parquet file or is corrupt ({describe_error(error)}); write it again"
+            f"{name} is not a Parquet file, or is damaged ({describe_error(error)}); write the "
+            f"file again"
         ) from None
     return _Found(values, f"row {{}} of column {chosen!r}".format)
 
@@ -183,15 +196,16 @@ def _lines(data: bytes, newline: str | None = None) -> io.TextIOWrapper:
 
 def _binary(name: str, why: str) -> UserError:
     return UserError(
-        f"{name} is binary, but not .npy, .npz or Parquet ({why}); give lengths in one of these "
-        f"formats, or as text"
+        f"{name} is a binary file, but not .npy, .npz or Parquet ({why}); give lengths in one of "
+        f"these formats, or as text"
     )
 
 
 def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
-    """Collect lengths from a text, given as (line, length), into an array.
+    """Collect and check lengths from a text file, given as (line number, length).
 
-    They are checked one by one, because a list of Python integers needs 20 times the memory.
+    They are checked one by one and stored in a compact array, because a list of Python integers
+    would need several times the memory.
     """
     out = array("q")
     for line, value in values:
@@ -202,9 +216,11 @@ def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
 
 
 def _words(data: bytes, *, has_head: bool) -> Iterator[tuple[int, Any]]:
-    """Yield the line number and the length in each line of a file with one column.
+    """Yield the line number and the length of each line of a file with one column.
 
-    has_head: whether the first line may be the name of the column.
+    Args:
+        data: Content of the file.
+        has_head: Whether the first line may be the name of the column instead of a length.
     """
     for i, line in enumerate(_lines(data), 1):
         if word := line.strip():
@@ -217,7 +233,7 @@ def _json(name: str, text: str) -> _Found:
     _refuse_more(name, text.count(","), "commas")
     values = parse_json(text, name, remedy="it must be a list of lengths", wide=True)
     if not isinstance(values, list):
-        raise UserError(f"{name} is a {type(values).__name__}; it must be a list of lengths")
+        raise UserError(f"{name} must be a list of lengths, but is of type {type(values).__name__}")
     return _Found(cast("list[Any]", values))
 
 
@@ -235,7 +251,10 @@ def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
                 counts = [k for k, v in record.items() if type(v) is int]
                 chosen = _column(f"{name}: line {i}", list(record), counts, what="key")
             if chosen not in record:
-                raise UserError(f"{name}: line {i} has no key {chosen!r}, as the first record has")
+                raise UserError(
+                    f"{name}: line {i} has no key {chosen!r}, from which the first record's length "
+                    f"was read; add the key"
+                )
             value = record[chosen]
         yield i, value
 
@@ -256,7 +275,10 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
     at = names.index(_column(name, names, numeric, what="column"))
     for line, row in chain([second] if second else [], rows):
         if len(row) <= at:
-            raise UserError(f"{name}: line {line} has {len(row)} of {len(names)} columns")
+            raise UserError(
+                f"{name}: line {line} has {len(row)} of the {len(names)} columns of the first "
+                f"row; correct the line"
+            )
         yield line, number_of(row[at])
 
 
@@ -271,10 +293,10 @@ def _is_name(cell: str) -> bool:
 
 
 def _is_head(cells: list[str]) -> bool:
-    """Return whether the first row contains column names.
+    """Return whether the first row of a table contains column names.
 
     It does if every cell may be a name (`_is_name`). It also does if one cell is in `NAMES` and no
-    cell is an integer; then other names may begin with a digit.
+    cell is an integer; in that case the other names may begin with a digit.
     """
     named = any(cell in NAMES for cell in cells)
     return (named and not any(isinstance(number_of(cell), int) for cell in cells)) or all(
@@ -283,7 +305,7 @@ def _is_head(cells: list[str]) -> bool:
 
 
 def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row that is not blank."""
+    """Yield the line number and the cells of each row of a table that is not blank."""
     reader = csv.reader(_lines(data, ""), delimiter=separator)
     try:
         for row in reader:
@@ -291,7 +313,7 @@ def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[st
                 yield reader.line_num, [cell.strip() for cell in row]
     except csv.Error as error:
         raise UserError(
-            f"{name}: line {reader.line_num} is not a row of a table ({error}); correct it"
+            f"{name}: line {reader.line_num} is not a row of a table ({error}); correct the line"
         ) from None
 
 
@@ -302,7 +324,7 @@ def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str)
         name: Name of the file, for messages.
         columns: Names of all columns.
         numeric: Names of the columns that contain integers.
-        what: What the format calls a column, such as "key", for messages.
+        what: What the file format calls a column, such as "key", for error messages.
 
     Raises:
         UserError: No column or several columns may be the lengths.
@@ -310,17 +332,21 @@ def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str)
     numeric = list(numeric)
     for known in NAMES:
         if columns.count(known) > 1:
-            raise UserError(f"{name} has two {what}s {known!r}; rename the one without lengths")
+            raise UserError(
+                f"{name} has two {what}s {known!r}; rename the one that does not contain the "
+                f"lengths"
+            )
         if known in columns:
             return known
     if len(numeric) == 1:
         if columns.count(numeric[0]) > 1:
             raise UserError(
-                f"{name} has two {what}s {numeric[0]!r}; rename the one without lengths"
+                f"{name} has two {what}s {numeric[0]!r}; rename the one that does not contain the "
+                f"lengths"
             )
         return numeric[0]
     raise UserError(
-        f"{name} has the {what}s {', '.join(columns)}, and it is unclear which one has the lengths "
-        f"(integers are in {' and '.join(numeric) or 'none'}); rename the {what} of lengths to "
-        f"{NAMES[0]!r}"
+        f"{name} has the {what}s {', '.join(columns)}, and it is unclear which one contains the "
+        f"lengths (integers are in {' and '.join(numeric) or 'none'}); rename the {what} of the "
+        f"lengths to {NAMES[0]!r}"
     )

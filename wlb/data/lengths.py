@@ -39,20 +39,23 @@ class LengthFamily:
     def __post_init__(self) -> None:
         for name in ("body_median", "tail_start"):
             if not 0 < getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)} must be in (0, 1) windows")
+                raise UserError(
+                    f"{name} = {getattr(self, name)} must be between 0 and 1, as a fraction of the "
+                    f"context window"
+                )
         for name in ("body_sigma", "tail_exponent"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} = {getattr(self, name)} must be above 0")
         shares = (self.tail_token_share, self.window_token_share)
         if not (min(shares) >= 0 and sum(shares) <= 1):
             raise UserError(
-                f"tail_token_share = {shares[0]} and window_token_share = {shares[1]} must be at "
-                f"least 0 and at most 1 together"
+                f"tail_token_share = {shares[0]} and window_token_share = {shares[1]} must each "
+                f"be at least 0, and their sum at most 1"
             )
 
     @property
     def document_shares(self) -> tuple[float, float, float]:
-        """Probabilities that a document is of the body, of the tail, or as long as the window."""
+        """Probabilities that a document is of the body, of the tail, or exactly one window long."""
         shares = (
             1 - self.tail_token_share - self.window_token_share,
             self.tail_token_share,
@@ -124,10 +127,10 @@ FAMILIES: dict[str, LengthFamily] = {DRAWN: LengthFamily()}
 
 
 def enough_of_family(name: str = DRAWN, *, window: int, num_tokens: int, seed: int) -> LengthSource:
-    """Draw enough documents of a named family for about `num_tokens` tokens, usually some more.
+    """Draw enough document lengths of a named family to have `num_tokens` tokens, usually more.
 
     Args:
-        name: A key of `FAMILIES`.
+        name: Name of the distribution, a key of `FAMILIES`.
         window: Context window in tokens.
         num_tokens: Tokens that the documents should have together.
         seed: Seed of the random numbers.
@@ -144,13 +147,16 @@ def lengths_of_family(
     """Draw `num_documents` document lengths of a named family.
 
     Args:
-        name: A key of `FAMILIES`.
+        name: Name of the distribution, a key of `FAMILIES`.
         window: Context window in tokens, which is also the longest length.
         num_documents: Number of documents to draw.
         seed: Seed of the random numbers.
         source_id: Value of `Documents.source` for these documents.
     """
     if name not in FAMILIES:
-        raise UserError(f"no length family {name!r}; known are {sorted(FAMILIES)}")
+        raise UserError(
+            f"{name!r} is not a distribution of document lengths; use one of "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
     lengths = FAMILIES[name].sample(num_documents, window=window, seed=seed)
     return LengthSource(name=f"{name}({window})", lengths=lengths, source_id=source_id)

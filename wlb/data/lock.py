@@ -1,10 +1,10 @@
 """Lock files and folders between processes.
 
-The locks are flocks. A lock belongs to the inode, whatever path was used to open it, and the kernel
-releases it when its process ends, even by a kill. Between opening and locking, another process may
-replace the file and lock the new one, so check afterwards that the path still leads to the locked
-inode (`is_named`). Lock files are opened without following links. NFS can lock files, but not
-folders.
+Locks are made with flock. A lock belongs to the inode, whatever path was used to open the file, and
+the kernel releases it when the process ends, even if it is killed. Between opening and
+locking, another process may replace the file and lock the new one, so check afterwards that the
+path still leads to the locked inode (`is_named`). Lock files are opened without following links.
+NFS can lock files, but not folders.
 """
 
 import errno
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from wlb.plan import UserError
 
-# Errors of flock on file systems that cannot lock. EBADF is from NFS, which locks only descriptors
-# that are open for writing; those of folders never are.
+# Errors of flock on file systems that cannot lock. NFS reports EBADF for a folder, because it locks
+# only descriptors that are open for writing and a folder's descriptor never is.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-# Errors of open for a link, a folder, and a device or pipe that nobody reads.
+# Errors of open if the path is a link, a folder, or a device or pipe that nobody reads.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
@@ -27,11 +27,11 @@ class NoLocks(OSError):
 
 
 def lock(descriptor: int, *, waits: bool = False) -> bool:
-    """Lock a file or folder that is open.
+    """Lock an open file or folder with flock.
 
     Args:
-        descriptor: Its file descriptor. Closing it releases the lock.
-        waits: Whether to wait if another process has the lock.
+        descriptor: File descriptor of the file or folder. Closing it releases the lock.
+        waits: Whether to wait while another process has the lock.
 
     Returns:
         Whether this process has the lock now. False means that another process has it.
@@ -59,7 +59,7 @@ def open_lock_file(path: Path, folder: int) -> int:
 
     Raises:
         UserError: The path is a link, has several hard links, or is not a regular file. Writing to
-            it would change something else.
+            it could change a file elsewhere.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -83,7 +83,7 @@ def _refusal(path: Path) -> str:
 
 
 def is_named(descriptor: int, path: Path, folder: int | None = None) -> bool:
-    """Return whether `path` still leads to the file or folder that is open.
+    """Return whether `path` still leads to the file or folder behind an open descriptor.
 
     Args:
         descriptor: File descriptor of the file or folder.

@@ -10,10 +10,11 @@ from wlb.plan import IGNORE, DocumentIds, UserError
 
 
 class StoreReader:
-    """Reads a store or a blend by the document ids of plans (`wlb.parallel.rows.LabelReader`).
+    """Reads tokens and labels of a store or a blend by the document ids of plans.
 
-    Raises UserError for a token outside the model's vocabulary. With tensor parallelism such a
-    token would silently get an embedding of zeros, because it is in no rank's part of the table.
+    It implements `wlb.parallel.rows.LabelReader`. It raises UserError for a token outside the
+    model's vocabulary. With tensor parallelism such a token would silently get an embedding of
+    zeros, because it is in no rank's part of the table.
 
     Args:
         name: Prefix of a store, or the entries of `data.blend`.
@@ -33,7 +34,7 @@ class StoreReader:
 
     @property
     def has_targets(self) -> bool:
-        """Whether the store says which tokens are trained; otherwise all labels are trained."""
+        """Whether the store says which tokens are trained. If False, all labels are trained."""
         return self._store.has_targets
 
     def length(self, document: int) -> int:
@@ -43,7 +44,7 @@ class StoreReader:
     def labels(self, document: int, start: int, stop: int) -> TokenArray:
         """Return tokens [start, stop) as labels, shape [stop - start].
 
-        Tokens that are not trained are replaced by IGNORE.
+        Tokens that are not trained become IGNORE, which the loss leaves out.
         """
         tokens = self.read(document, start, stop)
         if not self._store.has_targets:
@@ -57,8 +58,8 @@ class StoreReader:
         tokens = self._store.read(row, start, stop)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(
-                f"document {row} of the store {self._store.prefix} has tokens {tokens.min()} to "
-                f"{tokens.max()}, outside the vocabulary of {self._vocab_size}; set "
-                f"model.vocab_size to the vocabulary size of the store"
+                f"document {row} of the store {self._store.prefix} has tokens from "
+                f"{tokens.min()} to {tokens.max()}, but model.vocab_size = {self._vocab_size}; "
+                f"set model.vocab_size to the vocabulary size of the store"
             )
         return tokens

@@ -4,8 +4,8 @@ Each round XORs one half of an index's bits with a keyed hash of the other half.
 so the network is a bijection of [0, 2**bits). If an image is outside [0, n), the network is applied
 to it again until the image is inside (cycle walking). As 2**bits < 2n, this takes fewer than two
 passes on average.
-Guarantees: a bijection for every 1 <= n <= 2**62. The order is the same on every platform and in
-every release; tests compare it with literal values. It is not cryptographic.
+Guarantees: a bijection for every 1 <= n <= 2**62. The permutation is the same on every platform
+and in every release; tests compare it with literal values. It is not cryptographically secure.
 Cost: 15 to 30 ns per index.
 """
 
@@ -33,8 +33,8 @@ def permute(index: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> IntA
     Args:
         index: Numbers in [0, n), shape [m].
         n: Size of the permutation.
-        seed: Any integer.
-        epoch: One epoch for all indices, or one for each index, shape [m].
+        seed: Selects the permutation; any integer.
+        epoch: Selects the permutation: one epoch for all indices, or one for each, shape [m].
 
     Returns:
         The image of each index, shape [m].
@@ -51,10 +51,10 @@ def unpermute(image: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> In
         image: Numbers in [0, n), shape [m].
         n: Size of the permutation.
         seed: Any integer.
-        epoch: One epoch for all images, or one for each image, shape [m].
+        epoch: Selects the permutation: one epoch for all images, or one for each, shape [m].
 
     Returns:
-        The index whose image each number is, shape [m].
+        For each image the number that `permute` maps to it, shape [m].
     """
     positions = _indices(image, n)
     keys = _round_keys(seed, np.atleast_1d(np.asarray(epoch, np.int64)))
@@ -62,13 +62,13 @@ def unpermute(image: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> In
 
 
 def _indices(index: IntLike, n: int) -> IntArray:
-    """Return `index` as int64; raise UserError unless all numbers are in [0, n)."""
+    """Return `index` as int64; raise UserError unless all its numbers are in [0, n)."""
     if not 1 <= n <= 1 << 62:
-        raise UserError(f"n = {n} must be in [1, 2**62]")
+        raise UserError(f"n = {n} must be from 1 to 2**62")
     positions = np.asarray(index, np.int64)
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < n:
         bad = positions[(positions < 0) | (positions >= n)][0]
-        raise UserError(f"index {bad} is not in [0, {n})")
+        raise UserError(f"index {bad} must be in [0, {n})")
     return positions
 
 
@@ -77,7 +77,8 @@ def _walked(
 ) -> IntArray:
     """Apply `network` to each of `words` until the result is in [0, n) (cycle walking).
 
-    With the inverse network the walk goes the same way back, so the result is the inverse.
+    Given `_network` it computes a permutation of [0, n), and given `_inverse` the inverse
+    permutation, because it then passes the same intermediate values in reverse order.
     """
     bits = max(2, (n - 1).bit_length())
     out = network(words, keys, bits)
@@ -90,7 +91,11 @@ def _walked(
 
 
 def _round_keys(seed: int, epochs: IntArray) -> _Words:
-    """Return the round keys of a seed (modulo 2**64), shape [rounds, number of epochs]."""
+    """Derive the keys of all Feistel rounds from a seed (modulo 2**64) and the epochs.
+
+    Returns:
+        Keys of shape [rounds, number of epochs].
+    """
     start = np.full(1, seed & _MASK_64, _U64)
     stream = _mix(_mix(start + _U64(_GOLDEN)) + epochs.astype(_U64))
     rounds = [(i + 1) * _GOLDEN & _MASK_64 for i in range(_NUM_ROUNDS)]

@@ -37,7 +37,7 @@ from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema, schem
 
 TokenArray = npt.NDArray[Any]
 
-# Most tokens of a document: the index stores lengths as int32.
+# The most tokens that a document may have, because the index stores lengths as int32.
 _LONGEST = 2**31 - 1
 
 
@@ -46,7 +46,7 @@ class StoreInfo:
     """The description of a store, which is the content of its file `<prefix>.json`."""
 
     vocab_size: int
-    num_documents: int  # with empty documents
+    num_documents: int  # includes empty documents
     num_tokens: int
     checksum: str  # blake2b of the `.bin` file, in hexadecimal
     eos_id: int | None = None  # token that ends every document, or None
@@ -91,7 +91,7 @@ class StoreInfo:
         os.replace(temporary, path)
 
 
-# The parts of `StoreInfo.preparation` that wlb reads. Other keys may hold anything.
+# The parts of `StoreInfo.preparation` that wlb reads. Other keys may have any values.
 _PREPARATION: Schema = {
     "arguments?": {"encoder?": dict, OTHERS: ANYTHING},
     "tokenizer_config?": dict,
@@ -112,7 +112,7 @@ _INFO: Schema = schema_of(
 
 
 def store_path(prefix: str | Path, suffix: str) -> Path:
-    """Append `suffix` to `prefix`, also to one with a dot, which `Path.with_suffix` would cut."""
+    """Return the path `prefix` + `suffix`. Unlike `with_suffix`, it keeps a dot in the prefix."""
     return Path(f"{prefix}{suffix}")
 
 
@@ -138,8 +138,8 @@ class TokenStoreWriter:
         eos_id: Token that ends every document, None if there is none.
         tokenizer: Name of the tokenizer's file, in the folder of the store.
         source: Where the documents come from, in words.
-        preparation: Record of how the store is made. The attribute `preparation` is a copy, to
-            which the caller may add until the block ends.
+        preparation: How the store was made, as JSON values. They are copied to the attribute of
+            this name, to which the caller may add until the block ends.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class TokenStoreWriter:
         preparation: dict[str, Any] | None = None,
     ) -> None:
         if not 1 <= vocab_size <= 1 << 31:
-            raise UserError(f"vocab_size = {vocab_size} must be in [1, 2**31]")
+            raise UserError(f"vocab_size = {vocab_size} must be from 1 to 2**31")
         self.prefix = str(prefix)
         self.preparation = dict(preparation or {})
         self._vocab_size = vocab_size
@@ -190,16 +190,17 @@ class TokenStoreWriter:
         name = f"document {len(self._lengths)} of {self.prefix}"
         if ids.ndim != 1 or not 1 <= ids.size <= _LONGEST:
             raise UserError(
-                f"{name} has shape {ids.shape}; a document is one axis of 1 to {_LONGEST} tokens, "
-                f"so leave out empty documents"
+                f"{name} has shape {ids.shape}, but must be a one-dimensional array of 1 to "
+                f"{_LONGEST} tokens; leave out empty documents"
             )
         if ids.dtype.kind not in "iu":
-            raise UserError(f"{name} has dtype {ids.dtype}; tokens are integers")
+            raise UserError(f"{name} has dtype {ids.dtype}, but tokens must be integers")
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
             raise UserError(
-                f"{name}: token {at} is {ids[at]}, outside the vocabulary [0, {self._vocab_size}); "
-                f"use the tokenizer's whole vocab_size, with added tokens"
+                f"{name}: token {at} is {ids[at]}, outside the vocabulary [0, "
+                f"{self._vocab_size}); set vocab_size to the tokenizer's whole vocabulary, "
+                f"including added tokens"
             )
         self._add_targets(trained, ids.size, name)
         data = ids.astype(self._dtype).tobytes()
@@ -214,8 +215,8 @@ class TokenStoreWriter:
         if (trained is None) != (self._targets is None):
             raise UserError(
                 f"{name} {'lacks' if trained is None else 'has'} trained spans, unlike the "
-                f"documents before it; give them for all documents of a store (an empty list if no "
-                f"token is trained) or for none"
+                f"documents before it; give spans for all documents of a store (an empty list if "
+                f"no token is trained) or for none"
             )
         if self._targets is not None and trained is not None:
             self._targets.add(trained, first=self.num_tokens, length=length, name=name)
@@ -235,7 +236,7 @@ class TokenStoreWriter:
             self.finish()
 
     def discard(self) -> None:
-        """Remove the temporary file. After `finish` this does nothing."""
+        """Give up the store and remove its temporary file. After `finish` this does nothing."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -291,10 +292,10 @@ def _sync_and_close(file: Any) -> None:
 
 
 class TokenStore:
-    """A store opened for reading, by row: documents are numbered from 0 in the order of the file.
+    """A token store opened for reading. Its documents are numbered from 0 in file order.
 
-    Plans number documents differently, because an epoch gives them new ids. `StoreReader` reads by
-    those ids.
+    Plans use other numbers, document ids, which are different in each epoch. `StoreReader` reads a
+    store by document id.
 
     Args:
         prefix: Path of the store's files without their suffixes.
@@ -304,7 +305,7 @@ class TokenStore:
         lengths: Tokens of each document, int64 of shape [num_documents], read-only.
         num_targets: Trained tokens of each document, int64 of shape [num_documents], read-only.
             Without a `.targets` file all tokens but the first are trained.
-        info: The store's description, None for a store that Megatron wrote.
+        info: The store's description (`<prefix>.json`), None for a store that Megatron wrote.
         dtype: Type of the tokens.
         num_empty_documents: Documents without tokens, which are left out.
 
@@ -319,8 +320,8 @@ class TokenStore:
         for path in (bin_path, index_path):
             if not path.is_file():
                 raise UserError(
-                    f"no token store at {self.prefix}: {path} is missing; give the prefix without "
-                    f".bin, or make the store with `wlb prepare`"
+                    f"there is no token store at {self.prefix}: {path} is missing; give the "
+                    f"prefix without .bin, or make the store with `wlb prepare`"
                 )
         index = read_index(index_path, num_bytes=bin_path.stat().st_size)
         self.info = StoreInfo.read(store_path(prefix, ".json"))
@@ -330,20 +331,21 @@ class TokenStore:
         self._start = index.start
         if self.info and self.info.num_tokens != index.num_tokens:
             raise UserError(
-                f"{self.prefix}.json describes {self.info.num_tokens} tokens, {index_path} has "
-                f"{index.num_tokens}; prepare the store again, or remove the .json if it belongs "
-                f"to another store"
+                f"{self.prefix}.json describes {self.info.num_tokens} tokens, but {index_path} "
+                f"has {index.num_tokens}; prepare the store again, or remove the .json if it "
+                f"belongs to another store"
             )
         if self.dtype.kind not in "iu":
             raise UserError(
-                f"{bin_path} has the type {self.dtype}, but tokens are integers; prepare it again"
+                f"{bin_path} has tokens of type {self.dtype}, but tokens must be integers; prepare "
+                f"the store again"
             )
         whole = index.length.size + index.num_empty
         if self.info and self.info.num_documents != whole:
             raise UserError(
-                f"{self.prefix}.json describes {self.info.num_documents} documents, {index_path} "
-                f"has {whole}; prepare the store again, or remove the .json if it belongs to "
-                f"another store"
+                f"{self.prefix}.json describes {self.info.num_documents} documents, but "
+                f"{index_path} has {whole}; prepare the store again, or remove the .json if it "
+                f"belongs to another store"
             )
         largest = np.iinfo(self.dtype).max
         if self.info and self.info.vocab_size > largest + 1:
@@ -369,7 +371,7 @@ class TokenStore:
             # Training without the file would silently train all tokens.
             problem = "is missing, so wlb cannot know which tokens to train"
             if expected is None:
-                problem = f"is of another store: {self.prefix}.json has no checksum of it"
+                problem = f"belongs to another store: {self.prefix}.json has no checksum of it"
             raise UserError(f"{path} {problem}; copy or prepare the store again")
         if self.info is None or expected is None:
             return None
@@ -377,10 +379,11 @@ class TokenStore:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes this store's tokens distinct: checksums, vocabulary and tokenizer.
+        """Values that identify the store's tokens: checksums, vocabulary and tokenizer.
 
-        Stores with equal identities train the same tokens. Checkpoints save it, to refuse another
-        store on resume. All values are None for a store without a description.
+        Stores with equal identities train the same tokens. Checkpoints contain the identity, so
+        that a run refuses to resume with another store. All values are None for a store without a
+        `.json` file.
         """
         info = self.info
         return {
@@ -408,12 +411,12 @@ class TokenStore:
 
     @property
     def summary(self) -> str:
-        """A phrase with the numbers of documents, tokens and empty documents, for messages."""
+        """The size of the store in words, such as "3 documents, 40 tokens"."""
         return summary_of(self.num_documents, self.num_tokens, self.num_empty_documents)
 
     @property
     def vocab_size(self) -> int | None:
-        """Vocabulary size, or None for a store that has no description."""
+        """Vocabulary size, or None for a store without a `.json` file."""
         return self.info.vocab_size if self.info else None
 
     @property
@@ -425,7 +428,7 @@ class TokenStore:
         """Return tokens [start, stop) of a document as a read-only view of the mapped file.
 
         Args:
-            document: Row of the document.
+            document: Index of the document in the store.
             start: First token, counted from the document's beginning.
             stop: End of the tokens. None means the document's end.
 
@@ -439,8 +442,8 @@ class TokenStore:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise UserError(
-                f"tokens [{start}, {stop}) are not in document {document} of {self.prefix}, which "
-                f"has {length} tokens"
+                f"tokens [{start}, {stop}) are outside document {document} of {self.prefix}, "
+                f"which has {length} tokens"
             )
         first = int(self._start[document])
         return self._tokens[first + start : first + stop]
@@ -452,14 +455,14 @@ class TokenStore:
         0 of a document never is.
 
         Args:
-            document: Row of the document.
+            document: Index of the document in the store.
             start: First token, counted from the document's beginning.
             stop: End of the tokens. None means the document's end.
 
         Returns:
             A mask of shape [stop - start].
         """
-        # `read` checks the arguments.
+        # `read` raises UserError for positions that the store does not have.
         size = self.read(document, start, stop).size
         if self._targets is not None:
             return self._targets.trained(document, start, start + size)
@@ -474,7 +477,7 @@ class TokenStore:
         [start + 1, stop + 1), as far as the document reaches.
 
         Args:
-            document: Row of each piece's document, shape [num_pieces].
+            document: Index of each piece's document in the store, shape [num_pieces].
             start: First token of each piece, shape [num_pieces].
             stop: End of each piece, shape [num_pieces].
 
@@ -496,7 +499,13 @@ class TokenStore:
 
 
 def summary_of(num_documents: int, num_tokens: int, num_empty: int) -> str:
-    """Describe the size of a store, for example "3 documents, 40 tokens"."""
+    """Describe the size of a store in words, for example "3 documents, 40 tokens".
+
+    Args:
+        num_documents: Documents with tokens.
+        num_tokens: Tokens of all documents.
+        num_empty: Documents without tokens, which are left out of `num_documents`.
+    """
     empty = f"{num_empty:,} empty document{'s' if num_empty > 1 else ''} left out"
     sizes = f"{num_documents:,} documents, {num_tokens:,} tokens"
     return f"{sizes}, {empty}" if num_empty else sizes

@@ -14,7 +14,7 @@ never is. All numbers are little-endian:
     start of each span     int64
     end of each span       int64
 
-Guarantees: a file that is truncated, damaged or of another store is refused when it is opened.
+Guarantees: a file that is truncated, damaged or belongs to another store is refused when opened.
 Cost: 16 bytes per span in the file and 24 in memory; counting takes two binary searches per piece.
 """
 
@@ -41,7 +41,7 @@ def spans_of(mask: BoolArray) -> IntArray:
 
 
 class TargetSpans:
-    """Collects the trained spans of documents in the order of the store, and writes them."""
+    """Collects the trained spans of a store's documents, and writes them as a `.targets` file."""
 
     def __init__(self) -> None:
         self._start = array("q")
@@ -65,21 +65,24 @@ class TargetSpans:
             return
         if rows.ndim != 2 or rows.shape[1] != 2 or rows.dtype.kind not in "iu":
             raise UserError(
-                f"{name}: trained has shape {rows.shape} and dtype {rows.dtype}; it must be int64 "
-                f"of shape [k, 2], with a half-open span of trained tokens in each row"
+                f"{name}: trained has shape {rows.shape} and dtype {rows.dtype}, but must be "
+                f"integers of shape [k, 2]; give one row [start, stop) for each span of trained "
+                f"tokens"
             )
         start, stop = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
         before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
         if (i := first_true((start < before) | (stop < start) | (stop > length))) is not None:
             raise UserError(
-                f"{name}: span {i} of trained is [{start[i]}, {stop[i]}); spans lie in [0, "
-                f"{length}), in order, and do not overlap (the one before ends at {before[i]})"
+                f"{name}: span {i} of trained is [{start[i]}, {stop[i]}), after a span that ends "
+                f"at {before[i]}; spans must be inside [0, {length}), ascending, and must not "
+                f"overlap"
             )
         # The first token is never a label, because no token comes before it.
         start = np.maximum(start, 1)
         keep = start < stop
         start, stop = start[keep], stop[keep]
-        # Merge spans that touch: only some spans open a merged span, and only some close one.
+        # Merge spans that touch. A span opens a merged span unless it touches the span before it,
+        # and it closes a merged span unless the next span touches it.
         opens = np.ones(start.size, bool)
         opens[1:] = start[1:] > stop[:-1]
         closes = np.append(opens[1:], True)
@@ -118,7 +121,7 @@ class Targets:
         self._first, self._length = first, length
         start, stop = _read(path, length, checksum)
         self._start, self._stop = start, stop
-        # Prefix sums: trained tokens in all spans before each span.
+        # Prefix sums: the number of trained tokens in all spans before each span.
         self._running = offsets_of(stop - start)
         ends = first + length
         _check_spans(path, start, stop, first, ends)
@@ -132,7 +135,7 @@ class Targets:
         [start + 1, stop + 1), as far as the document reaches.
 
         Args:
-            document: Row of each piece's document, shape [num_pieces].
+            document: Index of each piece's document in the store, shape [num_pieces].
             start: First token of each piece, shape [num_pieces].
             stop: End of each piece, shape [num_pieces].
 
@@ -149,7 +152,7 @@ class Targets:
         """Return a mask of the trained tokens among tokens [start, stop) of a document.
 
         Args:
-            document: Row of the document.
+            document: Index of the document in the store.
             start: First token, counted from the document's beginning.
             stop: End of the tokens.
 
@@ -158,46 +161,55 @@ class Targets:
         """
         begin = int(self._first[document]) + start
         end = begin + stop - start
-        # The spans that overlap [begin, end).
+        # Select the spans that overlap [begin, end).
         rows = slice(
             int(np.searchsorted(self._stop, begin, side="right")),
             int(np.searchsorted(self._start, end, side="left")),
         )
-        # +1 where a span starts and -1 where it ends: the running sum is 1 inside of spans.
+        # Write +1 where a span starts and -1 where it ends: the running sum is 1 inside of spans.
         steps = np.zeros(stop - start + 1, np.int64)
         steps[np.maximum(self._start[rows], begin) - begin] += 1
         steps[np.minimum(self._stop[rows], end) - begin] -= 1
         return np.cumsum(steps[:-1]) > 0
 
     def _before(self, position: IntArray) -> IntArray:
-        """Count the trained tokens of the `.bin` file before each position (shape [n])."""
+        """Return how many trained tokens of the `.bin` file are before each position, shape [n]."""
         opened = np.searchsorted(self._start, position, side="left")
         if not self._stop.size:
             return np.zeros(position.shape, np.int64)
         # Count the tokens of all spans that start before the position. Then subtract the part of
-        # the last of these spans that is behind the position.
+        # the last of these spans that lies after the position.
         last = np.maximum(opened - 1, 0)
         beyond = np.where(opened > 0, np.maximum(self._stop[last] - position, 0), 0)
         return self._running[opened] - beyond
 
 
 def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArray]:
-    """Map the start and the end of every span; raise UserError for a file of another store."""
+    """Return the start and the end of every span of a `.targets` file.
+
+    Args:
+        path: The `.targets` file.
+        length: Tokens of each document of the store, shape [num_documents].
+        checksum: Hash of the store's `.bin` file.
+
+    Raises:
+        UserError: The file is damaged or belongs to another store.
+    """
     what, remedy = "is not a list of trained tokens", "prepare the store again"
     header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
     num_documents, num_tokens, num, mark = header
     size, expected = path.stat().st_size, _HEADER.size + 16 * num
     if size != expected:
         raise UserError(
-            f"{path} has {size} bytes, but {num} spans need {expected}; copy or prepare the store "
-            f"again"
+            f"{path} has {size} bytes, but {num} spans need {expected}; copy or prepare the "
+            f"store again"
         )
     total = int(length.sum())
     if (num_documents, num_tokens) != (length.size, total) or mark.hex() != checksum:
         raise UserError(
-            f"{path} is of another store: it has {num_documents} documents, {num_tokens} tokens "
-            f"and checksum {mark.hex()[:16]}..., the store has {length.size}, {total} and "
-            f"{checksum[:16]}...; copy or prepare the store again"
+            f"{path} belongs to another store: it describes {num_documents} documents, "
+            f"{num_tokens} tokens and checksum {mark.hex()[:16]}..., but the store has "
+            f"{length.size}, {total} and {checksum[:16]}...; copy or prepare the store again"
         )
     if not num:
         empty = np.zeros(0, np.int64)
@@ -209,9 +221,16 @@ def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArr
 def _check_spans(
     path: Path, start: IntArray, stop: IntArray, first: IntArray, ends: IntArray
 ) -> None:
-    """Raise UserError unless spans are ordered, apart, and each inside one document.
+    """Raise UserError unless spans are ascending, do not touch, and are inside one document each.
 
-    A span must have a token, and it must not contain the first token of its document.
+    A span must have at least one token, and not the first token of its document.
+
+    Args:
+        path: The `.targets` file, for error messages.
+        start: First token of each span in the `.bin` file, shape [num_spans].
+        stop: End of each span in the `.bin` file, shape [num_spans].
+        first: First token of each document in the `.bin` file, shape [num_documents].
+        ends: End of each document in the `.bin` file, shape [num_documents].
     """
     if not start.size:
         return
@@ -220,6 +239,7 @@ def _check_spans(
     wrong = (stop <= start) | (start <= before) | (start <= first[row]) | (stop > ends[row])
     if (i := first_true(wrong)) is not None:
         raise UserError(
-            f"{path}: span {i} is [{start[i]}, {stop[i]}), which is empty, overlaps or touches the "
-            f"span before it, or is not inside one document; copy or prepare the store again"
+            f"{path}: span {i} of trained tokens is [{start[i]}, {stop[i]}), which is empty, "
+            f"overlaps or touches the span before it, or is not inside one document; copy or "
+            f"prepare the store again"
         )

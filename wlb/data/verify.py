@@ -1,7 +1,7 @@
 """Verify a store: read all its tokens and compare checksums with those in its description.
 
-Opening a store only trusts its description (`TokenStore.identity`). `check_store` proves that the
-files still have the content that was described.
+Opening a store trusts the checksums in its description without reading the tokens
+(`TokenStore.identity`). `check_store` proves that the files still have these checksums.
 Cost: about one second per GB, and a buffer of 8 MiB.
 """
 
@@ -27,7 +27,7 @@ class StoreSums:
 
     tokens: str  # blake2b of the `.bin` file, in hexadecimal
     targets: str | None  # blake2b of the `.targets` file, None if there is no such file
-    stamps: dict[str, list[int]]  # from `stamps_of`, to notice later changes without reading
+    stamps: dict[str, list[int]]  # size and times of each file, from `stamps_of`
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""
@@ -35,7 +35,7 @@ class StoreSums:
 
 
 def stamps_of(prefix: str) -> dict[str, list[int]]:
-    """Return the size and times of each of a store's files, to notice later changes cheaply.
+    """Return the size and times of each of a store's files, to detect changes without reading them.
 
     Returns:
         For each suffix such as ".bin": size in bytes, modification time in ns, and inode change
@@ -59,7 +59,7 @@ def check_store(store: TokenStore, progress: Callable[[int], None] = lambda _: N
     Raises:
         UserError: A token is outside the vocabulary, or a checksum differs from the description.
     """
-    # Take the stamps first, so that a change during the read is noticed later.
+    # Take sizes and times before reading, so that a change while reading can be detected later.
     stamps = stamps_of(store.prefix)
     tokens, outside = _read_tokens(store, progress)
     info, targets = store.info, None
@@ -75,16 +75,31 @@ def check_store(store: TokenStore, progress: Callable[[int], None] = lambda _: N
 
 
 def verify_store(prefix: str) -> None:
-    """Raise UserError unless the store has the checksums of its description and valid tokens."""
+    """Raise UserError unless all tokens of a store are valid and its checksums are correct.
+
+    Args:
+        prefix: Path of the store's files without their suffixes.
+    """
     store = TokenStore(prefix)
     if store.info is None:
         path = store_path(prefix, ".bin")
-        raise UserError(f"{path} has no checksum: {prefix}.json is missing")
+        raise UserError(
+            f"{path} cannot be verified, because {prefix}.json with its checksum is missing"
+        )
     check_store(store)
 
 
 def _read_tokens(store: TokenStore, progress: Callable[[int], None]) -> tuple[str, str]:
-    """Return the blake2b of the `.bin` file, and an error message or "" if all tokens are valid."""
+    """Read the whole `.bin` file, compute its checksum and check its tokens.
+
+    Args:
+        store: The store.
+        progress: Called after each block with the number of bytes read so far.
+
+    Returns:
+        The blake2b hash in hexadecimal, and an error message about the first token outside of the
+        vocabulary, or "" if all tokens are valid.
+    """
     path, total, done = store_path(store.prefix, ".bin"), hashlib.blake2b(digest_size=32), 0
     outside = ""
     block = bytearray(_BLOCK_BYTES)
@@ -105,7 +120,10 @@ def _read_tokens(store: TokenStore, progress: Callable[[int], None]) -> tuple[st
 def _outside(store: TokenStore, tokens: TokenArray, first: int) -> str:
     """Return an error message about the first token outside the vocabulary, or "".
 
-    first: position of `tokens[0]` in the `.bin` file.
+    Args:
+        store: The store, which knows the vocabulary.
+        tokens: Consecutive tokens of the `.bin` file.
+        first: Position of `tokens[0]` in the `.bin` file.
     """
     limit = store.vocab_size
     at = first_true(tokens < 0 if limit is None else (tokens < 0) | (tokens >= limit))
@@ -119,6 +137,6 @@ def _outside(store: TokenStore, tokens: TokenArray, first: int) -> str:
 def _compare(store: TokenStore, path: Path, found: str, expected: str, what: str) -> None:
     if found != expected:
         raise UserError(
-            f"{path} has checksum {found[:16]}..., but {store.prefix}.json expects "
+            f"{path} has checksum {found[:16]}..., but {store.prefix}.json has "
             f"{expected[:16]}...; the {what} changed, so prepare the store again"
         )

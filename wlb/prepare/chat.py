@@ -95,7 +95,7 @@ class ChatEncoder:
         if missing := [n for n in template.special_tokens if n not in self._ids_by_name]:
             raise UserError(
                 f"the tokenizer has no token {', '.join(missing)}, which chat template "
-                f"{template.name} needs; use another template, or add them with "
+                f"{template.name} needs; use another template, or add the tokens with "
                 f"wlb.prepare.add_chat_tokens"
             )
         self._pattern = _pattern_of(list(added.values()))
@@ -156,8 +156,8 @@ class ChatEncoder:
                 return self._ids_by_name[name], name
         raise UserError(
             f"chat template {self.template.name} trains no special token at the end of an "
-            f"assistant's turn, so the model could not learn to stop; put the token that ends the "
-            f"turn into the {{% generation %}} block"
+            f"assistant's turn, so the model could not learn to stop; move the token that ends "
+            f"the turn into the {{% generation %}} block"
         )
 
     def _stop(self, text: str, reply: Reply) -> int:
@@ -169,8 +169,8 @@ class ChatEncoder:
         raise UserError(
             f"chat template {self.template.name} ends an assistant's turn with "
             f"{text[reply.content_end : reply.stop]!r}, which is not a special token of the "
-            f"tokenizer, so the model could not learn to stop; use the tokenizer that belongs to "
-            f"the template, or add the token to it"
+            f"tokenizer, so the model could not learn to stop; use the template's own tokenizer, "
+            f"or add this token to the tokenizer"
         )
 
     def _ending(self, text: str, reply: Reply) -> re.Match[str] | None:
@@ -299,14 +299,15 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
         raise UserError(
-            "the template writes the system message inside the first turn, so truncating would "
-            'lose it; use too_long = "split" or "refuse"'
+            "the template writes the system message inside the first turn, so truncating the "
+            'conversation would remove the system message; use too_long = "split" or "refuse"'
         )
     left = limit - prefix
     if left < 2:
         raise UserError(
-            f"the system message has {prefix} tokens and leaves {max(left, 0)} of the limit of "
-            f'{limit}; raise the limit or use too_long = "split"'
+            f"the system message has {prefix} of the {limit} tokens that a document may have, "
+            f"which leaves {max(left, 0)} for the conversation, but at least 2 are needed; raise "
+            f'the limit, or use too_long = "split"'
         )
     turns = [turn for turn in made.turns if num - turn <= left]
     start = turns[0] if turns else num - left
@@ -340,8 +341,8 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
     ]
     if encoded[0] != encoded[1] + encoded[2]:
         raise UserError(
-            "the tokenizer puts white space in front of each text, so a conversation cannot be "
-            "encoded in parts, which keeps contents apart from special tokens; use a tokenizer "
+            "the tokenizer puts white space in front of each text, but wlb must encode a "
+            "conversation in parts to keep contents apart from special tokens; use a tokenizer "
             "without a prefix space (byte-level BPE with add_prefix_space = false)"
         )
 

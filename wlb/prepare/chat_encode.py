@@ -74,8 +74,9 @@ class ChatChoice(EncoderChoice):
         load_template(self.template)
         if self.add_tokens and self.template not in BUILT_IN:
             raise UserError(
-                f"--add-tokens is for built-in templates ({', '.join(BUILT_IN)}), not "
-                f"{self.template}; add the tokens that it needs to the tokenizer.json"
+                f"--add-tokens works only with the built-in templates ({', '.join(BUILT_IN)}), "
+                f"not with {self.template}; add the special tokens that this template needs to "
+                f"the tokenizer.json"
             )
 
     @property
@@ -109,9 +110,9 @@ class ChatChoice(EncoderChoice):
             return ()
         if self.template not in BUILT_IN:
             raise UserError(
-                f"--tokenizer {BPE} is only for built-in templates ({', '.join(BUILT_IN)}), whose "
-                f"special tokens are known; for {self.template} give the tokenizer.json that "
-                f"belongs to it"
+                f"--tokenizer {BPE} works only with the built-in templates "
+                f"({', '.join(BUILT_IN)}), because their special tokens are known; give the "
+                f"tokenizer.json that belongs to {self.template}"
             )
         return BUILT_IN[self.template].special_tokens
 
@@ -119,8 +120,8 @@ class ChatChoice(EncoderChoice):
         """Open the encoder, and encode an example to test that tokenizer and template fit."""
         if not tokenizer:
             raise UserError(
-                f"--tokenizer bytes has no special tokens for --chat {self.template}; use a "
-                f"tokenizer.json, or --tokenizer {BPE}"
+                f"--tokenizer bytes has no special tokens, but --chat {self.template} needs "
+                f"some; use a tokenizer.json, or --tokenizer {BPE}"
             )
         try:
             encoder = ChatRecordEncoder(self, tokenizer, vocabulary)
@@ -179,7 +180,8 @@ class ChatRecordEncoder:
                     f"are not trained without it; use a template that writes it"
                 )
             raise BadRecord(
-                Skip.UNTRAINED, f"none of its {made.tokens.size} tokens is trained ({why})"
+                Skip.UNTRAINED,
+                f"none of the conversation's {made.tokens.size} tokens is trained ({why})",
             )
         with bad_record_for_errors(Skip.TOO_LONG):
             parts = fit(made, self._choice.limit, self._choice.too_long)
@@ -187,7 +189,8 @@ class ChatRecordEncoder:
         if not with_targets:
             raise BadRecord(
                 Skip.UNTRAINED,
-                f"truncating it removes all trained tokens (it has {made.tokens.size} tokens)",
+                f"truncating the conversation of {made.tokens.size} tokens would remove all "
+                f"trained tokens",
             )
         documents = [
             Encoded(
@@ -247,8 +250,8 @@ def _conversation(record: Record) -> Conversation:
     if set(record) == {"text"}:
         raise BadRecord(
             Skip.NOT_A_CONVERSATION,
-            "text, not a conversation; conversations are read from JSONL (.jsonl, .ndjson), JSON "
-            "lists (.json) and Parquet, so name the file by its kind",
+            "the record is text, not a conversation; write conversations as JSON Lines (.jsonl, "
+            ".ndjson), a JSON list (.json) or Parquet (.parquet)",
         )
     with bad_record_for_errors(Skip.NOT_A_CONVERSATION):
         return conversation_of(_decoded(record))

@@ -207,9 +207,9 @@ class ChatTemplate(TemplateSource):
             if number not in ends:
                 raise UserError(
                     f"chat template {self.name} writes message {number} differently when more "
-                    f"messages follow, so it is unclear where its turn ends; put what the "
+                    f"messages follow, so it is unclear where the turn ends; put what the "
                     f"assistant generates into {{% generation %}} blocks, or train only the last "
-                    f"turn"
+                    f"turn (--turns last)"
                 )
             # Some templates write a system message only together with the user's first message, so
             # the prompt's rendering may end before the message that precedes the reply.
@@ -240,9 +240,10 @@ class ChatTemplate(TemplateSource):
             start = next((at for at in candidates if at is not None), None)
             if start is None:
                 raise UserError(
-                    f"chat template {self.name} does not write message {number} as after its "
-                    f"generation prompt, so it is unclear where the assistant begins; put what the "
-                    f"assistant generates into {{% generation %}} blocks"
+                    f"chat template {self.name} writes message {number} differently from how its "
+                    f"generation prompt announces it, so it is unclear where the assistant's "
+                    f"text begins; put what the assistant generates into {{% generation %}} "
+                    f"blocks"
                 )
             begins[number] = start
         return begins
@@ -265,8 +266,10 @@ class ChatTemplate(TemplateSource):
             for number in inside:
                 if messages[number].role != Role.ASSISTANT:
                     raise UserError(
-                        f"chat template {self.name} has the {messages[number].role}'s message "
-                        f"{number} in a {{% generation %}} block, which would train it"
+                        f"chat template {self.name} puts message {number} of the "
+                        f"{messages[number].role} into a {{% generation %}} block, so it would "
+                        f"be trained; put only assistants' messages into {{% generation %}} "
+                        f"blocks"
                     )
             # A block without text of the message, such as one with only tool calls, belongs to an
             # assistant's message between the fields around it, or to one of their messages.
@@ -292,8 +295,8 @@ class ChatTemplate(TemplateSource):
         for i, message in enumerate(conversation.messages):
             if found := RESERVED.search(message.reasoning + message.content):
                 raise UserError(
-                    f"message {i} contains {found[0]!a}, a private-use character that wlb needs to "
-                    f"mark contents; remove it"
+                    f"message {i} contains {found[0]!a}, a private-use character that wlb uses "
+                    f"to mark contents; remove the character"
                 )
             if message.reasoning and not self.writes_reasoning[0]:
                 remedy = (
@@ -307,13 +310,13 @@ class ChatTemplate(TemplateSource):
                 )
         if found := RESERVED.search(conversation.literals):
             raise UserError(
-                f"its tools or tool calls contain {found[0]!a}, a private-use character that wlb "
-                f"needs to mark contents; remove it"
+                f"the tools or tool calls contain {found[0]!a}, a private-use character that wlb "
+                f"uses to mark contents; remove the character"
             )
         if len(conversation.messages) * 2 > MOST_MARKS:
             raise UserError(
-                f"it has {len(conversation.messages)} messages, must have at most "
-                f"{MOST_MARKS // 2}; split the conversation"
+                f"the conversation has {len(conversation.messages)} messages, but may have at "
+                f"most {MOST_MARKS // 2}; split the conversation"
             )
 
     def _marked_text(
@@ -341,8 +344,8 @@ class ChatTemplate(TemplateSource):
         for (what, _), (other, _) in zip(others, texts[1:-1], strict=True):
             if other == text:
                 raise UserError(
-                    f"chat template {self.name} {what}, which would be lost; use the template of a "
-                    f"model that has a form for them, or remove them"
+                    f"chat template {self.name} {what}, so they would be lost; use a template "
+                    f"that writes tools and tool calls, or remove them from the record"
                 )
         fields = self._fields(conversation, text, marks)
         if text.translate(marks.replaced) != texts[0][0]:
@@ -393,10 +396,11 @@ class ChatTemplate(TemplateSource):
         is_ordered = owners == sorted(owners) and len({n for n, _ in found}) == len(found)
         if not is_ordered or contents != [number for number in marks.stripped if number % 2]:
             raise UserError(
-                f"chat template {self.name} writes the contents of messages "
-                f"{[number // 2 for number in contents]} of {len(conversation.messages)} "
-                f"({', '.join(conversation.roles)}); it repeats, leaves out or changes some, so it "
-                f"is unclear what is trained; use a template that writes each content once"
+                f"chat template {self.name} must write the content of each of the "
+                f"{len(conversation.messages)} messages ({', '.join(conversation.roles)}) once "
+                f"and in order, but writes those of messages "
+                f"{[number // 2 for number in contents]}, so it is unclear which tokens to "
+                f"train; use another template"
             )
         fields: dict[int, tuple[int, int]] = {}
         for number, at in found:
@@ -409,10 +413,10 @@ class ChatTemplate(TemplateSource):
 
     def _changes(self, where: str) -> UserError:
         return UserError(
-            f"chat template {self.name} changes the contents{where} of this conversation (it does "
-            f"more than remove white space around them, or <think>...</think> from their "
-            f"beginning), so it is unclear what is trained; use a template that writes contents as "
-            f"they are"
+            f"chat template {self.name} changes the contents{where} of this conversation (more "
+            f"than removing white space around them, or <think>...</think> from their "
+            f"beginning), so it is unclear which tokens to train; use a template that writes "
+            f"contents unchanged"
         )
 
     def _variants(

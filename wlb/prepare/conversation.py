@@ -116,8 +116,8 @@ class Conversation:
                 names = [str(role) if role else "the start" for role in allowed]
                 place = f"after {before}" if before else "at the start"
                 raise UserError(
-                    f"message {i} is of role {message.role} {place}; {message.role} may follow "
-                    f"{' or '.join(names)}: merge or reorder the messages"
+                    f"message {i} has the role {message.role} {place}, but {message.role} may "
+                    f"follow only {' or '.join(names)}; merge or reorder the messages"
                 )
             before = message.role
 
@@ -155,7 +155,7 @@ def conversation_of(record: object) -> Conversation:
         UserError: The record is not a conversation, or something in it would be lost.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"{_short(record)} is not a JSON object with messages")
+        raise UserError(f"the record {_short(record)} must be a JSON object with messages")
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}
     check_record(data)
@@ -164,7 +164,7 @@ def conversation_of(record: object) -> Conversation:
         case [] if set(_ALPACA) <= set(data):
             messages = _instruction_and_output(data)
         case []:
-            raise UserError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
+            raise UserError(f"the record has the keys {sorted(data)}, but must have {_NEEDED}")
         case [("prompt", "completion")]:
             messages = _prompt_and_completion(data["prompt"], data["completion"])
         case [(key,)]:
@@ -172,7 +172,7 @@ def conversation_of(record: object) -> Conversation:
         case several:
             names = "; ".join(" and ".join(shape) for shape in several)
             raise UserError(
-                f"the record has several conversations ({names}); keep the one to be trained"
+                f"the record has several conversations ({names}); keep only the one to train"
             )
     if data.get("system"):
         messages = (Message(role=Role.SYSTEM, content=_text(data["system"], "system")), *messages)
@@ -188,8 +188,8 @@ def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
     """
     if not any(set(shape) <= set(names) for shape in (*_SHAPES, _ALPACA)):
         raise UserError(
-            f"has no column of conversations; its columns are {', '.join(names)}, and it needs "
-            f"{_NEEDED}"
+            f"has no column of conversations, but the columns {', '.join(names)}; give a table "
+            f"with {_NEEDED}"
         )
     shapes = {name for shape in (*_SHAPES, _ALPACA) for name in shape}
     known = {*shapes, "input", "system", "tools", *_MORE, *REASONING_KEYS, *RECORD_MARKS}
@@ -208,8 +208,8 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
         return context + _messages(cast(object, completion), "completion")
     shown = [_short(value) for value in cast(list[object], [prompt, completion])]
     raise UserError(
-        f"prompt is {shown[0]} and completion {shown[1]}; both must be text, or both lists of "
-        f"messages"
+        f"prompt is {shown[0]} and completion is {shown[1]}, but both must be text, or both must "
+        f"be lists of messages"
     )
 
 
@@ -224,13 +224,13 @@ def _instruction_and_output(data: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise UserError(f"{key} is {_short(value)}, not a list of messages")
+        raise UserError(f"{key} must be a list of messages, but is {_short(value)}")
     return tuple(_message(item, f"message {i}") for i, item in enumerate(cast(list[object], value)))
 
 
 def _message(value: object, name: str) -> Message:
     if not isinstance(value, dict):
-        raise UserError(f"{name} is {_short(value)}, not an object with role and content")
+        raise UserError(f"{name} must be an object with role and content, but is {_short(value)}")
     data = cast(dict[str, Any], value)
     _refuse_more(data, name)
     is_from = data.get("from") is not None
@@ -238,15 +238,20 @@ def _message(value: object, name: str) -> Message:
     missing = [key for key in keys if key not in data]
     # A message that only calls tools may have no content.
     if missing and not (missing == ["content"] and data.get("tool_calls")):
-        raise UserError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
+        raise UserError(f"{name} has the keys {sorted(data)}, but lacks {' and '.join(missing)}")
     role = data[keys[0]]
     if not isinstance(role, str) or role not in known:
-        raise UserError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
+        raise UserError(
+            f"{name} has {keys[0]} = {_short(role)}, which is not a known role; use one of "
+            f"{', '.join(known)}"
+        )
     is_assistant = known[role] == Role.ASSISTANT
     is_call = is_from and role == _CALL
     calls = data[keys[1]] if is_call else data.get("tool_calls")
     if calls and not is_assistant:
-        raise UserError(f"{name} is of role {role} and has tool_calls; only an assistant calls")
+        raise UserError(
+            f"{name} has tool_calls, but its role is {role}; only an assistant may call tools"
+        )
     content = "" if is_call or (calls and data.get(keys[1]) is None) else data[keys[1]]
     answers = [(field, key) for field, key in _ANSWER if known[role] == Role.TOOL and data.get(key)]
     return Message(
@@ -289,7 +294,10 @@ def _content(value: object, name: str) -> str:
         part = cast("dict[str, Any]", item) if isinstance(item, dict) else {"type": item}
         if part.get("type") != "text":
             kind = _short(part.get("type"))
-            raise UserError(f"{name} has a part {kind}; only parts of type text are read")
+            raise UserError(
+                f"{name} has a part of type {kind}, but only parts of type text can be trained; "
+                f"remove the part"
+            )
         texts.append(_text(part.get(_text_key(part)), name))
     return "".join(texts)
 
@@ -301,7 +309,7 @@ def _text_key(part: Mapping[str, Any]) -> str:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{name} is {_short(value)}; only text is read")
+        raise UserError(f"{name} must be text, but is {_short(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -327,8 +335,8 @@ def _refuse_more(data: dict[str, Any], name: str, keys: Sequence[str] = ()) -> N
     for key in (*_MORE, *keys):
         if data.get(key):
             raise UserError(
-                f"{name} has {key} = {_short(data[key])}, which would be lost; write it into the "
-                f"content of a message, as the model should see it, or remove it"
+                f"{name} has {key} = {_short(data[key])}, which wlb does not train; write it "
+                f"into the content of a message, as the model should see it, or remove the key"
             )
 
 

@@ -184,8 +184,8 @@ def prepare_docstrings(
     """
     if vocab_size <= _LEAST_VOCAB:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be above {_LEAST_VOCAB}, for 256 bytes and "
-            f"three special tokens"
+            f"data.bpe_vocab_size = {vocab_size} must be at least {_LEAST_VOCAB + 1}: 256 bytes "
+            f"and three special tokens"
         )
     prefix = docstring_prefix(
         folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed

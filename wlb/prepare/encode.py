@@ -119,7 +119,8 @@ class EncoderChoice(Protocol):
             UserError: These records have no text to train a BPE on.
         """
         raise UserError(
-            f"--tokenizer {BPE}: these records have no text to train one on; give a tokenizer.json"
+            f"--tokenizer {BPE}: records of this kind have no text to train a BPE on; give a "
+            f"tokenizer.json"
         )
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
@@ -170,8 +171,8 @@ class TextChoice(EncoderChoice):
         """Return the column of the text, and columns that may say what is trained."""
         if self.text_key not in names:
             raise UserError(
-                f"has no column {self.text_key!r}; its columns are {', '.join(names)}: choose one "
-                f"with --text-key"
+                f"has no column {self.text_key!r}, but the columns {', '.join(names)}; name the "
+                f"column of the text with --text-key"
             )
         # Read columns such as loss_mask too, to refuse records of which not all text is trained.
         return (
@@ -215,11 +216,11 @@ class TextEncoder:
             raise BadRecord(Skip.NOT_TEXT, str(error)) from None
         ids = self._ids(text)
         if not ids.size:
-            raise BadRecord(Skip.EMPTY, "the tokenizer returns no token for it")
+            raise BadRecord(Skip.EMPTY, "the tokenizer returns no token for the text")
         if self._special.size and (found := np.isin(ids, self._special)).any():
             raise BadRecord(
                 Skip.SPECIAL_TOKEN,
-                f"its text encodes to the special token {ids[found][0]}, which only --documents "
+                f"the text encodes to the special token {ids[found][0]}, which only --documents "
                 f"may add; use another tokenizer, or remove that part of the text",
             )
         tokens = np.concatenate([self._before, ids, self._after])
@@ -242,8 +243,8 @@ def tokens_around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntAr
     for option, wanted in (("--eos", after), ("--bos", before)):
         if None in wanted:
             raise UserError(
-                f"--documents {policy} needs a special token, but the tokenizer does not say which "
-                f"one; give it with {option} TOKEN, or use --documents none"
+                f"--documents {policy} needs a special token, but the tokenizer does not say "
+                f"which one; give {option} TOKEN, or use --documents none"
             )
     return np.array(before, np.int64), np.array(after, np.int64)
 
@@ -257,24 +258,33 @@ def text_of(record: Record, key: str) -> str:
     if key not in record:
         known = ", ".join(map(repr, list(record)[:8]))
         raise BadRecord(
-            Skip.NO_TEXT, f"no text under {key!r} (keys: {known}); choose one with --text-key"
+            Skip.NO_TEXT,
+            f"the record has no key {key!r} (its keys are {known}); name the key of the text "
+            f"with --text-key",
         )
     if (value := record[key]) is None:
-        raise BadRecord(Skip.NO_TEXT, f"{key!r} is null")
+        raise BadRecord(Skip.NO_TEXT, f"the text under {key!r} is null")
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadRecord(Skip.NOT_UTF8, f"{key!r} is not UTF-8 at byte {error.start}") from None
+            raise BadRecord(
+                Skip.NOT_UTF8, f"the text under {key!r} is not UTF-8 at byte {error.start}"
+            ) from None
     if not isinstance(value, str):
-        raise BadRecord(Skip.NOT_TEXT, f"{key!r} is {type(value).__name__}, not a string")
+        raise BadRecord(
+            Skip.NOT_TEXT,
+            f"the value of {key!r} must be text, but is of type {type(value).__name__}",
+        )
     if not value:
-        raise BadRecord(Skip.EMPTY, f"{key!r} is empty")
+        raise BadRecord(Skip.EMPTY, f"the text under {key!r} is empty")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRecord(
-            Skip.NOT_UTF8, f"{key!r} has half a surrogate pair at character {error.start}"
+            Skip.NOT_UTF8,
+            f"the text under {key!r} is not valid Unicode: character {error.start} is half a "
+            f"surrogate pair",
         ) from None
     return value
 
@@ -301,7 +311,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
         raise UserError(
-            "tokenizers is not installed; pip install 'wlb-llm[data]', or use --tokenizer bytes"
+            "the library tokenizers is not installed; run pip install 'wlb-llm[data]', or use "
+            "--tokenizer bytes"
         ) from None
     refuse_sentence_piece(Path(path))
     _check_ids(Path(path))
@@ -311,7 +322,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{path} is not a tokenizer.json ({error})") from None
+        raise UserError(f"{path} is not a valid tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -325,9 +336,9 @@ def refuse_sentence_piece(path: Path) -> None:
     """
     if ".model" in path.suffixes and path.is_file():
         raise UserError(
-            f"{path} is a SentencePiece model, not a tokenizer.json; convert it with transformers: "
-            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(OUT), and give "
-            f"OUT"
+            f"{path} is a SentencePiece model, not a tokenizer.json; convert it with "
+            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(OUT) of the "
+            f"transformers library, and give the folder OUT"
         )
 
 
@@ -345,8 +356,8 @@ def _check_ids(path: Path) -> None:
             for name, index in cast("dict[str, Any]", vocabulary).items():
                 if isinstance(index, int) and index > _MOST_ID:
                     raise UserError(
-                        f"{path}: token {name!r} has the id {index}, must be at most {_MOST_ID}; "
-                        f"give the tokenizer of a model"
+                        f"{path}: token {name!r} has the id {index}, but ids may be at most "
+                        f"{_MOST_ID}; give the tokenizer of a model"
                     )
 
 
@@ -415,7 +426,8 @@ def read_vocabulary(
         if name not in vocabulary:
             some = ", ".join(list(special.values())[:12]) or "none"
             raise UserError(
-                f"{path} has no token {name!r} for --{kind}; its special tokens are {some}"
+                f"--{kind} {name!r} is not a token of {path}, whose special tokens are {some}; "
+                f"give one of its tokens"
             )
         return vocabulary[name]
 
@@ -453,4 +465,4 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}); repair or remove it") from None
+        raise UserError(f"{path} cannot be read ({error}); repair or remove the file") from None

@@ -55,7 +55,8 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
     if str(name) in BUILT_IN:
         if given:
             raise UserError(
-                f"chat template {name} has no variables, but got {sorted(given)}; leave them out"
+                f"chat template {name} is built in and takes no variables, but got "
+                f"{sorted(given)}; leave them out"
             )
         return BUILT_IN[str(name)]
     path, config_path = template_files(name)
@@ -84,8 +85,8 @@ def template_files(name: str | Path) -> tuple[Path, Path]:
         path = path / TEMPLATE_FILE if (path / TEMPLATE_FILE).is_file() else path / CONFIG_FILE
     if not path.is_file():
         raise UserError(
-            f"no chat template {name}: give one of {', '.join(BUILT_IN)}, a model's folder, a "
-            f"{CONFIG_FILE} or a file with a Jinja template"
+            f"there is no chat template {name}; give one of {', '.join(BUILT_IN)}, a model's "
+            f"folder, a {CONFIG_FILE}, or a file with a Jinja template"
         )
     return path, path if path.suffix == ".json" else path.with_name(CONFIG_FILE)
 
@@ -97,5 +98,7 @@ def _source_of(config: dict[str, Any], path: Path) -> str:
         named = {t["name"]: t["template"] for t in cast(list[dict[str, str]], found)}
         found = named.get("default")
     if not isinstance(found, str):
-        raise UserError(f"{path} has no chat_template; give the file that has it")
+        raise UserError(
+            f"{path} has no key chat_template; give the file that contains the chat template"
+        )
     return found

@@ -134,6 +134,6 @@ def check_unchanged(files: Sequence[InputFile]) -> None:
             now = None
         if now != (file.size, file.mtime_ns):
             raise UserError(
-                f"{file.path} changed while it was prepared; prepare again with --overwrite when "
-                f"nothing writes to it"
+                f"{file.path} changed while it was being prepared; wait until no program writes "
+                f"the file, and prepare again with --overwrite"
             )

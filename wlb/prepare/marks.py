@@ -56,17 +56,23 @@ class RecordMark:
     remedy: str  # end of the error message
 
 
-_ASKED = RecordMark(harmless=(0,), remedy="wlb trains only messages of assistants: remove the key")
+_ASKED = RecordMark(
+    harmless=(0,), remedy="but wlb trains only messages of assistants; remove the key"
+)
 _TOKENS = RecordMark(
     harmless=(),
-    remedy="wlb takes no mask of tokens: mark whole messages with train = false, or remove the key",
+    remedy="but wlb cannot train single tokens of a message; mark whole messages with train = "
+    "false, or remove the key",
 )
 _FACTOR = RecordMark(
     harmless=(1,),
-    remedy="wlb trains every record alike: leave out records of weight 0, put those of other "
-    "weights into stores of their own (data.blend), or remove the key",
+    remedy="but wlb trains every record with weight 1; leave out records of weight 0, put "
+    "records of other weights into separate stores (data.blend), or remove the key",
 )
-_WHOLE = RecordMark(harmless=None, remedy="leave out the record, or remove the key")
+_WHOLE = RecordMark(
+    harmless=None,
+    remedy="but wlb cannot tell from it what to train; leave out the record, or remove the key",
+)
 
 # The comment behind a key names the trainers that use it.
 RECORD_MARKS = {
@@ -74,10 +80,12 @@ RECORD_MARKS = {
     "train_on_inputs": _ASKED,  # axolotl
     "train_on_prompt": _ASKED,  # LLaMA-Factory
     "mask_history": RecordMark(  # LLaMA-Factory
-        harmless=(0,), remedy="give --turns last for all records, and remove the key"
+        harmless=(0,),
+        remedy="but wlb decides this for all records together; give --turns last, and remove the "
+        "key",
     ),
     "mask": RecordMark(  # NeMo: the role whose messages are not trained
-        harmless=(), remedy="wlb trains only messages of assistants: remove the key"
+        harmless=(), remedy="but wlb trains only messages of assistants; remove the key"
     ),
     "loss_mask": _TOKENS,  # slime, verl
     "response_loss_mask": _TOKENS,  # ms-swift
@@ -114,7 +122,7 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
         number = value if isinstance(value, int | float) else None
         is_harmless = number != 0 if mark.harmless is None else number in mark.harmless
         if not is_harmless:
-            raise UserError(f"the record has {key} = {_short(value)}; {mark.remedy}")
+            raise UserError(f"the record has {key} = {_short(value)}, {mark.remedy}")
 
 
 def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> bool:
@@ -135,18 +143,20 @@ def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> 
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
             raise UserError(
-                f"{name} has {key} = {_short(value)}; it must be 0 or 1 (false or true), because "
-                f"wlb trains a message as a whole or not at all"
+                f"{name} has {key} = {_short(value)}, but wlb trains a whole message or nothing "
+                f"of it; use 0 or 1 (false or true)"
             )
         found[key] = value == mark.trained
         if found[key] and mark.any_role and not is_assistant:
             raise UserError(
-                f"{name} has {key} = {_short(value)} and is not an assistant's; wlb trains only "
-                f"messages of assistants: remove the key"
+                f"{name} has {key} = {_short(value)}, but wlb trains only messages of "
+                f"assistants; remove the key"
             )
     if len(set(found.values())) > 1:
         given = " and ".join(f"{key} = {_short(message[key])}" for key in found)
-        raise UserError(f"{name} has {given}, which contradict each other; keep one of them")
+        raise UserError(
+            f"{name} has {given}, which contradict each other; keep only one of these keys"
+        )
     return all(found.values())
 
 
@@ -174,13 +184,13 @@ def unread_keys(
         if is_part and key in MESSAGE_MARKS:
             if value not in (0, 1) or value != MESSAGE_MARKS[key].trained:
                 raise UserError(
-                    f"{name} has {key} = {_short(value)}; wlb trains a message as a whole: mark "
-                    f"the message, or split it"
+                    f"{name} has {key} = {_short(value)}, but wlb trains a whole message or "
+                    f"nothing of it; mark the message instead of a part, or split the message"
                 )
         elif _may_be_about_training(key, value):
             raise UserError(
-                f"{name} has {key} = {_short(value)}, a key that wlb does not know and that may "
-                f"decide what is trained; mark whole messages with train = false, or remove the key"
+                f"{name} has {key} = {_short(value)}, an unknown key that may decide what is "
+                f"trained; mark whole messages with train = false, or remove the key"
             )
         else:
             yield shortened(key, 60)

@@ -34,7 +34,8 @@ def open_parquet(path: str) -> Any:
         pa, pq = _pyarrow(), _pyarrow(".parquet")
     except ModuleNotFoundError:
         raise UserError(
-            f"{path}: Parquet needs pyarrow, which is not installed; pip install 'wlb-llm[data]'"
+            f"{path}: reading Parquet needs pyarrow, which is not installed; run pip install "
+            f"'wlb-llm[data]'"
         ) from None
     try:
         file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -43,7 +44,7 @@ def open_parquet(path: str) -> Any:
     # Names of columns in a damaged footer may be invalid UTF-8.
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         raise UserError(
-            f"{path} is not a Parquet file or is corrupt ({describe_error(error)})"
+            f"{path} is not a Parquet file, or is damaged ({describe_error(error)})"
         ) from None
 
 
@@ -69,7 +70,7 @@ def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
     chosen = columns(names)
     if twice := next((name for name in chosen if names.count(name) > 1), None):
         raise UserError(
-            f"has {names.count(twice)} columns {twice!r}; rename those that are not meant"
+            f"has {names.count(twice)} columns named {twice!r}; rename all but the one to read"
         )
     return chosen
 
@@ -102,7 +103,8 @@ def parquet_records(
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{path} is corrupt near row {row} ({describe_error(error)}); get it again"
+            f"{path} is damaged near row {row} ({describe_error(error)}); download or write the "
+            f"file again"
         ) from None
 
 

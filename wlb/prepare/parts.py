@@ -125,8 +125,8 @@ class PartSummary:
             action, option = actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
             raise UserError(
-                f"{position.describe()}: {bad}. Correct it, or leave out and count such records "
-                f"with {option} skip"
+                f"{position.describe()}: {bad}. Correct the record, or skip and count such "
+                f"records with {option} skip"
             )
         self.skipped[str(bad.reason)] += 1
         shown = self.examples.setdefault(str(bad.reason), [])
@@ -201,8 +201,8 @@ def _records(
             continue
         if not made:
             raise UserError(
-                f"{position.describe()}: the encoder returned no document; it must raise BadRecord "
-                f"instead"
+                f"{position.describe()}: RecordEncoder.encode returned no document; it must "
+                f"return at least one, or raise BadRecord"
             )
         yield position, made
 

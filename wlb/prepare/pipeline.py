@@ -96,20 +96,22 @@ def prepare_store(
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(os.path.realpath(options.out)).parents:
             raise UserError(
-                f"--out {options.out} is in the input folder {folder}, so the next call would read "
-                f"the store as input; write it elsewhere"
+                f"--out {options.out} is in the input folder {folder}, so the next call would "
+                f"read the store as input; give --out a path outside of the input folders"
             )
     unit, out = options.text_unit, options.out
     files, skipped, unreadable = list_inputs(options.inputs, text_unit=unit, out=out)
     if options.on_error == OnError.FAIL and unreadable:
         raise _unreadable(unreadable, skipped[Skip.UNREADABLE])
     if not files:
-        raise UserError(f"all files of {', '.join(options.inputs)} are empty")
+        raise UserError(
+            f"all files of {', '.join(options.inputs)} are empty; give files with text or records"
+        )
     if encoder is None and options.text_key != TEXT_KEY and all(f.kind.is_text for f in files):
         raise UserError(
-            f"--text-key {options.text_key} is for records (.jsonl, .ndjson, .json, .parquet), and "
-            f"all {len(files)} files of {', '.join(options.inputs)} are read as text; leave it "
-            f"out, or name files of records by their kind"
+            f"--text-key {options.text_key} applies only to records (.jsonl, .ndjson, .json, "
+            f".parquet), but all {len(files)} files of {', '.join(options.inputs)} are read as "
+            f"text; leave --text-key out, or rename files of records to one of these suffixes"
         )
     arguments = arguments_of(options)
     if encoder is not None:
@@ -141,7 +143,7 @@ def prepare_store(
 def _unreadable(examples: Sequence[str], num: int) -> UserError:
     more = f" and {num - len(examples)} more" if num > len(examples) else ""
     return UserError(
-        f"cannot read {', '.join(examples)}{more}; correct or remove them, or leave them out and "
+        f"cannot read {', '.join(examples)}{more}; correct or remove these files, or skip and "
         f"count them with --on-error skip"
     )
 
@@ -177,8 +179,8 @@ class _Preparation:
             ours.add(manifest_digest(self.manifest))
         if _mark_of(heldout) not in ours:
             raise UserError(
-                f"{heldout} is a store that was not made together with {out}, whose held-out "
-                f"documents go there; write to another --out, or move it away"
+                f"the held-out documents go to {heldout}, but that store was not made together "
+                f"with {out}; give another --out, or move {heldout} away"
             )
 
     def finished(self) -> StoreReport | None:
@@ -205,8 +207,8 @@ class _Preparation:
                 f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
             )
             raise UserError(
-                f"{prefix} already exists and {what}; write to another --out, or replace it with "
-                f"--overwrite"
+                f"{prefix} already exists and {what}; give another --out, or replace the store "
+                f"with --overwrite"
             )
         size = sum(file.size for file in self.files)
         made = report_of(*stores, num_files=len(self.files), num_bytes=size)
@@ -289,9 +291,9 @@ class _Preparation:
             if not left_out["skipped"]:
                 is_table = all(file.kind == FileKind.PARQUET for file in self.files)
                 what = "rows" if is_table else "records"
-                raise UserError(f"{inputs} has no {what}; give files that have some")
+                raise UserError(f"{inputs} has no {what}; give files that have {what}")
             raise UserError(
-                f"{inputs} has no document, because all records were left out "
+                f"{inputs} has no document, because all records were skipped "
                 f"({left_out['skipped']}, such as {left_out['examples']})"
             )
         name = None

@@ -187,13 +187,13 @@ def list_inputs(
             resolved = os.path.realpath(path)
             if resolved in found:
                 raise UserError(
-                    f"{path} is in the inputs twice; to repeat data give its store a larger weight "
-                    f"in data.blend"
+                    f"the inputs name {path} twice; to repeat data, give its store a larger "
+                    f"weight in data.blend"
                 )
             if resolved in files_of_out:
                 raise UserError(
-                    f"the inputs have {path}, which --out {out} writes, so the store would be read "
-                    f"as text; write it elsewhere"
+                    f"the inputs contain {path}, a file of the store that --out {out} writes; "
+                    f"give another --out"
                 )
             found[resolved] = _input_file(path, name, text_unit)
             new.append(found[resolved])
@@ -202,8 +202,8 @@ def list_inputs(
         counts = {str(reason): count for reason, count in skipped.items() if count}
         shown = f"; not read: {', '.join(examples[:MOST_EXAMPLES])}" if examples else ""
         raise UserError(
-            f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts or 'none'}"
-            f"{shown}); give files, or folders or patterns with files"
+            f"there is no file to read in {', '.join(inputs) or 'the inputs'} (skipped: "
+            f"{counts or 'none'}{shown}); give files, or folders or patterns that contain files"
         )
     filled = [file for file in found.values() if file.size]
     skipped[Skip.EMPTY] += len(found) - len(filled)
@@ -230,8 +230,8 @@ def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
     folder = text if Path(text).is_dir() else first.parent
     raise UserError(
         f"{text} has {len(records)} files of records, such as {named.name}, and {len(texts)} "
-        f"that would be trained as text, such as {texts[0].name}; name the files that are meant, "
-        f"or give a pattern for each kind, such as '{Path(folder, '**', f'*{suffix}')}'"
+        f"that would be read as plain text, such as {texts[0].name}; name the files to prepare, or "
+        f"give a pattern for each kind, such as '{Path(folder, '**', f'*{suffix}')}'"
     )
 
 
@@ -260,7 +260,9 @@ def _expand(text: str, skipped: Counter[Skip], examples: list[str]) -> Iterator[
             else:
                 files.append(file)
         if not files and not examples:
-            raise UserError(f"no file matches {text!r}; give files, folders or patterns that do")
+            raise UserError(
+                f"no file matches {text!r}; give a file, a folder or a pattern that matches files"
+            )
         yield from ((file, file.name) for file in files)
 
 
@@ -270,11 +272,12 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     except OSError as error:
         raise UserError(f"the input {path} cannot be read: {reason_of(path, error)}") from None
     if not path.is_file():
-        raise UserError(f"the input {path} is not a file or folder; pipes cannot be read again")
+        raise UserError(f"the input {path} must be a file or folder (a pipe cannot be read twice)")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _UNREAD_SUFFIXES:
         raise UserError(
-            f"{path}: {suffixes[-1]} is not read; unpack it, or use {', '.join(_OPENERS)}"
+            f"{path}: files of the kind {suffixes[-1]} cannot be read; unpack the file, or "
+            f"compress it as {', '.join(_OPENERS)}"
         )
     inner = suffixes[:-1] if suffixes and suffixes[-1] in _OPENERS else suffixes
     kind = FileKind.TEXT if text_unit == TextUnit.FILE else FileKind.LINES
@@ -285,7 +288,10 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     elif inner and inner[-1] == ".parquet":
         kind = FileKind.PARQUET
         if inner is not suffixes:
-            raise UserError(f"{path}: a Parquet file is compressed inside; unpack it")
+            raise UserError(
+                f"{path} is a compressed Parquet file, which cannot be read; unpack it (Parquet "
+                f"compresses by itself)"
+            )
     return InputFile(
         path=str(path), name=name, kind=kind, size=status.st_size, mtime_ns=status.st_mtime_ns
     )
@@ -300,8 +306,9 @@ def _json_kind(path: Path) -> FileKind:
     if not isinstance(_json_record(line), BadRecord):
         return FileKind.JSONL
     raise UserError(
-        f"{path} is neither a JSON list of records nor one JSON object per line; write it as JSON "
-        f"Lines (for a list under a key: jq -c '.KEY[]'), or name it .txt to train its text"
+        f"{path} is neither a JSON list of records nor one JSON object per line; write JSON "
+        f"Lines (for a list under a key: jq -c '.KEY[]'), or name the file .txt to train it as "
+        f"text"
     )
 
 
@@ -422,9 +429,11 @@ def _text_record(file: InputFile, text_key: str) -> Record | BadRecord:
         with _open(file.path) as source:
             data = source.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            return BadRecord(Skip.UNREADABLE, f"more than {_MOST_BYTES} bytes; split the file")
+            return BadRecord(
+                Skip.UNREADABLE, f"it has more than {_MOST_BYTES} bytes; split the file"
+            )
     except _CORRUPT as error:
-        return BadRecord(Skip.UNREADABLE, f"cannot be read to its end ({error})")
+        return BadRecord(Skip.UNREADABLE, f"it cannot be read to its end ({error})")
     return _text(data.removeprefix(_BOM), text_key)
 
 
@@ -438,7 +447,8 @@ def _text(data: bytes, text_key: str) -> Record | BadRecord:
 def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
     return BadRecord(
         Skip.NOT_UTF8,
-        f"not UTF-8: byte {error.object[error.start]:#04x} at byte {error.start}; convert it",
+        f"not UTF-8: byte {error.object[error.start]:#04x} at byte {error.start}; convert "
+        f"the text to UTF-8",
     )
 
 
@@ -454,14 +464,14 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
         while offset < stop and (line := file.readline(_MOST_BYTES + 1)):
             if len(line) > _MOST_BYTES:
                 raise UserError(
-                    f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; "
-                    f"divide it into documents"
+                    f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; split "
+                    f"it into several documents"
                 )
             num_blank = 0 if line.strip() else num_blank + 1
             if num_blank > _MOST_BLANK:
                 raise UserError(
-                    f"{path}: more than {_MOST_BLANK} blank lines follow each other up to byte "
-                    f"{offset}; remove them"
+                    f"{path}: there are more than {_MOST_BLANK} consecutive blank lines before "
+                    f"byte {offset}; remove them"
                 )
             text = line if offset else line.removeprefix(_BOM)
             yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
@@ -475,8 +485,8 @@ def _items(path: str) -> Iterator[object]:
             yield from list_items(file, most=_MOST_LIST_BYTES)
         except ValueError as error:
             raise UserError(
-                f"{path}: {error}; correct it, or write it as JSON Lines, where damaged lines can "
-                f"be left out"
+                f"{path}: {error}; correct the file, or write it as JSON Lines, where --on-error "
+                f"skip can skip damaged lines"
             ) from None
 
 
@@ -488,8 +498,8 @@ def _unpacked(path: str) -> Generator[IO[bytes]]:
             yield file
     except _CORRUPT as error:
         raise UserError(
-            f"{path} cannot be read to its end ({error}); if it is truncated or corrupt, get it "
-            f"again"
+            f"{path} cannot be read to its end ({error}); if the file is truncated or damaged, "
+            f"download or write it again"
         ) from None
 
 
@@ -512,7 +522,10 @@ def _object(value: object) -> Record | BadRecord:
     except UserError as error:
         return BadRecord(Skip.NOT_JSON, str(error))
     if not isinstance(value, dict):
-        return BadRecord(Skip.NOT_AN_OBJECT, f"not a JSON object but {type(value).__name__}")
+        return BadRecord(
+            Skip.NOT_AN_OBJECT,
+            f"the record must be a JSON object, but is of type {type(value).__name__}",
+        )
     return cast("Record", value)
 
 

@@ -45,7 +45,7 @@ class PrepareOptions:
             raise UserError("there is no input; give files, folders or glob patterns")
         if self.tokenizer == BPE and self.vocab_size <= 256:
             raise UserError(
-                f"--vocab-size = {self.vocab_size} must be above 256, for 256 bytes and "
+                f"--vocab-size = {self.vocab_size} must be at least 257: 256 bytes and "
                 f"{END_OF_TEXT}"
             )
         if self.vocab_size > MOST_VOCABULARY:
@@ -55,14 +55,16 @@ class PrepareOptions:
         check_between("--heldout-fraction", self.heldout_fraction, 0, 1)
         if self.tokenizer == BYTES and (self.bos or self.eos):
             raise UserError(
-                f"--bos and --eos are for a tokenizer.json; leave them out with --tokenizer {BYTES}"
+                f"--bos and --eos name tokens of a tokenizer.json; leave them out with --tokenizer "
+                f"{BYTES}"
             )
         if self.tokenizer != BPE:
             self._refuse_bpe_options()
         if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
             raise UserError(
-                f"--documents eos_bos: the BPE that is trained has one special token; add --bos "
-                f"'{END_OF_TEXT}' to use it on both sides"
+                f"--documents eos_bos needs a BOS token, but the BPE that will be trained has "
+                f"only {END_OF_TEXT}; give --bos '{END_OF_TEXT}' to use it before and after each "
+                f"document"
             )
         minimum = {"sample_bytes": 1, "processes": 1, "shard_bytes": 0, "seed": 0}
         for name, least in minimum.items():
@@ -73,8 +75,9 @@ class PrepareOptions:
             value = getattr(self, field.name)
             if field.name in ("vocab_size", "sample_bytes") and value != field.default:
                 raise UserError(
-                    f"--{field.name.replace('_', '-')} {value} is for training a BPE; --tokenizer "
-                    f"{self.tokenizer} has its vocabulary: leave it out, or use --tokenizer {BPE}"
+                    f"--{field.name.replace('_', '-')} {value} applies only when a BPE is "
+                    f"trained, but --tokenizer {self.tokenizer} already has a vocabulary; leave "
+                    f"out --{field.name.replace('_', '-')}, or use --tokenizer {BPE}"
                 )
 
 
@@ -193,7 +196,7 @@ def tokenizer_path(text: str) -> Path:
     refuse_sentence_piece(model if not path.is_file() and Path(text).is_dir() else path)
     if not path.is_file():
         raise UserError(
-            f"--tokenizer {text}: there is no file {path}; give a tokenizer.json, {BPE!r} or "
-            f"{BYTES!r}"
+            f"--tokenizer {text}: the file {path} does not exist; give a tokenizer.json, {BPE!r} "
+            f"or {BYTES!r}"
         )
     return path

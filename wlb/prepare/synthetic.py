@@ -52,12 +52,13 @@ def prepare_synthetic(
     check_at_least("--window", window, 2, " tokens, one of text and the end of its document")
     if store_path(prefix, ".idx").exists() and not overwrite:
         raise UserError(
-            f"{prefix} is already a store; give another --out, or --overwrite to replace it"
+            f"the store {prefix} already exists; give another --out, or replace the store with "
+            f"--overwrite"
         )
     if store_path(f"{prefix}-heldout", ".idx").exists():
         raise UserError(
-            f"{prefix}-heldout is a held-out store of other documents, which would seem to belong "
-            f"to the new store; give another --out, or remove it"
+            f"{prefix}-heldout exists, but holds documents of another store; give another --out, "
+            f"or remove {prefix}-heldout"
         )
     documents = documents or stdlib_documents()
     text = _endless_text(documents)
@@ -93,7 +94,10 @@ def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
                 found = True
                 yield np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         if not found:
-            raise UserError(f"{documents.description} has no text to fill documents with")
+            raise UserError(
+                f"{documents.description} has no text with which to fill documents; give files "
+                f"with text"
+            )
 
 
 def _fill(out: IntArray, text: Iterator[IntArray]) -> None:

@@ -107,25 +107,27 @@ class TemplateSource:
         """What the render process says about the source; raises UserError if it is invalid."""
         if len(self.source) > MOST_SOURCE:
             raise UserError(
-                f"{self.name} is not a Jinja template: it has {len(self.source)} characters, but "
-                f"may have at most {MOST_SOURCE}; give the template of a model"
+                f"chat template {self.name} has {len(self.source)} characters, but may have at "
+                f"most {MOST_SOURCE}; give the template of a model"
             )
         if found := RESERVED.search(self.source):
             raise UserError(
                 f"chat template {self.name} contains {found[0]!a}, a private-use character that "
-                f"wlb needs to mark contents; remove it"
+                f"wlb uses to mark contents; remove the character"
             )
         try:
             about = renderer().ask({"source": self.source})
         except TemplateLimit as error:
-            raise TemplateLimit(f"chat template {self.name} refuses it: {error}") from None
+            raise TemplateLimit(f"chat template {self.name} cannot be used: {error}") from None
         if reason := about.get("invalid"):
-            raise UserError(f"{self.name} is not a Jinja template: {shortened(reason, 400)}")
+            raise UserError(
+                f"chat template {self.name} is not a valid Jinja template: {shortened(reason, 400)}"
+            )
         wanted = set(about["used"]) - self.variables.keys()
         if missing := sorted(name for name in wanted if name.endswith("_token")):
             raise UserError(
-                f"chat template {self.name} uses {', '.join(missing)}, which is not defined; put "
-                f"it into the tokenizer_config.json beside it, or pass it as a variable"
+                f"chat template {self.name} uses {', '.join(missing)} without a value; add it to "
+                f"the tokenizer_config.json beside the template, or pass it as a variable"
             )
         return about
 
@@ -264,7 +266,7 @@ class TemplateSource:
         try:
             answer = renderer().ask(asked)
         except TemplateLimit as error:
-            raise TemplateLimit(f"chat template {self.name} refuses it: {error}") from None
+            raise TemplateLimit(f"chat template {self.name} cannot be used: {error}") from None
         texts = answer["texts"]
         failed = [reason for text, reason in (texts[0], texts[-1]) if text is None]
         if failed and not may_fail:
@@ -274,5 +276,5 @@ class TemplateSource:
                     " here, because with today's date a store would differ from day to day; write "
                     "a date in place of strftime_now(...) in a copy of the template"
                 )
-            raise UserError(f"chat template {self.name} refuses it: {reason}")
+            raise UserError(f"chat template {self.name} refuses the conversation: {reason}")
         return texts, answer["lengths"]

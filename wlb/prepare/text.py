@@ -110,7 +110,8 @@ def folder_documents(path: str | Path) -> FileDocuments:
     root = Path(path)
     if not root.is_dir():
         raise UserError(
-            f'data.corpus = "{path}" is not a folder; give a folder of text files, or "{STDLIB}"'
+            f'data.corpus = "{path}" is not a folder; give a folder of text files, or "{STDLIB}" '
+            f"for the source code of Python's standard library"
         )
     return _not_empty(list_folder(root, description=str(path)))
 

@@ -64,8 +64,8 @@ def prepare(
     """
     if vocab_size <= _NUM_BYTES:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be above {_NUM_BYTES}, for 256 bytes and "
-            f"{END_OF_TEXT}"
+            f"data.bpe_vocab_size = {vocab_size} must be at least {_NUM_BYTES + 1}: 256 bytes "
+            f"and {END_OF_TEXT}"
         )
     check_between("data.heldout_fraction", heldout_fraction, 0, 1)
     check_at_least("sample_bytes", sample_bytes, 1)

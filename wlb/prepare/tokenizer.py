@@ -112,13 +112,14 @@ def _trained(
     size = options.vocab_size - len(names)
     if size <= 256:
         raise UserError(
-            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}, for 256 bytes "
-            f"and {', '.join([END_OF_TEXT, *names])}"
+            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes "
+            f"and the special tokens {', '.join([END_OF_TEXT, *names])}"
         )
     # A Parquet file without row groups has no shard.
     if not shards:
         raise UserError(
-            f"--tokenizer {BPE}: {', '.join(options.inputs)} has no record to train a BPE on"
+            f"--tokenizer {BPE}: {', '.join(options.inputs)} has no record on which to train a "
+            f"BPE; give files with text, or a tokenizer.json"
         )
 
     def texts(number: int) -> Iterator[str]:

@@ -41,12 +41,17 @@ def tools_text(value: object) -> str:
     """
     given = _parsed(value, "tools")
     if not isinstance(given, list):
-        raise UserError(f"tools is {type(given).__name__}, not a list of JSON schemas")
+        raise UserError(
+            f"tools must be a list of JSON schemas, but is of type {type(given).__name__}"
+        )
     tools: list[object] = []
     for i, item in enumerate(cast("list[object]", given)):
         tool = _parsed(item, f"tool {i} of tools")
         if not isinstance(tool, Mapping):
-            raise UserError(f"tool {i} of tools is {type(tool).__name__}, not a JSON schema")
+            raise UserError(
+                f"tool {i} of tools must be a JSON schema (an object), but is of type "
+                f"{type(tool).__name__}"
+            )
         tools.append(cast("object", tool))
     return json_text(tools) if tools else ""
 
@@ -80,15 +85,18 @@ def _arguments_of(call: dict[str, Any]) -> object:
 
 def _call(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise UserError(f"{what} is {type(value).__name__}, not an object")
+        raise UserError(f"{what} must be an object, but is of type {type(value).__name__}")
     call = cast("Mapping[str, Any]", value)
     function: Any = call.get("function", call)
     name: Any = cast("Any", function).get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise UserError(f'{what} has no name; it is {{"name": ..., "arguments": {{...}}}}')
+        raise UserError(f'{what} has no name; write it as {{"name": ..., "arguments": {{...}}}}')
     arguments = _parsed(cast("Any", function).get("arguments", {}), f"arguments of {what}")
     if not isinstance(arguments, Mapping):
-        raise UserError(f"arguments of {what} are {type(arguments).__name__}, not a JSON object")
+        raise UserError(
+            f"the arguments of {what} must be a JSON object, but are of type "
+            f"{type(arguments).__name__}"
+        )
     made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return made if call.get("id") is None else {"id": str(call["id"]), **made}
 
