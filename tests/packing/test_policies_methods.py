@@ -243,9 +243,12 @@ def test_sorted_packing_goes_from_long_to_short() -> None:
         (
             ["packing.method=sorted_posid", "packing.policy=bounded"],
             "packing.method = sorted_posid sets packing.policy = capacity, but the run sets "
-            "bounded",
+            "packing.policy = bounded",
         ),
-        (["packing.layout=padded"], "packing.layout = padded with packing.policy = var_len: "),
+        (
+            ["packing.layout=padded"],
+            "packing.layout = padded is not supported by packing.policy = var_len",
+        ),
         (["packing.examples=0"], "packing.examples = 0 must be at least 1"),
         (["packing.bin_windows=0"], "packing.bin_windows = 0 must be at least 1"),
     ],
