@@ -148,8 +148,8 @@ def _from_grid(
     surfaces: dict[str, Surface] = {}
     reach: FloatArray | None = None
     for name in PASSES:
-        # Step 1. The cost of a group is what a call takes longer with a second segment in another
-        # group.
+        # Step 1. The cost of a group is the additional time of a call that has a second segment in
+        # another group.
         alone = calls[0].numbers[f"{name}_ns"]
         two = [r.numbers[f"{name}_ns"] for r in attention.of("two_groups")]
         group = min(alone, max(0.0, two[0] - alone)) if two else 0.0

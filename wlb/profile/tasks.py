@@ -52,9 +52,9 @@ class Task:
 class Record:
     """The result of a task."""
 
-    kind: str
-    point: Mapping[str, Any]
-    numbers: Numbers  # empty if the task failed
+    kind: str  # `Task.kind`
+    point: Mapping[str, Any]  # `Task.point`
+    numbers: Numbers  # the measured numbers; empty if the task failed
     failed: str = ""  # why the task failed; "" = it did not
 
 

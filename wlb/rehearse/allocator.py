@@ -123,7 +123,10 @@ class Allocator:
         pool.put(rest)
 
     def _grow(self, pool: _Pool, size: int) -> Block:
-        """Return a new block of at least `size` bytes: a new segment, or an expanded segment."""
+        """Return a new free block of at least `size` bytes, for which device memory is reserved.
+
+        It is a new segment, or the end of the pool's expandable segment.
+        """
         if not self.expandable:
             segment = PAGE_SMALL if pool.is_small else PAGE_LARGE
             if size >= LARGE:

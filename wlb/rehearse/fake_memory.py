@@ -65,7 +65,7 @@ class _Storage:
     stream: FakeStream  # stream that allocated it
     writer: int  # id of the stream that wrote it last
     written: int  # number of the kernel that wrote it, counted on the writer's stream
-    where: str  # file and line of wlb that allocated it
+    where: str  # source file and line in wlb that allocated it
     # Event recorded after the transfer that wrote it; None if a kernel wrote it.
     done: FakeEvent | None = None
     # Stream id -> number of the last kernel on that stream that used it.

@@ -44,7 +44,7 @@ class RankMessage(NamedTuple):
     # For a wait, the index in the rank's messages of the send or receive that is awaited. For all
     # others, shapes, dtypes and options, which must be equal on all members.
     what: Any
-    where: str  # file and line of wlb
+    where: str  # source file and line in wlb
     step: int  # -1 before the first step
     batch: int = -1  # equal for transfers that NCCL starts together in a batch; -1 = no batch
     splits: Splits | None = None  # rows of an all-to-all; None for others
@@ -55,7 +55,7 @@ class HostWait(NamedTuple):
 
     step: int
     what: str  # the call that waited, such as item()
-    where: str  # file and line of wlb
+    where: str  # source file and line in wlb
     # Predicted time of the work that was still queued on the compute stream when the wait ended.
     # If it is 0, the GPU is idle until the host issues more work.
     left_ns: float = 0.0
@@ -66,7 +66,7 @@ class StreamFault(NamedTuple):
 
     step: int
     op: str  # the operator that allocated
-    where: str  # file and line of wlb
+    where: str  # source file and line in wlb
     error: str  # what happened and how to fix it
 
 
@@ -81,7 +81,7 @@ class AllocatorRequest(NamedTuple):
     size: int  # bytes to allocate, or FREED
     stream: int  # id of the stream that allocates
     step: int = -1
-    where: str = ""  # file and line of wlb that allocated
+    where: str = ""  # source file and line in wlb that allocated
 
 
 class StreamSpan(NamedTuple):
@@ -92,7 +92,7 @@ class StreamSpan(NamedTuple):
     part: str  # part of the step that it counts for, such as "GEMM" or "cp"
     begin_ns: float
     time_ns: float  # duration
-    where: str  # file and line of wlb
+    where: str  # source file and line in wlb
 
 
 class RehearsalFault(RuntimeError):

@@ -39,7 +39,7 @@ class Rehearsal:
     """A job with the plans of its first steps."""
 
     job: Job  # the same for all ranks
-    planner: Planner  # the planner that made `plans`, which also shards them
+    planner: Planner  # the planner that made `plans`, and that shards them
     plans: list[StepPlan]  # the rehearsed steps, and further steps that the loop looks ahead to
 
     def items(self, pipeline: int) -> list[tuple[StepPlan, PipelinePlan]]:

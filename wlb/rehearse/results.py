@@ -13,7 +13,7 @@ class Fault:
     step: int  # -1 before the first step
     error: str  # what happened
     op: str  # the operator that failed; "" = no operator
-    where: str  # file and line of wlb; "" = unknown
+    where: str  # source file and line in wlb; "" = unknown
     trace: str  # traceback; "" = none
 
     def __str__(self) -> str:
