@@ -182,7 +182,7 @@ BAD_INPUT = [
     (
         ["data.store={folder}/store", "model.vocab_size=319"],
         "model.vocab_size = 319 is smaller than the 320 entries of the store {folder}/store",
-        "raise it or set it to 0",
+        "raise model.vocab_size, or set it to 0",
     ),
     (
         ["data.store={folder}/ones"],
@@ -409,9 +409,9 @@ def test_a_planner_that_is_wrong_shows_where() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--calibrate", "--dry-run"], "--calibrate needs a run that trains; leave --dry-run out"),
-        (["--calibrate", "a/b"], "--calibrate a/b: give a name, or the path of a file"),
-        (["--calibrate"], "training.steps = 2 are all warm-up (telemetry.warmup_steps = 3)"),
+        (["--calibrate", "--dry-run"], "--calibrate has no effect with --dry-run"),
+        (["--calibrate", "a/b"], "--calibrate a/b must be a name without folders, or the path of a file"),
+        (["--calibrate"], "training.steps = 2 belong to the warm-up (telemetry.warmup_steps = 3)"),
     ],
 )
 def test_calibrations_that_cannot_work_are_refused(
@@ -430,7 +430,7 @@ def test_a_calibrated_profile_prices_the_next_run(
     keys = ["--set", "telemetry.warmup_steps=0", "parallel.dp=1"]
     made = tiny.parent / "runs" / "cpu-calibrated.json"
     assert main(["train", str(tiny), *keys, "--calibrate"]) == 0
-    assert f"profile: {made} (this run's plans were priced by 'cpu' to the end)" in (
+    assert f"profile: {made} (the plans of this run used the prices of 'cpu')" in (
         capsys.readouterr().out
     )
     content = made.read_bytes()
@@ -461,7 +461,7 @@ def test_resuming_with_another_model_or_seed_is_refused(
     again = [str(tiny), "--resume", "--set", store]
     message = refused([*again, "model.hidden_size=64"], capsys)
     assert "step-00000002 has model.hidden_size = 32, this run 64" in message
-    assert "has seed = 0, this run has 5" in refused([*again, "run.seed=5"], capsys)
+    assert "made with seed = 0, but this run has 5" in refused([*again, "run.seed=5"], capsys)
     metrics = (tiny.parent / "runs" / "tiny" / "metrics.jsonl").read_text("utf-8")
     assert metrics.count('"kind": "step"') == 2
 
@@ -538,8 +538,8 @@ def test_a_machine_without_gpus_is_said_first() -> None:
     """Where the settings are meant for GPUs, and not where a CPU was asked for."""
     no_gpus = DeviceChoice("cpu", "0 GPUs for 64 ranks on this machine")
     said = start._describe_ranks(load("7b_128k"), no_gpus, None)
-    assert said.startswith("This machine does not have the GPUs that 7b_128k is meant for")
-    assert "--dry-run predicts it" in said
+    assert said.startswith("This machine does not have the GPUs for which 7b_128k is configured")
+    assert "run with --dry-run to predict" in said
     for spec in (load("demo"), load("7b_128k", ["run.device=cpu"])):
         assert start._describe_ranks(spec, no_gpus, None).startswith(
             f"{spec.parallel.world_size} local ranks"

@@ -355,7 +355,7 @@ def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -
     for number in (1, 2):
         run, said = train(spec)
         aside = first.folder.with_name(f"small.{number}")
-        assert f"an older run of this name is now {aside}" in said
+        assert f"the folder of an older run of the same name was renamed to {aside}" in said
         assert len(run.steps) == 1
     assert (tmp_path / "runs" / "small.1" / "note.txt").read_text() == "mine"
     assert not note.exists()
@@ -364,10 +364,12 @@ def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -
 def test_resuming_without_a_checkpoint_is_refused(corpus: Path, tmp_path: Path) -> None:
     spec = small_spec(tmp_path, corpus)
     folder = tmp_path / "runs" / "small" / "checkpoints"
-    with pytest.raises(ValueError, match=f"--resume: no checkpoint in {folder}; start without"):
+    with pytest.raises(
+        ValueError, match=f"--resume: {folder} has no complete checkpoint. Start without"
+    ):
         train(spec, resume=True)
     (folder / "partial-00000004").mkdir(parents=True)  # a crash while saving
-    with pytest.raises(ValueError, match="no checkpoint in"):
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
         train(spec, resume=True)
     assert not (folder.parent / "metrics.jsonl").exists()
 
@@ -449,7 +451,7 @@ def test_nodes_that_plan_differently_stop_before_the_first_step(
     for rank, message in enumerate(separate(corpus, tmp_path, seed=1)):
         assert message.startswith("after 0 steps: ranks planned the packing of the coming steps")
         assert "(step 0, 1" in message
-        assert f"; digest on rank {rank}: " in message
+        assert f"; digests on rank {rank}: " in message
     assert Run(small_spec(tmp_path, corpus)).steps == []
 
 

@@ -66,5 +66,7 @@ def test_a_store_without_a_trained_token_is_refused(tmp_path: Path) -> None:
         writer.add(np.arange(50), [])
     spec = small_spec(tmp_path, tmp_path / "none", eval={"steps": 0})
     spec = replace(spec, data=replace(spec.data, store=str(tmp_path / "store"), epochs=1))
-    with pytest.raises(ValueError, match=r"every document of the store .* has no trained token"):
+    with pytest.raises(
+        ValueError, match=r"every document of the store .* has no token that is a target"
+    ):
         train(spec)

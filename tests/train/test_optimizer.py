@@ -110,7 +110,7 @@ def test_a_wsd_run_that_goes_on_is_the_longer_run(corpus: Path, tmp_path: Path) 
     assert [line["learning_rate"] for line in whole.steps] == pytest.approx(lasting)
     assert [line["learning_rate"] for line in short.steps] == pytest.approx([0.02] * 5 + [0.011])
     again, said = train(wsd("short", 9), resume="4")
-    assert "has a learning rate of" not in said
+    assert "the learning rate of step" not in said
     assert [line["steps_done"] for line in again.steps[-5:]] == [5, 6, 7, 8, 9]
     assert again.losses[-5:] == whole.losses[4:]
     assert [line["learning_rate"] for line in again.steps[-5:]] == pytest.approx(lasting[4:])
@@ -122,8 +122,11 @@ def test_resuming_a_decayed_run_says_that_the_rate_rises(corpus: Path, tmp_path:
     train(small_spec(tmp_path, corpus, training={**training, "steps": 3}))
     spec = small_spec(tmp_path, corpus, training={**training, "steps": 6})
     _, said = train(spec, resume=True)
-    assert "step 4 has a learning rate of 0.02, 0.002 by the checkpoint's keys" in said
-    assert "resume from step 1 or before (--resume STEP) for the stable part" in said
+    assert (
+        "the learning rate of step 4 is 0.02, but was 0.002 with the configuration in the checkpoint"
+        in said
+    )
+    assert "resume from step 1 or before with --resume STEP" in said
 
 
 def kind(name: str) -> str:

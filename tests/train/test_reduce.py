@@ -102,9 +102,9 @@ def test_equal_plans_pass(parallel: ParallelSpec) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ("token", "the packing of the coming steps differently (step 1;"),
-        ("sharding", "the sharding of pipeline 1 of the coming steps differently (step 1;"),
-        ("longer", "the packing of the coming steps differently (step 1"),
+        ("token", "the packing of the coming steps differently (steps: 1;"),
+        ("sharding", "the sharding of pipeline 1 of the coming steps differently (steps: 1;"),
+        ("longer", "the packing of the coming steps differently (steps: 1"),
     ],
 )
 def test_a_difference_on_one_rank_stops_every_rank(wrong: str, expected: str) -> None:
@@ -113,7 +113,7 @@ def test_a_difference_on_one_rank_stops_every_rank(wrong: str, expected: str) ->
     for rank, message in enumerate(results):
         assert f"ranks planned {expected}" in message
         assert f"on rank {rank}: " in message
-        assert "compare those between nodes" in message
+        assert "compare these between nodes" in message
     plan, _ = step_one(0)
     assert f"{plan.digest():015x}" in results[0]
 
@@ -124,7 +124,7 @@ def test_data_that_ends_on_one_rank_alone_stops_every_rank() -> None:
     results = run_local(outcome, 4, PIPELINES, 1, "ended", start_group=True, timeout_s=600)
     for rank in (0, 2, 3):
         assert "(step 1;" in results[rank]
-    assert "(step none (this rank's data ended);" in results[1]
+    assert "(steps: none, because this rank's data has ended;" in results[1]
 
 
 def sums(world: World) -> tuple[float, float, dict[str, int], KeyRows | None]:

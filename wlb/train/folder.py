@@ -55,7 +55,9 @@ def _forget_stop(run: RunSection, console: Console) -> None:
     file = by_hand(run)
     if file.exists():
         file.unlink(missing_ok=True)
-        console.print(f"removed {file}, made before this job: make it again to end this one")
+        console.print(
+            f"removed {file}, which was left from an earlier job; create it again to stop this job"
+        )
 
 
 @contextmanager
@@ -65,9 +67,9 @@ def claiming(spec: RunSpec) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"run.output_dir = {spec.run.output_dir}: nothing can be written to "
-            f"{directory_of(spec)} ({error}); set run.output_dir to a folder with room for you to "
-            f"write"
+            f"run.output_dir = {spec.run.output_dir}: {directory_of(spec)} cannot be "
+            f"written ({error}). Set run.output_dir to a folder with free space that "
+            "you may write to"
         ) from None
 
 
@@ -78,8 +80,9 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
         given = Path(path).absolute()
         if path and (folder == given or folder in given.parents):
             raise UserError(
-                f"{key} = {path} lies in {directory}, the folder of a run of this name, which is "
-                f"about to be moved aside; copy it elsewhere or set run.name"
+                f"{key} = {path} is inside {directory}, the folder of an older run of "
+                "the same name, and this folder is renamed before training. Copy "
+                f"{path} elsewhere, or set another run.name"
             )
 
 
@@ -95,13 +98,13 @@ def _move_older_aside(job: Job, console: Console) -> bool:
     if job.resume is not None:
         console.print(f"resuming from {job.resume}")
         for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
-            console.print(f"a later checkpoint is now {path}")
+            console.print(f"a checkpoint later than the resumed one was renamed to {path}")
         if line := aside_remark(job.checkpoints):
             console.print(line)
     elif any(path.name != LOCK for path in directory.iterdir()):
         names = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
         aside = directory.rename(next(path for path in names if not path.exists()))
-        console.print(f"an older run of this name is now {aside}")
+        console.print(f"the folder of an older run of the same name was renamed to {aside}")
         return True
     return False
 

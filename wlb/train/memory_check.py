@@ -51,8 +51,11 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
     if measured is None or given <= measured.gib:
         return []
     return [
-        f"WARNING: cluster.memory_gib = {given:g}, but {measured.source} has {measured.gib:.1f} GiB"
-        f": the run is not refused for it, and may run out of memory"
+        (
+            f"WARNING: cluster.memory_gib = {given:g} is more than the "
+            f"{measured.gib:.1f} GiB of {measured.source}. The run starts "
+            "nevertheless, but may run out of memory"
+        )
     ]
 
 
@@ -87,7 +90,12 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
         return spec, []
     lowered = replace(spec, packing=replace(spec.packing, memory_gib=planned))
     why = f"the {budget.explanation}"
-    return lowered, [f"packing.memory_gib = {given:g} is lowered to {planned:g}: {why}"]
+    return lowered, [
+        (
+            f"packing.memory_gib = {given:g} was lowered to {planned:g}, the memory that "
+            f"plans may use: {why}"
+        )
+    ]
 
 
 def check_budget(spec: RunSpec, budget: Budget | None) -> list[str]:
@@ -126,9 +134,10 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
     return (
         f"pipeline rank {estimate.pp_rank} needs about {estimate.total_bytes:,} bytes "
         f"({size_text(estimate.total_bytes)}), more than the {budget.explanation}: "
-        f"{listed}. Use training.recompute, a lower packing.s_max (0 = what "
-        f"fits) or data.context_window, fsdp.reshard_after_forward, or more ranks (parallel.tp, "
-        f"cp, pp, dp); a larger cluster.memory_gib starts anyway"
+        f"{listed}. Set training.recompute, a lower packing.s_max (0 = as large as "
+        "fits), a shorter data.context_window or fsdp.reshard_after_forward, or use "
+        "more ranks (parallel.tp, cp, pp, dp). To start the run nevertheless, raise "
+        "cluster.memory_gib"
     )
 
 
@@ -137,7 +146,7 @@ def caps_line(spec: RunSpec, budget: Budget) -> str:
     try:
         caps = token_caps(spec, memory_bytes=budget.planned_bytes)
     except UserError as error:
-        return f"nothing fits: {error}"
+        return f"no micro-batch fits into the memory: {error}"
     windows = caps.s_max / spec.data.context_window
     line = f"micro-batches of {caps.s_max:,} tokens (S_max {windows:.2f} windows), "
     if caps.step_tokens is None:

@@ -57,9 +57,10 @@ def peak_missed(spec: RunSpec) -> str:
     if t.warmup_steps <= t.steps:
         return ""
     return (
-        f"training.warmup_steps = {t.warmup_steps} is more than training.steps = {t.steps}: the "
-        f"learning rate ends at {learning_rate(spec, t.steps - 1):.3g} and does not reach "
-        f"training.learning_rate = {t.learning_rate:.3g}"
+        f"training.warmup_steps = {t.warmup_steps} is more than training.steps = "
+        f"{t.steps}, so the learning rate ends at "
+        f"{learning_rate(spec, t.steps - 1):.3g} and never reaches "
+        f"training.learning_rate = {t.learning_rate:.3g}; lower training.warmup_steps"
     )
 
 
@@ -74,12 +75,16 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
     old, new = learning_rate(replace(spec, training=before), step), learning_rate(spec, step)
     if math.isclose(old, new, rel_tol=1e-9):
         return ""
-    line = f"step {step + 1} has a learning rate of {new:.3g}, {old:.3g} by the checkpoint's keys"
+    line = (
+        f"the learning rate of step {step + 1} is {new:.3g}, but was {old:.3g} with "
+        "the configuration in the checkpoint"
+    )
     begin = before.steps - before.decay_steps
     if new > old and before.schedule == RateSchedule.WSD and step > begin:
         line += (
-            f": its weights have begun to decay, resume from step {begin} or before "
-            f"(--resume STEP) for the stable part"
+            ". The checkpoint was saved after the learning rate began to decay; to "
+            f"continue at the constant rate, resume from step {begin} or before with "
+            "--resume STEP"
         )
     return line
 

@@ -225,10 +225,14 @@ class StepReducer:
 
     def _explain(self, slot: int, ahead: Plans) -> str:
         what = "the packing" if slot == 0 else f"the sharding of pipeline {slot - 1}"
-        steps = ", ".join(str(plan.step) for plan, _ in ahead) or "none (this rank's data ended)"
+        steps = (
+            ", ".join(str(plan.step) for plan, _ in ahead)
+            or "none, because this rank's data has ended"
+        )
         own = ", ".join(f"{plan.digest():015x}" for plan, _ in ahead)
         return (
-            f"ranks planned {what} of the coming steps differently (step {steps}; digest on rank "
-            f"{self.mesh.rank}: {own}). All ranks must run the same wlb version and configuration "
-            f"on the same token store; compare those between nodes and start again with --resume"
+            f"ranks planned {what} of the coming steps differently (steps: {steps}; "
+            f"digests on rank {self.mesh.rank}: {own}). All ranks must run the same "
+            "wlb version with the same configuration and token store; compare these "
+            "between nodes, then start again with --resume"
         )

@@ -108,15 +108,17 @@ def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> Non
     run = checkpoint.read_run(saved_in)
     if (updates := run["step"]) > state.next_step:
         raise UserError(
-            f"{saved_in} has {updates} updates of its weights, its planner state only "
-            f"{state.next_step} steps; they are not of one save, so resume from another checkpoint"
+            f"the checkpoint {saved_in} mixes files of two saves: its weights have "
+            f"{updates} updates, but its planner state has only {state.next_step} "
+            "steps; resume from another checkpoint"
         )
     found = {"next_step": state.next_step, "policy": state.carry.policy}
     # Checkpoints of earlier versions lack this entry.
     if (said := run.get("planner", found)) != found:
         raise UserError(
-            f"{saved_in} was saved with {said} of its planner, its planner state has {found}; they "
-            f"are not of one save, so resume from another checkpoint"
+            f"the checkpoint {saved_in} mixes files of two saves: its run.json "
+            f"describes the planner state as {said}, but the state is {found}; resume "
+            "from another checkpoint"
         )
 
 
@@ -231,7 +233,11 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
         for name in ours
         if ours[name] != before[name]
     ]
-    return f"weights of {saved_in} continue with {', '.join(changed)}" if changed else ""
+    return (
+        f"the weights of {saved_in} continue with a changed model: {', '.join(changed)}"
+        if changed
+        else ""
+    )
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:

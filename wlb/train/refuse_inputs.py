@@ -48,10 +48,10 @@ def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
     """
     store = open_store(train)
     if not store.num_targets.any():
-        has = "no trained token" if store.has_targets else "one token"
+        has = "no token that is a target" if store.has_targets else "one token"
         raise UserError(
-            f"every document of the store {store.prefix} has {has}, so there is nothing to "
-            f"predict; use another data.store or data.corpus"
+            f"every document of the store {store.prefix} has {has}, so the model has "
+            "nothing to predict; use another data.store or data.corpus"
         )
     if spec.eval.steps and heldout:
         held_out = TokenStore(heldout)
@@ -67,8 +67,9 @@ def refuse_snapshots(spec: RunSpec, device: str) -> None:
     if device == "cuda" or not steps:
         return
     raise UserError(
-        f"telemetry.snapshot_steps = {steps} writes what CUDA's allocator knows of GPUs, and this "
-        f"run computes on {device}; leave it out, or set run.device = cuda"
+        f"telemetry.snapshot_steps = {steps} records the memory of GPUs, but this run "
+        f"computes on {device}; remove telemetry.snapshot_steps, or set run.device = "
+        "cuda"
     )
 
 
@@ -84,7 +85,9 @@ def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: 
     if heldout.vocab_size and heldout.vocab_size > spec.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {spec.model.vocab_size} is smaller than the "
-            f"{heldout.vocab_size} entries of the held-out store {heldout.prefix}; raise it"
+            f"vocabulary of the held-out store {heldout.prefix}, which has "
+            f"{heldout.vocab_size} entries; raise model.vocab_size to at least "
+            f"{heldout.vocab_size}"
         )
 
 
@@ -108,14 +111,16 @@ def check_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
         read = attrgetter(name)
         if read(theirs) != read(model):
             raise UserError(
-                f"{option}: {saved_in} has model.{name} = {read(theirs)}, this run "
-                f"{read(model)}; use the checkpoint's model, or start without {option}"
+                f"{option}: the checkpoint {saved_in} has model.{name} = "
+                f"{read(theirs)}, but this run has model.{name} = {read(model)}; set "
+                f"the run's model to the checkpoint's, or start without {option}"
             )
     kinds = [each.experts.balance for each in (theirs, model)]
     if kinds[0] == ExpertBalance.BIAS != kinds[1]:
         raise UserError(
-            f"{option}: {saved_in} chooses experts by biases (model.experts.balance = bias), this "
-            f"run has {kinds[1]}; set it to bias, or start without {option}"
+            f"{option}: the checkpoint {saved_in} was trained with "
+            "model.experts.balance = bias, but this run has model.experts.balance = "
+            f"{kinds[1]}; set model.experts.balance = bias, or start without {option}"
         )
 
 

@@ -59,7 +59,7 @@ PREPARE_TIMEOUT_S = 24 * 3600.0
 """Seconds that ranks of torchrun or Slurm wait for rank 0 to make the token store.
 
 Rank 0 may tokenise a large corpus meanwhile, so the limit is a day."""
-_STOPPED = "stopped by a signal before training began: there is nothing to save"
+_STOPPED = "stopped by a signal before training began, so there is nothing to save"
 
 
 class _Request(NamedTuple):
@@ -302,7 +302,10 @@ def _report_last_failure(directory: Path, console: Console) -> None:
         report = compose_report(directory)
     # Damaged records of an earlier start must not keep a run from resuming.
     except Exception as error:
-        line = f"what ended the last start of this run cannot be read: {error!r}"
+        line = (
+            "the records of the last start of this run cannot be read, so its failure "
+            f"is not reported: {error!r}"
+        )
         console.print(line, markup=False)
         return
     if report is not None:
@@ -431,14 +434,17 @@ def _refuse_calibration(spec: RunSpec) -> None:
     telemetry, steps, recompute = spec.telemetry, spec.training.steps, spec.training.recompute
     if steps <= telemetry.warmup_steps:
         raise UserError(
-            f"--calibrate: training.steps = {steps} are all warm-up (telemetry.warmup_steps = "
-            f"{telemetry.warmup_steps}); train more steps"
+            f"--calibrate needs measured steps, but all of training.steps = {steps} "
+            "belong to the warm-up (telemetry.warmup_steps = "
+            f"{telemetry.warmup_steps}); set training.steps to more than "
+            "telemetry.warmup_steps"
         )
     if recompute != Recompute.NONE:
         raise UserError(
-            f"--calibrate fits forward and backward apart, but with training.recompute = "
-            f"{recompute} backward includes forward work; set training.recompute = none (with a "
-            f"shorter data.context_window if that does not fit)"
+            "--calibrate needs training.recompute = none, because with "
+            f"training.recompute = {recompute} the backward pass includes forward "
+            "work; set training.recompute = none, with a shorter data.context_window "
+            "if memory does not suffice"
         )
 
 
@@ -457,8 +463,9 @@ def _describe_ranks(spec: RunSpec, choice: DeviceChoice, world: World | None) ->
     is_meant_for_gpus = spec.run.device == Device.AUTO and spec.cost.profile not in ("auto", "cpu")
     if choice.kind == "cpu" and is_meant_for_gpus:
         return (
-            f"This machine does not have the GPUs that {spec.run.name} is meant for, so it will be "
-            f"slow here; --dry-run predicts it for them. {why}"
+            f"This machine does not have the GPUs for which {spec.run.name} is "
+            "configured, so the run will be slow; run with --dry-run to predict its "
+            f"time on those GPUs. {why}"
         )
     return why
 

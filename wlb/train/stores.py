@@ -46,8 +46,8 @@ def named_stores(spec: RunSpec) -> Stores | None:
     vocab = spec.model.vocab_size or store.vocab_size
     if not vocab:
         raise UserError(
-            f"the store {store.prefix} does not say how large its vocabulary is; set "
-            f"model.vocab_size"
+            f"the store {store.prefix} does not record the size of its vocabulary; set "
+            "model.vocab_size"
         )
     note = store.summary
     if isinstance(store, BlendedStore):
@@ -170,7 +170,8 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
     store = open_store(stores.train)
     if store.vocab_size and store.vocab_size > stores.vocab_size:
         raise UserError(
-            f"model.vocab_size = {stores.vocab_size} is smaller than the {store.vocab_size} "
-            f"entries of the store {store.prefix}; raise it or set it to 0"
+            f"model.vocab_size = {stores.vocab_size} is smaller than the vocabulary of "
+            f"the store {store.prefix}, which has {store.vocab_size} entries; raise "
+            "model.vocab_size, or set it to 0 to use the store's size"
         )
     return check(replace(spec, model=replace(spec.model, vocab_size=stores.vocab_size)))

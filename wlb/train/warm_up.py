@@ -67,8 +67,8 @@ class CompileAttention(Hook):
         for segments in calls:
             _attend(run.spec, backend, segments, device)
         run.report.say(
-            f"compiled or read attention kernels for {len(calls)} kinds of calls in "
-            f"{time.perf_counter() - begin:.0f} s"
+            "compiled attention kernels, or read them from the cache, for "
+            f"{len(calls)} kinds of calls in {time.perf_counter() - begin:.0f} s"
         )
 
 

@@ -37,7 +37,7 @@ def damaged(path: Path, how: str) -> None:
         (SHARD, "a bit", "is corrupt: its SHA-256"),
         ("manifest.json", "the end", "cannot be read"),
         *full(
-            (SHARD, "the end", "bytes, but was saved with"),
+            (SHARD, "the end", "bytes when it was saved"),
             (SHARD, "all", "is missing"),
             (SHARD.replace("1", "2", 1), "a copy", "is not in manifest.json"),
             (".left.safetensors", "a copy", "is not in manifest.json"),
@@ -57,7 +57,7 @@ def test_damage_is_refused_and_the_one_before_is_offered(
     # What was offered works, and what was damaged is out of the way.
     run, shown = train(spec, resume="4")
     assert f"resuming from {at(tmp_path, 4)}" in shown
-    assert "a later checkpoint is now" in shown
+    assert "a checkpoint later than the resumed one was renamed to" in shown
     assert [line["steps_done"] for line in run.steps][-3:] == [5, 6, 7]
     assert run.losses[-3:-1] == whole.losses[4:]
     aside = at(tmp_path, 6).parent / "aside-1-step-00000006"
@@ -101,12 +101,12 @@ def a_list(found: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (without_files, "lists no whole checkpoint"),
-        (without_shards, "lists no whole checkpoint"),
-        (with_another_size, "is corrupt: its entries are not those that were saved"),
-        (with_a_path, 'has an entry that is not "NAME"'),
-        (with_a_word_for_a_size, 'has an entry that is not "NAME"'),
-        (with_another_key, 'has an entry that is not "NAME"'),
+        (without_files, "does not list all files of a checkpoint"),
+        (without_shards, "does not list all files of a checkpoint"),
+        (with_another_size, "is corrupt: the checksum of its entries is wrong"),
+        (with_a_path, 'has an entry in a wrong format; each entry must be "NAME"'),
+        (with_a_word_for_a_size, 'has an entry in a wrong format; each entry must be "NAME"'),
+        (with_another_key, 'has an entry in a wrong format; each entry must be "NAME"'),
         (a_list, "cannot be read"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
         run, _ = train(spec, resume=True)
         assert len(run.steps) == 7
         return
-    said = r"planner\.json: .* prices for steps from 9 on that its run learned"
+    said = r"planner\.json: .* to measured times from step 9 on"
     with pytest.raises(UserError, match=said):
         train(spec, resume=True)
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
     ("name", "key", "said"),
     [
         ("planner.json", "carry", "contradicts itself: the corpus gave"),
-        ("run.json", "step", "has 60 updates of its weights, its planner state only 6 steps"),
+        ("run.json", "step", "its weights have 60 updates, but its planner state has only 6 steps"),
         ("planner.json", "next_step", "was saved with .*'next_step': 6.* has .*'next_step': 100"),
         (
             "planner.json",
@@ -205,9 +205,9 @@ def test_a_state_that_was_edited_and_signed_again_is_refused(
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, runs save it in torch\.float32"),
-        (b"DCP_SHARDING_INFO", b"DCP_SHARDING_INFX", "does not say where its tensors belong"),
-        (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is not a whole"),
+        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, but runs save torch\.float32"),
+        (b"DCP_SHARDING_INFO", b"DCP_SHARDING_INFX", "lacks the metadata"),
+        (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is incomplete or corrupt"),
     ],
 )
 def test_a_header_that_was_edited_and_signed_again_is_refused(
@@ -279,7 +279,7 @@ def test_a_stray_that_nothing_reads_costs_no_checkpoint(
     assert f"resuming from {at(tmp_path, 6)}" in shown
     said = "step-00000006 has files that were not saved with it: NOTES.txt, evaluations, notes.json"
     assert said in shown
-    assert "where no run removes them: aside-1-step-00000009 (3 MiB); remove" in shown
+    assert "aside-1-step-00000009 (3 MiB). No run removes these; remove" in shown
     assert len(run.steps) == 7
 
 
@@ -307,7 +307,7 @@ def test_auto_does_not_start_anew_where_all_are_damaged(
 def test_the_first_checkpoint_has_none_before_it(whole: Run, corpus: Path, tmp_path: Path) -> None:
     spec = copied(whole, tmp_path, corpus)
     damaged(at(tmp_path, 2) / "run.json", "the end")
-    with pytest.raises(ValueError, match="there is no checkpoint before it"):
+    with pytest.raises(ValueError, match="there is no older checkpoint"):
         train(spec, resume="2")
 
 
@@ -320,7 +320,9 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
     assert f"resuming from {at(tmp_path, 4)}" in shown
     assert run.losses[-2:] == whole.losses[-2:]
     assert not partial.exists()
-    with pytest.raises(ValueError, match=r"--resume 5: .* is no checkpoint of this run; .*step-0"):
+    with pytest.raises(
+        ValueError, match=r"--resume 5: .* is not a checkpoint of this run; .*step-0"
+    ):
         train(spec, resume="5")
     with pytest.raises(ValueError, match=r"set checkpoint\.init_from"):
         train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
@@ -330,7 +332,10 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
 def test_a_step_to_resume_is_a_number_in_digits(tmp_path: Path, asked: str) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-²").mkdir()  # of somebody else
-    with pytest.raises(UserError, match=r"is no checkpoint of this run; .* has step-00000001\."):
+    with pytest.raises(
+        UserError,
+        match=r"is not a checkpoint of this run; .* has these checkpoints: step-00000001\.",
+    ):
         checkpoint.resolve_resume(tmp_path, asked)
 
 

@@ -38,7 +38,9 @@ def test_a_checkpoint_of_the_same_model_holds_its_tensors() -> None:
 
 def test_tensors_that_the_model_lacks_are_refused_by_name() -> None:
     without = replace(GEMMA, branch_norms=False)
-    message = r"has 4 tensors that this model does not have, such as .*layers\.0\..*norm\.weight"
+    message = (
+        r"has 4 tensors that the run's model does not have, such as .*layers\.0\..*norm\.weight"
+    )
     with pytest.raises(UserError, match=message) as caught:
         check_names(HERE, names_of(GEMMA), without)
     # Nothing is damaged, so that no run goes back to an older checkpoint.

@@ -62,10 +62,12 @@ def test_a_save_needs_room_for_one_more_than_are_kept(tmp_path: Path, fit: Fit) 
     assert room.check_disk_space(directory, spec, None) == []
     fit(spec, 2.9)
     (told,) = room.check_disk_space(directory, spec, None)
-    words = [f"WARNING: {tmp_path} has ", "2 more fit", "3 more at once", "checkpoint.keep = 2"]
+    words = [f"WARNING: {tmp_path} has ", "2 more fit", "space for 3 more", "checkpoint.keep = 2"]
     assert lacks(told, *words) == []
     fit(spec, 0.9)
-    with pytest.raises(UserError, match=r"run\.output_dir = .*not one could be saved; free room"):
+    with pytest.raises(
+        UserError, match=r"run\.output_dir = .*no checkpoint could be saved. Free space"
+    ):
         room.check_disk_space(directory, spec, None)
 
 
@@ -85,10 +87,10 @@ def test_what_is_there_needs_no_room_again(tmp_path: Path, fit: Fit) -> None:
     fit(spec, 1.1)
     assert room.check_disk_space(tmp_path, spec, second) == []
     (told,) = room.check_disk_space(tmp_path, spec, first)  # the later ones are put aside, and stay
-    assert "1 more fit, but the run will hold 2 more" in told
+    assert "Only 1 more checkpoints fit, but the run will need space for 2 more" in told
     fit(spec, 0.9)
     assert len(room.check_disk_space(tmp_path, spec, second)) == 1  # the first one can be removed
-    with pytest.raises(UserError, match="not one could be saved"):
+    with pytest.raises(UserError, match="no checkpoint could be saved"):
         room.check_disk_space(tmp_path, spec, first)
     # What a crash left half-written is removed before the first save.
     partial = tmp_path / "partial-00000004"
@@ -136,9 +138,11 @@ def test_a_run_looks_for_room_before_its_folder_is_made(
     spec = spec_of(tmp_path, corpus, checkpoint={"keep": 2}, training={"steps": 3})
     trained = replace(spec, model=replace(spec.model, vocab_size=320))
     fit(trained, 0.5)
-    with pytest.raises(UserError, match="not one could be saved"):
+    with pytest.raises(UserError, match="no checkpoint could be saved"):
         train(spec)
     assert not (tmp_path / "runs" / "small").exists()
     fit(trained, 1.5)
     _, shown = train(spec)
-    assert "1 more fit, but the run will hold 2 more at once" in " ".join(shown.split())
+    assert "Only 1 more checkpoints fit, but the run will need space for 2 more" in " ".join(
+        shown.split()
+    )

@@ -237,7 +237,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
     (told,) = [line for line in done.stderr.splitlines() if "could not be written" in line]
-    assert "make room or correct run.output_dir, and continue with --resume" in told
+    assert "free space on the disk or correct run.output_dir, then continue with --resume" in told
     assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
     assert len(Run(spec).steps) == 3
 
@@ -346,7 +346,7 @@ def test_files_that_another_node_has_just_written_are_waited_for(tmp_path: Path)
     threading.Timer(0.3, checkpoint.write_manifest, [folder, files]).start()
     checkpoint.await_files(folder, within_s=30.0)
     (folder / "run.json").unlink()
-    with pytest.raises(ValueError, match=r"run\.json is missing, as this node sees it"):
+    with pytest.raises(ValueError, match=r"run\.json is missing on this node"):
         checkpoint.await_files(folder, within_s=0.1)
 
 
@@ -361,7 +361,7 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
 
     with pytest.raises(ValueError, match=r"init_from: .*has model.num_layers = 4, this run 2"):
         train(spec(saved, model={"num_layers": 2}))
-    with pytest.raises(ValueError, match="is neither a checkpoint"):
+    with pytest.raises(ValueError, match="must be a checkpoint"):
         train(spec(tmp_path / "nothing"))
     scaling = {"factor": 2.0}
     rotated = spec(saved, model={"num_layers": 2, "rope_theta": 5e5, "rope_scaling": scaling})
@@ -369,7 +369,7 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
     assert lacks(told, saved, "model.rope_theta = 500000.0", "10000.0") == []
     assert lacks(told, "model.rope_scaling.factor = 2.0", "1.0") == []
     assert refuse.model_change(spec(saved).model, saved) == ""
-    with pytest.raises(ValueError, match=r"init_from = .* about to be moved aside"):
+    with pytest.raises(ValueError, match=r"init_from = .* this folder is renamed before training"):
         train(spec(saved, run={"name": "small"}))
     assert not (tmp_path / "runs" / "second").exists()
 

@@ -64,7 +64,10 @@ def test_a_folder_that_is_lost_ends_the_run(
     (tmp_path / "run.toml").write_text(to_toml(spec))
     assert main(["train", str(tmp_path / "run.toml")]) == 1
     said = capsys.readouterr()
-    assert f"{folder} is no longer the folder of this run, after step {step + 1}" in said.err
+    assert (
+        f"{folder}, the folder of this run, was removed or renamed after step {step + 1}"
+        in said.err
+    )
     assert "Traceback" not in said.err
     assert "token delay" not in said.out  # of the summary
     assert steps[-1] == step
@@ -96,5 +99,5 @@ def _target(descriptor: str) -> str:
 def test_a_folder_that_is_lost_ends_all_ranks(tmp_path: Path, corpus: Path) -> None:
     failure = broken_run(tmp_path, corpus, (0,), lose)
     assert failure.rank == 0
-    assert "is no longer the folder of this run, after step 3" in failure.error
+    assert "the folder of this run, was removed or renamed after step 3" in failure.error
     assert not (tmp_path / "runs" / "small").exists()

@@ -43,8 +43,11 @@ def test_a_second_process_is_told_who_trains_the_run(
     first, second = said_by(tmp_path / "runs" / "mine")[0], said_by(tmp_path / "runs" / "mine")[0]
     first.take()
     first.take()
-    owner = rf"runs/mine is being trained by process {os.getpid()} on {socket.gethostname()} since"
-    with pytest.raises(ValueError, match=rf"{owner} .*; end that process or set run\.name"):
+    owner = rf"runs/mine is in use: process {os.getpid()} on {socket.gethostname()} since"
+    with pytest.raises(
+        ValueError,
+        match=rf"{owner} .* has trained a run there since .*\. End that process, or set another run\.name",
+    ):
         second.take()
     other = said_by(tmp_path / "runs" / "other")[0]
     other.take()
@@ -85,10 +88,10 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     monkeypatch.setattr(fcntl, "flock", lock_files_only)
     gone, second = said_by(tmp_path / "mine"), said_by(tmp_path / "mine")
     gone[0].take()
-    said = f"is on a file system that locks files, not folders, such as NFS .* leave {gone[0].path}"
+    said = f"is on a file system that can lock files but not folders, such as NFS .* do not remove {gone[0].path}"
     assert re.search(said, gone[1].getvalue())
     gone[0].path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
-    remedy = rf"process 7 on n12 since 2026-11-01; .*its machine is gone, remove {gone[0].path}\)"
+    remedy = rf"process 7 on n12 has trained a run there since 2026-11-01.*its machine no longer runs, remove {gone[0].path}\)"
     with pytest.raises(ValueError, match=remedy):
         second[0].take()
     assert second[1].getvalue().count("waiting for") == 1
@@ -116,7 +119,7 @@ def test_a_folder_is_locked_whatever_leads_to_it(
     if how == "lock replaced":
         first.path.touch()
     second = said_by(name)[0]
-    with pytest.raises(ValueError, match="is being trained by process"):
+    with pytest.raises(ValueError, match="is in use: process"):
         second.take()
     first.close()
     second.take()
@@ -156,7 +159,7 @@ def test_a_new_folder_of_the_name_is_locked_when_the_old_one_was_moved_aside(
     first.take()
     aside = first.directory.rename(tmp_path / "mine.1")
     first.take_next()
-    with pytest.raises(ValueError, match="is being trained by process"):
+    with pytest.raises(ValueError, match="is in use: process"):
         second.take()
     moved = said_by(aside)[0]
     moved.take()
@@ -192,7 +195,7 @@ def test_a_run_that_is_trained_is_neither_moved_aside_nor_tidied(
     other = said_by(run.folder)[0]
     other.take()
     for resume in (False, True, "auto"):
-        with pytest.raises(ValueError, match="small is being trained by process"):
+        with pytest.raises(ValueError, match="small is in use: process"):
             train(spec, resume=resume)
     assert partial.exists()
     assert not run.folder.with_name("small.1").exists()

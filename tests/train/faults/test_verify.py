@@ -45,7 +45,9 @@ def said_by(capsys: pytest.CaptureFixture[str], shown: str) -> str:
 def test_a_changed_bit_ends_the_run(tmp_path: Path, store: str) -> None:
     flip(store)
     spec = spec_of(tmp_path, store, training={"steps": 400})
-    with pytest.raises(UserError, match=r"token stores: .*store\.bin has checksum .* not to be"):
+    with pytest.raises(
+        UserError, match=r"token stores: .*store\.bin has checksum .* may have used damaged data"
+    ):
         train(spec)
     assert len(Run(spec).steps) < 400
 
@@ -56,13 +58,15 @@ def test_what_was_read_once_is_read_again_only_if_it_changed(
 ) -> None:
     run, shown = train(spec_of(tmp_path, store, training={"steps": 2}))
     told = said_by(capsys, shown)
-    assert "token stores: reading" in told
-    assert "token stores: their contents match their descriptions" in told
+    assert "token stores: checking" in told
+    assert "token stores: their contents match their checksums" in told
     record = json.loads((run.folder / "stores.json").read_text())
     assert sorted(record) == ["held-out", "train"]
     assert record["train"]["tokens"] == TokenStore(store).info.checksum  # type: ignore[union-attr]
     _, shown = train(spec_of(tmp_path, store, training={"steps": 4}), resume=True)
-    assert "token stores: train store unchanged since it was read" in said_by(capsys, shown)
+    assert "token stores: the train store is unchanged since it was last read" in said_by(
+        capsys, shown
+    )
     flip(store)
     with pytest.raises(UserError, match=r"token stores: .*store\.bin has checksum"):
         train(spec_of(tmp_path, store, training={"steps": 6}), resume=True)
@@ -102,7 +106,9 @@ def test_a_damaged_record_is_refused(tmp_path: Path, store: str) -> None:
     verify.StoreCheck(stores, record).run()
     for text in ("[]", "{", '{"train": {}}', '{"train": {"tokens": 1, "stamps": {}}}'):
         record.write_text(text)
-        with pytest.raises(UserError, match=r"stores\.json.*and they are read anew"):
+        with pytest.raises(
+            UserError, match=r"stores\.json.*the stores are then read and checked again"
+        ):
             verify.StoreCheck(stores, record)
 
 
@@ -138,5 +144,5 @@ def test_a_run_that_ends_does_not_wait_for_the_rest_of_a_large_store(
     monkeypatch.setattr(verify.VerifyStores, "close", closed)
     run, shown = train(spec_of(tmp_path, store))
     assert len(run.steps) == 6
-    assert "token stores: training ended when" in said_by(capsys, shown)
+    assert "token stores: training ended after only" in said_by(capsys, shown)
     assert not (run.folder / "stores.json").exists()

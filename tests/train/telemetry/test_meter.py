@@ -201,7 +201,11 @@ REFUSED = [
         {"training": {"steps": 6, "recompute": "full"}},
         "training.recompute = full backward includes",
     ),
-    ({"warmup_steps": 6}, {}, r"training.steps = 6 are all warm-up \(telemetry.warmup_steps = 6\)"),
+    (
+        {"warmup_steps": 6},
+        {},
+        r"training.steps = 6 belong to the warm-up \(telemetry.warmup_steps = 6\)",
+    ),
 ]
 
 
@@ -226,12 +230,16 @@ def test_where_a_profile_is_written(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").touch()
     assert path("") == tmp_path / "cpu-calibrated-3.json"
     for wanted in ("mine", str(tmp_path / "mine.json")):
-        with pytest.raises(ValueError, match=r"mine.json exists, and profiles are never"):
+        with pytest.raises(ValueError, match=r"mine.json already exists, and --calibrate never"):
             path(wanted)
     for wanted in ("h100", "elsewhere/cpu.json"):
-        with pytest.raises(ValueError, match=r"is the name of a shipped profile"):
+        with pytest.raises(
+            ValueError, match=r"is already the name of a profile that comes with wlb"
+        ):
             path(wanted)
-    with pytest.raises(ValueError, match=r"--calibrate a/b: give a name, or the path of a file"):
+    with pytest.raises(
+        ValueError, match=r"--calibrate a/b must be a name without folders, or the path of a file"
+    ):
         path("a/b")
 
 
@@ -243,7 +251,7 @@ def test_a_run_with_a_profile_of_the_folder_it_would_move_is_refused(
     profile.write_text(json.dumps({}))
     spec = small_spec(tmp_path, corpus, cost={"profile": str(profile)})
     with pytest.raises(
-        ValueError, match="the folder of a run of this name, which is about to be moved"
+        ValueError, match="the folder of an older run of the same name, and this folder is renamed"
     ):
         train(spec)
     assert profile.exists()
@@ -382,7 +390,7 @@ def test_what_drifted_is_said_and_the_profile_says_where_it_comes_from(tmp_path:
     assert "attention_forward 1.3, attention_backward 1.14" in source
     finish(Console(file=said, width=200))  # again: another run finished meanwhile
     assert load_profile(str(tmp_path / "new" / "mine-calibrated.json")).name == "mine-calibrated"
-    assert f"{path} was written by another run meanwhile" in said.getvalue()
+    assert f"{path} in the meantime" in said.getvalue()
     none = StringIO()
     Calibration(spec).finish(
         path, cost=cost, run=path, collectives=True, console=Console(file=none, width=200)

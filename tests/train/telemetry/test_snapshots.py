@@ -78,7 +78,7 @@ def test_a_snapshot_that_cannot_be_written_hides_no_failure(
 def test_snapshots_of_a_run_without_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     key = "telemetry.snapshot_steps=[1]"
     spec = load("demo", [key])
-    message = r"telemetry\.snapshot_steps = .* GPUs, and this run computes on cpu; leave it"
+    message = r"telemetry\.snapshot_steps = .* GPUs, but this run computes on cpu; remove telemetry"
     with pytest.raises(UserError, match=message):
         refuse_snapshots(spec, "cpu")
     refuse_snapshots(spec, "cuda")

@@ -168,16 +168,18 @@ def _named(directory: Path, value: str) -> Path:
     if not value:
         if not found:
             raise UserError(
-                f"--resume: no checkpoint in {directory}; start without --resume, or set run.name "
-                f"and run.output_dir to those of the run that should continue"
+                f"--resume: {directory} has no complete checkpoint. Start without "
+                "--resume, or set run.name and run.output_dir to the values of the "
+                "run that you want to resume"
             )
         return found[-1]
     wanted = folder_of(directory, int(value)) if _STEP.fullmatch(value) else Path(value)
     if wanted.absolute() not in [path.absolute() for path in found]:
         there = ", ".join(path.name for path in found) or "none"
         raise UserError(
-            f"--resume {value}: {wanted} is no checkpoint of this run; {directory} has {there}. To "
-            f"start a new run from its weights, set checkpoint.init_from"
+            f"--resume {value}: {wanted} is not a checkpoint of this run; {directory} "
+            f"has these checkpoints: {there}. Give one of them. To start a new run "
+            "from weights of another run, set checkpoint.init_from instead"
         )
     return wanted
 
@@ -197,7 +199,8 @@ def resolve(folder: Path, option: str) -> Path:
     found = list_complete(folder / "checkpoints")
     if not found:
         raise UserError(
-            f"{option} is neither a checkpoint (a folder with {RUN}) nor a run that has checkpoints"
+            f"{option} must be a checkpoint (a folder with the file {RUN}) or the "
+            "folder of a run that has checkpoints; correct the path"
         )
     return found[-1]
 
@@ -230,8 +233,8 @@ def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
 def planner_state(checkpoint: Path) -> PlannerState:
     """Read the planner's state of a checkpoint, from which planning continues."""
     path = checkpoint / PLANNER
-    with malformed(path, "use another checkpoint"):
-        return PlannerState.from_json(read_object(path, remedy="use another checkpoint"))
+    with malformed(path, "resume from another checkpoint"):
+        return PlannerState.from_json(read_object(path, remedy="resume from another checkpoint"))
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
@@ -245,7 +248,7 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
             commit), "imported" (only for a model imported from Hugging Face) and "planner" (entries
             of planner.json that are repeated here, see `planner_of`).
     """
-    path, remedy = checkpoint / RUN, "use another checkpoint"
+    path, remedy = checkpoint / RUN, "resume from another checkpoint"
     # `wide` allows the many keys of a model's generation_config.json in "imported".
     run = read_object(path, remedy=remedy, wide=True)
     check_schema(run, _RUN, path, remedy=remedy)
@@ -328,12 +331,20 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse(path, f"cannot be read ({error})")
     if not is_sound:
-        _refuse(path, 'has an entry that is not "NAME": {"bytes": N, "sha256": 64 digits}')
+        _refuse(
+            path,
+            'has an entry in a wrong format; each entry must be "NAME": '
+            '{"bytes": N, "sha256": 64 hex digits}',
+        )
     if RUN not in files or not any(name.endswith(_TENSORS) for name in files):
-        _refuse(path, f"lists no whole checkpoint, which has {RUN} and files *{_TENSORS}")
+        _refuse(
+            path,
+            f"does not list all files of a checkpoint; a checkpoint has {RUN} and at "
+            f"least one file *{_TENSORS}",
+        )
     # Manifests of earlier versions have no digest of their entries.
     if found.get("sha256", _digest_of(files)) != _digest_of(files):
-        _refuse(path, "is corrupt: its entries are not those that were saved")
+        _refuse(path, "is corrupt: the checksum of its entries is wrong")
     return files
 
 
@@ -372,7 +383,9 @@ def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
     """
     for path in _unlisted(checkpoint, files):
         if _is_read(path):
-            _refuse(path, f"is not in {MANIFEST}: it was not saved with the others")
+            _refuse(
+                path, f"is not listed in {MANIFEST}, so it was added after the checkpoint was saved"
+            )
 
 
 def harmless_strays(checkpoint: Path) -> list[str]:
@@ -399,7 +412,11 @@ def _damage(path: Path, num_bytes: int) -> str:
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
-    return f"has {size:,} bytes, but was saved with {num_bytes:,}" if size != num_bytes else ""
+    return (
+        f"has {size:,} bytes, but had {num_bytes:,} bytes when it was saved"
+        if size != num_bytes
+        else ""
+    )
 
 
 def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
@@ -445,7 +462,10 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
                 raise
         time.sleep(0.1)
     if problem := first_unseen(checkpoint, files, within_s=max(0.0, end - time.monotonic())):
-        raise UserError(f"{problem}, as this node sees it; run.output_dir must be shared by all")
+        raise UserError(
+            f"{problem} on this node. All nodes must see the checkpoint; set "
+            "run.output_dir to a folder that all nodes share"
+        )
 
 
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:
@@ -474,7 +494,7 @@ def check_share(checkpoint: Path, *, index: int, num: int) -> None:
 def check_digest(path: Path, wanted: str) -> None:
     """Raise DamagedCheckpoint if a file's SHA-256 is not `wanted`."""
     if file_digest(path) != wanted:
-        _refuse(path, "is corrupt: its SHA-256 is not the manifest's")
+        _refuse(path, "is corrupt: its SHA-256 differs from the one in the manifest")
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
@@ -484,7 +504,9 @@ def _refuse(path: Path, what: str) -> NoReturn:
     """
     checkpoint = path.parent
     before = [p for p in list_complete(checkpoint.parent) if p.name < checkpoint.name]
-    offer = "there is no checkpoint before it"
+    offer = "there is no older checkpoint"
     if before:
-        offer = f"the one before it is {before[-1]} (--resume {step_of(before[-1])})"
-    raise DamagedCheckpoint(f"{path} {what}; this checkpoint cannot be used, {offer}")
+        offer = (
+            f"resume from the previous checkpoint {before[-1]} with --resume {step_of(before[-1])}"
+        )
+    raise DamagedCheckpoint(f"{path} {what}. This checkpoint cannot be used; {offer}")

@@ -84,7 +84,9 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
         left = path.stat().st_size - 8 - size
         if not 2 <= size <= _MOST_BYTES or left < 0:
             raise UserError(
-                f"{path} is not a whole safetensors file (its header has {size} bytes); {remedy}"
+                f"{path} is not a complete safetensors file: its header should have "
+                f"{size} bytes, but the file ends earlier or this size is not "
+                f"possible; {remedy}"
             )
         where = f"the header of {path}"
         data = parse_json(file.read(size), where, remedy=remedy, unique=True)
@@ -98,14 +100,16 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
         need = (end_at - begin_at) * 8 if bits is None else prod(entry["shape"]) * bits
         if begin_at != at or need != (end_at - begin_at) * 8:
             raise UserError(
-                f"{where}: {name} of dtype {entry['dtype']} and shape {entry['shape']} has bytes "
-                f"[{begin_at}, {end_at}), after a tensor that ends at {at}; {remedy}"
+                f"{where} is damaged: tensor {name} of dtype {entry['dtype']} and "
+                f"shape {entry['shape']} has bytes [{begin_at}, {end_at}), but must "
+                f"begin at byte {at} and have the size of its dtype and shape; "
+                f"{remedy}"
             )
         at = end_at
     if at != left:
         raise UserError(
-            f"{path} is not a whole safetensors file (its tensors have {at} bytes, of which {left} "
-            f"are there); {remedy}"
+            f"{path} is not a complete safetensors file: its header lists {at} bytes "
+            f"of tensors, but the file has {left}; {remedy}"
         )
     starts = _starts(about, data, where, remedy) if has_offsets else {}
     return {
@@ -122,7 +126,10 @@ def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[in
     """
     offsets: list[int] = entry["data_offsets"]
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"{where}: {name} has data_offsets = {offsets}; {remedy}")
+        raise UserError(
+            f"{where} is damaged: tensor {name} has data_offsets = {offsets}, but they "
+            f"must be where its bytes begin and end; {remedy}"
+        )
     return offsets[0], offsets[1]
 
 
@@ -144,7 +151,10 @@ def _starts(
         UserError: If they are missing or do not fit the tensors' shapes.
     """
     if _SHARDING not in about:
-        raise UserError(f"{where} does not say where its tensors belong ({_SHARDING}); {remedy}")
+        raise UserError(
+            f"{where} lacks the metadata {_SHARDING}, which gives the position of each "
+            f"saved part in its whole tensor; {remedy}"
+        )
     found = parse_json(about[_SHARDING], f"{_SHARDING} in {where}", remedy=remedy, unique=True)
     each: Schema = {"saved_offsets": [COUNT], OTHERS: ANYTHING}
     schema: Schema = dict.fromkeys(tensors, each) if tensors else {OTHERS: ANYTHING}
@@ -152,7 +162,10 @@ def _starts(
     starts = {name: tuple(found[name]["saved_offsets"]) for name in tensors}
     for name, start in starts.items():
         if len(start) != len(tensors[name]["shape"]):
-            raise UserError(f"{where}: {name} begins at {list(start)}; {remedy}")
+            raise UserError(
+                f"{where} is damaged: tensor {name} has saved_offsets = {list(start)}, "
+                f"but must have one offset for each dimension; {remedy}"
+            )
     return starts
 
 
@@ -184,7 +197,11 @@ def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
     """
     dtypes, ranks = {p.dtype for p in parts}, {len(p.shape) for p in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
-        raise UserError(f"{where} has parts of {sorted(dtypes)} and {sorted(ranks)} axes; {remedy}")
+        raise UserError(
+            f"{where} is saved in parts of different kinds (dtypes {sorted(dtypes)}, "
+            f"numbers of dimensions {sorted(ranks)}), but all parts must have one "
+            f"dtype and one number of dimensions; {remedy}"
+        )
     stops = [tuple(map(sum, zip(p.start, p.shape, strict=True))) for p in parts]
     shape = tuple(map(max, zip(*stops, strict=True)))
     if len(parts) > 1 or any(parts[0].start):
@@ -202,6 +219,9 @@ def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
             )
             taken[tuple(cells)] += 1
         if (taken != 1).any():
-            what = "more than once" if (taken > 1).any() else "only in parts"
-            raise UserError(f"{where} occurs {what} in the files of the checkpoint; {remedy}")
+            what = "more than once" if (taken > 1).any() else "only in part"
+            raise UserError(
+                f"{where} is saved {what} in the files of the checkpoint, but each of "
+                f"its elements must be saved exactly once; {remedy}"
+            )
     return HeaderEntry(parts[0].dtype, shape, (0,) * len(shape))

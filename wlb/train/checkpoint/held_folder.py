@@ -36,7 +36,8 @@ class HeldFolder:
             self._descriptor = open_folder(folder)
         except FileNotFoundError:
             raise RunError(
-                f"{folder}, the folder of this run, was removed or renamed before training began"
+                f"{folder}, the folder of this run, was removed or renamed before "
+                "training began; start the run again"
             ) from None
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 

@@ -57,13 +57,14 @@ def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> Non
     )
     if unread:
         raise UserError(
-            f"the checkpoint {saved_in} has {len(unread)} tensors that this model does not have, "
-            f"such as {unread[0]}; use the model that it was saved for"
+            f"the checkpoint {saved_in} has {len(unread)} tensors that the run's model "
+            f"does not have, such as {unread[0]}; set the model.* keys to the "
+            "values of the run that saved it"
         )
     if missing:
         raise DamagedCheckpoint(
-            f"the checkpoint {saved_in} does not have the tensors of this model: it lacks "
-            f"{len(missing)}, such as {missing[0]}; use another one"
+            f"the checkpoint {saved_in} lacks {len(missing)} tensors of the run's "
+            f"model, such as {missing[0]}; use another checkpoint"
         )
 
 
@@ -80,11 +81,15 @@ def check_headers(saved_in: Path) -> None:
         UserError: If a file cannot be read now.
     """
     try:
-        checked_headers(saved_in, remedy="use another one")
+        checked_headers(saved_in, remedy="use another checkpoint")
     except UserError as error:
-        raise DamagedCheckpoint(f"{saved_in} is not a whole checkpoint: {error}") from error
+        raise DamagedCheckpoint(
+            f"the checkpoint {saved_in} is damaged or incomplete: {error}"
+        ) from error
     except OSError as error:
-        raise UserError(f"the checkpoint {saved_in} cannot be read: {error}") from error
+        raise UserError(
+            f"the checkpoint {saved_in} cannot be read: {error}; correct that and try again"
+        ) from error
 
 
 class CheckpointReader:
@@ -130,8 +135,8 @@ class CheckpointReader:
             converts = is_import and name.startswith(_MODEL) and saved.is_floating_point
             if saved != wanted and not converts:
                 raise DamagedCheckpoint(
-                    f"the checkpoint {self._saved_in} has {name} in {saved}, runs save it in "
-                    f"{wanted}; use another one"
+                    f"the checkpoint {self._saved_in} has {name} in {saved}, but a run "
+                    f"saves it in {wanted}; use another checkpoint"
                 )
 
     @contextmanager
@@ -152,8 +157,8 @@ class CheckpointReader:
         if isinstance(cause, OSError):
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(
-            f"the checkpoint {self._saved_in} does not have the tensors of this model "
-            f"({describe_error(cause)}); use another one"
+            f"the tensors of the checkpoint {self._saved_in} do not fit the run's "
+            f"model ({describe_error(cause)}); use another checkpoint"
         )
 
 

@@ -58,24 +58,28 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
         return []
     fit = (usage.free + left) // one
     found = (
-        f"{folder} has {size_text(usage.free + left)} free, and a checkpoint takes about "
-        f"{size_text(one)}"
+        f"{folder} has {size_text(usage.free + left)} of free space, and a checkpoint "
+        f"takes about {size_text(one)}"
     )
     # With two checkpoints or more, the run can still save: if the disk is full, a save removes the
     # oldest one.
     if not fit and len(there) < 2:
         raise UserError(
-            f"run.output_dir = {spec.run.output_dir}: {found}, so that not one could be saved; "
-            f"free room there, or set run.output_dir to a larger disk"
+            f"run.output_dir = {spec.run.output_dir}: {found}, so no checkpoint could "
+            "be saved. Free space on this disk, or set run.output_dir to a larger "
+            "disk"
         )
     need = min(most_at_once(spec), len(there) + _saves_to_come(spec, resumed)) - len(there)
     if fit >= need:
         return []
     return [
-        f"WARNING: {found}: {fit} more fit, but the run will hold {need} more at once "
-        f"(checkpoint.keep = {spec.checkpoint.keep}, and the one that is being written). Free "
-        f"room or lower checkpoint.keep; a save without room removes the oldest checkpoint, and "
-        f"fails if there is only one"
+        (
+            f"WARNING: {found}. Only {fit} more checkpoints fit, but the run will need "
+            f"space for {need} more (checkpoint.keep = {spec.checkpoint.keep}, and one "
+            "while it is written). Free space or lower checkpoint.keep; otherwise a "
+            "save without space removes the oldest checkpoint, or fails if there is "
+            "only one"
+        )
     ]
 
 
@@ -146,8 +150,8 @@ def aside_remark(directory: Path) -> str:
     if not there:
         return ""
     return (
-        f"set aside in {directory}, where no run removes them: {', '.join(there)}; remove those "
-        f"that are not needed"
+        f"renamed checkpoints in {directory}: {', '.join(there)}. No run removes "
+        "these; remove the ones that you do not need"
     )
 
 
@@ -157,6 +161,7 @@ def strays_remark(saved_in: Path) -> str:
     if not names:
         return ""
     return (
-        f"WARNING: {saved_in} has files that were not saved with it: {', '.join(names)}. They are "
-        f"not read, and go when the checkpoint is removed; keep them elsewhere"
+        f"WARNING: {saved_in} has files that were not saved with it: "
+        f"{', '.join(names)}. They are ignored, and will be deleted together with the "
+        "checkpoint; move them elsewhere to keep them"
     )

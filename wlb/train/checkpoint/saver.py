@@ -339,9 +339,9 @@ class CheckpointSaver:
         # not see the files of other nodes.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
-                f"rank 0 on {socket.gethostname()} does not see the files of other ranks: "
-                f"{problem}; "
-                f"set run.output_dir to a folder that all nodes share"
+                f"rank 0 on {socket.gethostname()} does not see files that other ranks "
+                f"wrote: {problem}. Set run.output_dir to a folder that all nodes "
+                "share"
             )
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
@@ -446,9 +446,9 @@ def _set_aside(damaged: Path, why: str) -> Path | None:
     """
     before = checkpoint.sound_before(damaged)
     if before is not None:
-        sys.stderr.write(f"wlb train: WARNING: {why}; resuming from {before}\n")
+        sys.stderr.write(f"wlb train: WARNING: {why}. The run resumes from {before}\n")
         for path in checkpoint.prepare_for_resume(damaged.parent, before):
-            sys.stderr.write(f"wlb train: the damaged checkpoint is now {path}\n")
+            sys.stderr.write(f"wlb train: a checkpoint that cannot be used was renamed to {path}\n")
         sys.stderr.flush()
     return before
 

@@ -34,9 +34,10 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
     after = f" after step {begin:,}" if begin else ""
     return (
-        f"checkpoint.interval = 0: the run saves at its end, and when Ctrl-C or SIGTERM stops it; "
-        f"a second Ctrl-C, SIGKILL or a failure loses all of its up to "
-        f"{spec.training.steps - begin:,} steps{after}"
+        "checkpoint.interval = 0: the run saves only when it ends, or when Ctrl-C or "
+        "SIGTERM stops it. A second Ctrl-C, SIGKILL or a failure loses all steps (up "
+        f"to {spec.training.steps - begin:,}){after}; set checkpoint.interval to save "
+        "regularly"
     )
 
 
@@ -109,15 +110,17 @@ class SaveCheckpoints(Hook):
         self._report(run, ended)
         if is_last and ended and ended[-1].error:
             raise CheckpointError(
-                f"the last checkpoint, after step {ended[-1].step}, could not be written: "
-                f"{ended[-1].error}. Those before it in {run.job.checkpoints} are intact; "
-                f"make room or correct run.output_dir, and continue with --resume"
+                f"the last checkpoint, after step {ended[-1].step}, could not be "
+                f"written: {ended[-1].error}. Older checkpoints in "
+                f"{run.job.checkpoints} are intact; free space on the disk or correct "
+                "run.output_dir, then continue with --resume"
             )
         if not is_last and self._failed_too_often():
             raise CheckpointError(
-                f"{MOST_FAILED} saves in a row could not be written, the last one after step "
-                f"{ended[-1].step}: {ended[-1].error}. Those before them in {run.job.checkpoints} "
-                f"are intact; make room or correct run.output_dir, and continue with --resume"
+                f"{MOST_FAILED} saves in a row failed, the last one after step "
+                f"{ended[-1].step}: {ended[-1].error}. Older checkpoints in "
+                f"{run.job.checkpoints} are intact; free space on the disk or correct "
+                "run.output_dir, then continue with --resume"
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
@@ -164,12 +167,13 @@ class SaveCheckpoints(Hook):
                 run.report.write("checkpoint", **asdict(saved))
                 if saved.dropped:
                     run.report.say(
-                        f"WARNING: the disk was full: {saved.dropped} was removed to make room for "
-                        f"the checkpoint after step {saved.step}; free room, or lower "
-                        f"checkpoint.keep = {run.spec.checkpoint.keep}"
+                        f"WARNING: the disk was full, so {saved.dropped} was removed "
+                        f"to save the checkpoint after step {saved.step}. Free space "
+                        "on the disk, or lower checkpoint.keep = "
+                        f"{run.spec.checkpoint.keep}"
                     )
                 if saved.error:
                     run.report.say(
-                        f"the checkpoint after step {saved.step} could not be written: "
-                        f"{saved.error}; older checkpoints are intact"
+                        f"WARNING: the checkpoint after step {saved.step} could not be "
+                        f"written: {saved.error}. Older checkpoints are intact"
                     )

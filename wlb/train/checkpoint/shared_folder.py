@@ -89,9 +89,9 @@ def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WIT
         while not path.exists():
             if time.monotonic() >= end:
                 raise UserError(
-                    f"node {world.node_rank} ({socket.gethostname()}) does not see what rank 0 "
-                    f"wrote to {directory.absolute()}; set run.output_dir to a folder that all "
-                    f"nodes share"
+                    f"node {world.node_rank} ({socket.gethostname()}) does not see the "
+                    f"file that rank 0 wrote to {directory.absolute()}; set "
+                    "run.output_dir to a folder that all nodes share"
                 )
             time.sleep(0.05)
     except (OSError, UserError) as error:

@@ -28,7 +28,7 @@ def full_disk(error: BaseException) -> FullDisk | None:
         return None
     path = f"{cause.filename}" if cause.filename else "a file of this run"
     return FullDisk(
-        f"{path} cannot be written ({cause.strerror}): make room there, in run.output_dir and in "
-        f"the folder for temporary files (TMPDIR), and continue from the last checkpoint "
-        f"with --resume"
+        f"{path} cannot be written ({cause.strerror}). Free space on its disk, in "
+        "run.output_dir and in the folder for temporary files (TMPDIR), then continue "
+        "from the last checkpoint with --resume"
     )

@@ -49,9 +49,10 @@ class KeepFolder(Hook):
         if self._began_as is not None and _identity(self.directory) == self._began_as:
             return
         raise FolderLost(
-            f"{self.directory} is no longer the folder of this run, after step {run.steps_done}: "
-            f"it was removed or renamed, and what the run writes would be lost. If it was renamed, "
-            f"give it its name back and continue from its last checkpoint with --resume"
+            f"{self.directory}, the folder of this run, was removed or renamed after "
+            f"step {run.steps_done}, so the results of further steps would be lost. If "
+            "it was renamed, restore its name and continue from the last checkpoint "
+            "with --resume"
         )
 
 

@@ -77,12 +77,13 @@ class RunLock:
             words = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
             if time.monotonic() - begin > (SAME_MACHINE_S if is_here else OTHER_MACHINE_S):
                 raise UserError(
-                    f"{self.directory} is being trained by {words} since "
-                    f"{owner.get('since', 'an unknown time')}; end that process or set run.name "
-                    f"(if its machine is gone, {self._remedy})"
+                    f"{self.directory} is in use: {words} has trained a run there "
+                    f"since {owner.get('since', 'an unknown time')}. End that process, "
+                    "or set another run.name. If its machine no longer runs, "
+                    f"{self._remedy}"
                 )
             if not is_here:
-                self._say(f"waiting for {self.path}, held by {words}")
+                self._say(f"waiting for {self.path}, which is locked by {words}")
             time.sleep(0.1)
 
     def take_next(self) -> None:
@@ -141,22 +142,24 @@ class RunLock:
         """
         problem = ""
         try:
-            self._remedy = "train a copy of the folder, which has no lock"
+            self._remedy = "copy the folder and train in the copy, which is not locked"
             if not lock(folder):
                 return False
         except NoLocks as error:
             self._remedy = f"remove {self.path}"
             problem = (
-                f"{self.directory} is on a file system that locks files, not folders, such as NFS "
-                f"({error.strerror}): leave {self.path} there while the run trains"
+                f"{self.directory} is on a file system that can lock files but not "
+                f"folders, such as NFS ({error.strerror}): do not remove {self.path} "
+                "while the run trains"
             )
         try:
             if not lock(file):
                 return False
         except NoLocks as error:
             problem = (
-                f"{self.directory} is on a file system without locks ({error.strerror}): make sure "
-                f"that no second process trains {self.directory.name} at the same time"
+                f"{self.directory} is on a file system without locks "
+                f"({error.strerror}): make sure that no second process trains "
+                f"{self.directory.name} at the same time"
             )
         if problem:
             self._say(problem)

@@ -44,9 +44,9 @@ class NonfiniteSteps:
         found = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.action == OnNonfinite.STOP:
             raise FloatingPointError(
-                f"{found}; nothing was updated. Lower training.learning_rate or continue from "
-                f"the last checkpoint with --resume, with training.on_nonfinite = skip if such "
-                f"steps are rare"
+                f"{found} is not finite, so the weights were not updated. Lower "
+                "training.learning_rate, or continue from the last checkpoint with "
+                "--resume. If such steps are rare, set training.on_nonfinite = skip"
             )
         is_new = step not in self._failed
         self._failed.add(step)
@@ -57,9 +57,10 @@ class NonfiniteSteps:
         self._in_a_row += 1
         if self._in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
-                f"{found}; {self._in_a_row} steps in a row were not finite, more than the "
-                f"{MOST_SKIPPED} that a run may skip. Lower training.learning_rate and continue "
-                f"from a checkpoint with --resume"
+                f"{found}; {self._in_a_row} steps in a row were not finite, but a run "
+                f"may skip at most {MOST_SKIPPED} in a row. Lower "
+                "training.learning_rate and continue from an earlier checkpoint with "
+                "--resume"
             )
         return OnNonfinite.SKIP
 

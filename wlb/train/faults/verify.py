@@ -77,9 +77,9 @@ class StoreCheck:
             # says which tokens the store had when earlier steps were trained.
             if store.info is None and known and known["tokens"] != sums["tokens"]:
                 raise UserError(
-                    f"the tokens of {prefix} have changed since the run began: checksum "
-                    f"{sums['tokens'][:16]}..., then {known['tokens'][:16]}... ({self.record}); "
-                    f"restore the store, or start a new run"
+                    f"the tokens of {prefix} have changed since the run began: their "
+                    f"checksum is {sums['tokens'][:16]}..., but {self.record} records "
+                    f"{known['tokens'][:16]}...; restore the store, or start a new run"
                 )
             self.known[use] = sums
             # Write to another file and rename it, so that a killed process leaves no incomplete
@@ -115,10 +115,12 @@ class VerifyStores(Hook):
         record = run.job.directory / RECORD
         self._check = StoreCheck(self._uses, record, self._end_if_closed)
         for use in self._check.skipped:
-            run.report.say(f"token stores: {use} store unchanged since it was read ({RECORD})")
+            run.report.say(
+                f"token stores: the {use} store is unchanged since it was last read ({RECORD})"
+            )
         if self._check.stores:
             size = decimal(self._check.total_bytes)
-            run.report.say(f"token stores: reading {size} beside the first steps")
+            run.report.say(f"token stores: checking {size} while the first steps run")
             self._thread.start()
         else:
             self._is_reported = True
@@ -137,9 +139,9 @@ class VerifyStores(Hook):
         self._report_if_done(run)
         if not self._is_reported:
             run.report.say(
-                f"WARNING: token stores: training ended when {decimal(check.done_bytes)} of "
-                f"{decimal(check.total_bytes)} were read; `wlb prepare --verify PREFIX` "
-                f"reads a store whole"
+                "WARNING: token stores: training ended after only "
+                f"{decimal(check.done_bytes)} of {decimal(check.total_bytes)} were "
+                "checked; run `wlb prepare --verify PREFIX` to check a whole store"
             )
 
     def close(self) -> None:
@@ -160,9 +162,11 @@ class VerifyStores(Hook):
         self._is_reported = True
         if self._problem is not None:
             raise UserError(
-                f"token stores: {self._problem}; the steps of this run so far are not to be trusted"
+                f"token stores: {self._problem}. The steps that this run has trained "
+                "may have used damaged data; restore the store and start the run "
+                "again"
             ) from self._problem
-        run.report.say("token stores: their contents match their descriptions")
+        run.report.say("token stores: their contents match their checksums")
 
     def _read(self) -> None:
         """Read and check all stores. Runs in the reading thread."""
@@ -195,7 +199,10 @@ def _read(record: Path) -> dict[str, Any]:
     """Read the checksums that earlier starts of the run recorded; {} if there is no record."""
     if not record.exists():
         return {}
-    where, remedy = f"{record} is no record of token stores", "remove it, and they are read anew"
+    where, remedy = (
+        f"{record} does not have the format of a record of token stores",
+        "remove this file; the stores are then read and checked again",
+    )
     known = read_object(record, remedy=remedy)
     check_schema(known, {OTHERS: _SUMS}, where, remedy=remedy)
     return known

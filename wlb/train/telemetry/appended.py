@@ -48,7 +48,10 @@ class AppendedFile:
         if self.num_lost == 1:
             # Do not write to sys.stderr, because it may be redirected to this very file.
             stream = sys.__stderr__ or sys.stderr
-            stream.write(f"{self.path} cannot be written ({error}); training goes on without\n")
+            stream.write(
+                f"WARNING: {self.path} cannot be written ({error}); training continues "
+                "without writing to it\n"
+            )
             stream.flush()
 
     def close(self) -> None:

@@ -50,18 +50,20 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     if path.suffix != ".json":
         if path.name != wanted:
             raise UserError(
-                f"--calibrate {wanted}: give a name, or the path of a file that ends in .json"
+                f"--calibrate {wanted} must be a name without folders, or the path of "
+                "a file that ends in .json; give one of these"
             )
         path = folder / f"{wanted}.json"
     if path.stem in profile_names():
         raise UserError(
-            f"--calibrate: {path.stem!r} is the name of a shipped profile, so logs could not tell "
-            f"them apart; give another name"
+            f"--calibrate: {path.stem!r} is already the name of a profile that comes "
+            "with wlb, so logs would be ambiguous; give another name"
         )
     # lexists, because a dangling symbolic link occupies the name too.
     if os.path.lexists(path):
         raise UserError(
-            f"--calibrate: {path} exists, and profiles are never overwritten; give another name"
+            f"--calibrate: {path} already exists, and --calibrate never overwrites a "
+            "profile; give another name"
         )
     return path
 
@@ -129,9 +131,12 @@ class Calibration:
             path = path.with_name(f"{calibrated_name(path.stem)}.json")
         save_profile(path, replace(made, name=path.stem))
         if path != taken:
-            console.print(f"{taken} was written by another run meanwhile")
+            console.print(
+                f"another run has written {taken} in the meantime, so this run's "
+                "profile gets another name"
+            )
         _print_ratios(scales, DRIFT_THRESHOLD, old, console)
-        console.print(f"profile: {path} (this run's plans were priced by {old!r} to the end)")
+        console.print(f"profile: {path} (the plans of this run used the prices of {old!r})")
 
 
 class WriteProfile(Hook):

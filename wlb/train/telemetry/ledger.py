@@ -134,7 +134,10 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
     """
     path = folder / FILE
     if not path.exists():
-        raise UserError(f"{path} does not exist; train with telemetry.ledger = true")
+        raise UserError(
+            f"{path} does not exist, so there are no recorded steps to read; train "
+            "with telemetry.ledger = true"
+        )
     steps: dict[int, dict[str, Any]] = {}
     num_begun = num_undone = 0
     has_lost = False
@@ -150,7 +153,11 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
             for step in gone:
                 del steps[step]
         elif (step := of.whole("step", at_least=0)) != len(steps) and not has_lost:
-            raise UserError(f"{path}: step {step} follows {len(steps)} steps")
+            raise UserError(
+                f"{path} is damaged: step {step} follows after {len(steps)} steps, but "
+                "steps must be complete and in order; restore the file, or train "
+                "again with telemetry.ledger = true"
+            )
         else:
             steps[step] = data
     return steps, num_begun, num_undone
@@ -173,7 +180,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             torn = line
             continue
         if torn and not {"begin", "lost"} & data.keys():
-            raise UserError(f"{path}: half a line, {torn[:40]!r}, is followed by a step")
+            raise UserError(
+                f"{path} is damaged: the incomplete line {torn[:40]!r} is followed by "
+                "a step, although only a new start may follow it; restore the file, "
+                "or train again with telemetry.ledger = true"
+            )
         torn = ""
         yield data
 

@@ -266,7 +266,7 @@ class RecordRanks(Hook):
             if rank not in self._stragglers:
                 report.say(f"straggler: {straggler.text} (step {table.steps_done})")
         for rank in self._stragglers.keys() - known.keys():
-            report.say(f"rank {rank} is no straggler any more (step {table.steps_done})")
+            report.say(f"rank {rank} is no longer a straggler (step {table.steps_done})")
         self._stragglers = known
 
 

@@ -71,8 +71,9 @@ def refuse_missing(spec: RunSpec) -> None:
         if value and importlib.util.find_spec(package) is None:
             shown = json.dumps(value)
             raise UserError(
-                f"{key} = {shown} needs {package}, which is not installed; pip install "
-                f"'wlb-llm[{package}]', or leave it out (metrics.jsonl has the same numbers)"
+                f"{key} = {shown} needs the package {package}, which is not installed. "
+                f"Install it with pip install 'wlb-llm[{package}]', or remove {key}; "
+                "metrics.jsonl records the same numbers"
             )
 
 

@@ -51,8 +51,8 @@ class SnapshotMemory(Hook):
     def _out_of_memory(self, device: int, asked: int, allocated: int, free: int) -> None:
         """Report a failing allocation of `asked` bytes, and write a snapshot. torch calls it."""
         sys.stderr.write(
-            f"wlb train: rank {self.rank} needs {asked:,} bytes, its GPU has {free:,} free; "
-            f"{self._write('oom')}\n"
+            f"wlb train: out of memory: rank {self.rank} tried to allocate {asked:,} "
+            f"bytes, but its GPU has {free:,} bytes free; {self._write('oom')}\n"
         )
 
     def _write(self, moment: str) -> str:

@@ -70,7 +70,7 @@ class RecordSteps(Hook):
         )
         is_rollback = step.action == OnNonfinite.ROLLBACK
         then = f"training goes back to {step.saved_in}" if is_rollback else "its update is skipped"
-        run.report.say(f"the step after step {run.steps_done}: {found}; {then}")
+        run.report.say(f"the step after step {run.steps_done} is not finite: {found}; {then}")
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
         """Record that training continues from the checkpoint `saved_in`."""

@@ -34,8 +34,8 @@ class WorkMeter:
         if self.peak_tflops:
             return ""
         return (
-            f"model TFLOP/s without MFU: no peak is known of {self.device} in "
-            f"{self.spec.training.dtype}; cluster.peak_tflops sets it"
+            f"model TFLOP/s without MFU, because the peak of {self.device} in "
+            f"{self.spec.training.dtype} is not known; set cluster.peak_tflops"
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:
