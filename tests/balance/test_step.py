@@ -142,7 +142,7 @@ REFUSED = {
     "negative cost": (([3, 4],), {"cost": [-1.0, 1.0]}, "sample 0 of 3 tokens costs -1"),
     "costs": (([3, 4],), {"cost": [1.0]}, "there are 2 samples"),
     "name": (([3, 4],), {"cost": "trl"}, "unknown cost 'trl'"),
-    "ratio": (([3, 4],), {"cost": 0.0}, "FLOPs ratio must be a positive"),
+    "ratio": (([3, 4],), {"cost": 0.0}, "must be a positive, finite number of tokens"),
     "cap": (([3, 41],), {}, "sample 1 has 41 tokens.*max_tokens = 40"),
     "atom": (([30, 20, 5],), {"atoms": [0, 0, 1]}, "atom of sample 0 has 50 tokens.*= 40"),
     "few": (([3],), {}, "1 samples or atoms.*1 micro-batches.*2 ranks"),
@@ -250,7 +250,7 @@ def test_options_are_whole_numbers_of_any_kind(name: str) -> None:
     whole = {**options, name: {"max_tokens": 200}.get(name, 2)}
     scalar = {**whole, name: np.uint64(whole[name])}
     assert balance_step(lengths, **scalar).digest == balance_step(lengths, **whole).digest
-    with pytest.raises(UserError, match=rf"{name} = 2\.0 is no whole number; give an int"):
+    with pytest.raises(UserError, match=rf"{name} = 2\.0 must be a whole number; give an int"):
         balance_step(lengths, **{**options, name: 2.0})
 
 
@@ -264,5 +264,5 @@ def test_a_numpy_scalar_is_a_ratio() -> None:
 def test_lengths_without_an_order_of_their_own_are_refused() -> None:
     with pytest.raises(UserError, match=r"lengths is a generator.*list\(lengths\)"):
         balance_step((n for n in (3, 4)), num_ranks=1, max_tokens=9)
-    with pytest.raises(UserError, match="lengths holds lists of unequal lengths"):
+    with pytest.raises(UserError, match="lengths is a nested list with lists of unequal"):
         balance_step([[3, 4], [5]], num_ranks=1, max_tokens=9)

@@ -97,7 +97,7 @@ def test_a_format_of_pictures_that_is_none_is_refused(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "step.xyz", "demo", "--synthetic", "wlb_paper"]) == 2
-    assert "step.xyz: matplotlib cannot write xyz pictures; use .png" in capsys.readouterr().err
+    assert "step.xyz: matplotlib cannot write .xyz pictures; give a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -136,7 +136,7 @@ def test_no_number_is_cut_on_a_narrow_terminal(
 def test_a_word_with_a_zero_character_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Files' names end at one; a shell passes none, a program that calls `main` may."""
     assert main(["prepare", "x.txt", "--out", "a\0b"]) == 2
-    assert capsys.readouterr().err == "wlb: 'a\\x00b' has a zero character; leave it out\n"
+    assert capsys.readouterr().err == "wlb: 'a\\x00b' has a zero character; remove the character\n"
 
 
 ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -156,7 +156,7 @@ def test_settings_are_not_taken_for_an_output(
     for name in ("demo", str(mine)):
         assert main([*words, name, "--synthetic", "wlb_paper"]) == 2
         err = capsys.readouterr().err
-        assert f"{name} is the name of a preset or of a settings file, but would be written" in err
+        assert f"{name} is a preset or a TOML file, but this option would overwrite it" in err
     assert mine.read_text("utf-8") == "[data]\n"
     assert not Path("demo").exists()
 
@@ -289,11 +289,11 @@ def test_a_budget_that_nothing_keeps_is_said(
     [
         ("[5, 0, 3]", "length 1 is 0"),
         ("[5, -2]", "length 1 is -2"),
-        ("[5, 2.5]", "length 1 is 2.5, not a whole number"),
+        ("[5, 2.5]", "length 1 is 2.5, but must be a whole number"),
         ("[5, NaN]", "length 1 is nan"),
         ("[]", "has no lengths"),
         ("{}", "must be a list of lengths"),
-        ("[5, 5]", "would repeat it 26,843,546 times; use fewer --steps"),
+        ("[5, 5]", "would repeat its documents 26,843,546 times; lower --steps"),
     ],
 )
 def test_lengths_that_are_none_are_refused_in_a_line(
@@ -310,9 +310,12 @@ def test_lengths_that_are_none_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "nowhere.npy"], "no file of lengths at nowhere.npy"),
+        (["--lengths", "nowhere.npy"], "the file of lengths nowhere.npy does not exist"),
         (["--corpus", "nowhere"], "nowhere"),
-        (["--synthetic", "lognormal"], "no length family 'lognormal'; known are"),
+        (
+            ["--synthetic", "lognormal"],
+            "'lognormal' is not a distribution of document lengths; use one of",
+        ),
         (["--synthetic", "wlb_paper", "--steps", "0"], "--steps = 0 must be at least 1"),
         (["nope", "--synthetic", "wlb_paper"], "neither a preset"),
         (
@@ -437,7 +440,7 @@ def test_settings_of_a_run_are_not_written_for_another_model(
     file.write_text('{"model_type": "llama"}', "utf-8")
     out = ["--out", str(tmp_path / "my.toml")]
     assert main(["plan", "--lengths", lengths, "--model", str(file), *out, *SMALL]) == 2
-    assert "leave one of them out" in capsys.readouterr().err
+    assert "remove --out or --model" in capsys.readouterr().err
     assert main(["plan", "--lengths", lengths, "--model", str(tmp_path / "none"), *SMALL]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

@@ -136,7 +136,7 @@ def test_text_a_line_and_a_trained_bpe(corpus: Path, capsys: pytest.CaptureFixtu
     for option in ("--vocab-size", "--sample-bytes"):
         assert run(path, "--out", out, "--tokenizer", "bytes", option, 300, "--overwrite") == 2
         error = capsys.readouterr().err
-        assert f"{option} 300 is for training a BPE; --tokenizer bytes has its vocabulary" in error
+        assert f"{option} 300 applies only when a BPE is trained, but --tokenizer bytes" in error
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_flags_of_conversations(
     assert f"{chats}, line 31: none of the conversation's 12 tokens is trained (" in error
     assert "with --on-untrained skip" in error
     assert run(*command, "--on-untrained", "skip", "--turns", "all", "--too-long", "split") == 2
-    assert "--too-long split needs --limit TOKENS" in capsys.readouterr().err
+    assert "--too-long split has no effect without a limit; add --limit" in capsys.readouterr().err
 
 
 def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,17 +314,20 @@ def test_marks_of_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", 9], "--limit 9 is for conversations"),
-        (["--turns", "last"], "--turns last is for conversations"),
-        (["--too-long", "refuse"], "--too-long refuse is for conversations"),
-        (["--on-untrained", "fail"], "--on-untrained fail is for conversations"),
-        (["--add-tokens"], "--add-tokens is for conversations"),
+        (["--limit", 9], "--limit 9 applies only to conversations"),
+        (["--turns", "last"], "--turns last applies only to conversations"),
+        (["--too-long", "refuse"], "--too-long refuse applies only to conversations"),
+        (["--on-untrained", "fail"], "--on-untrained fail applies only to conversations"),
+        (["--add-tokens"], "--add-tokens applies only to conversations"),
         (["--chat", "chatml", "--limit", 1], "--limit = 1 must be at least 2 tokens"),
-        (["--chat", "chatml", "--documents", "none"], "--documents none is for text; with --chat"),
-        (["--chat", "chatml", "--text-key", "body"], "--text-key body is for text"),
-        (["--chat", "chatml", "--one-per", "line"], "--one-per line is for text"),
-        (["--chat", "chatml", "--eos", "</s>"], "--eos </s> is for text"),
-        (["--chat", "chatml", "--bos", "<s>"], "--bos <s> is for text"),
+        (
+            ["--chat", "chatml", "--documents", "none"],
+            "--documents none applies only to plain text",
+        ),
+        (["--chat", "chatml", "--text-key", "body"], "--text-key body applies only to plain text"),
+        (["--chat", "chatml", "--one-per", "line"], "--one-per line applies only to plain text"),
+        (["--chat", "chatml", "--eos", "</s>"], "--eos </s> applies only to plain text"),
+        (["--chat", "chatml", "--bos", "<s>"], "--bos <s> applies only to plain text"),
         (["--chat", "vicuna"], "there is no chat template vicuna; give one of chatml, llama3"),
     ],
 )

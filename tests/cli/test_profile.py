@@ -190,7 +190,7 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
         (["--heads", "٨x64"], "--heads '٨x64' is not a head layout; give QUERY"),
         (["--heads", "8:3x64"], "--heads '8:3x64' is not a head layout"),
         (["--preset", "nothing"], "nothing"),
-        (["--out", "mine.txt"], "must be a .json file"),
+        (["--out", "mine.txt"], "mine.txt must end in .json"),
     ],
 )
 def test_bad_input_is_refused(tmp_path, capsys, words, message):

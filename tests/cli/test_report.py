@@ -27,4 +27,4 @@ def test_a_folder_that_is_none_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "--failure", str(tmp_path / "no")]) == 2
-    assert "is no folder; give the folder of a run" in capsys.readouterr().err
+    assert "is not a folder; give the folder of a run" in capsys.readouterr().err

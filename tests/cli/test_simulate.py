@@ -108,7 +108,7 @@ def test_alternatives_that_do_not_fit_are_passed_over(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--step", "99"], "--step = 99: there are steps 0.."),
+        (["--step", "99"], "--step = 99 must be a simulated step, 0 to"),
         (
             ["--strict", "--set", "cost.profile=h100"],
             "does not cover this run: 1 query heads a KV head",
@@ -120,7 +120,7 @@ def test_alternatives_that_do_not_fit_are_passed_over(capsys):
         (["--set", "cluster.tp_overlap=1.5"], "cluster.tp_overlap = 1.5 must be in [0, 1]"),
         (["--replay", "0"], "--replay = 0 must be at least 1"),
         (["--trace", "/no/such/folder/t.json"], "cannot be written"),
-        (["--json", "--replay", "2"], "give --json a FILE, or leave one of them out"),
+        (["--json", "--replay", "2"], "give --json FILE, or remove --replay"),
     ],
 )
 def test_refused(capsys, words, message):

@@ -150,4 +150,4 @@ def test_a_small_store_of_a_blend_is_not_repeated_without_end(
     blend = f"data.blend={json.dumps(blend_of(stores, (999, 1)))}"
     words = ["--set", "data.context_window=2097152", "data.num_windows=4", blend]
     assert main(["plan", "demo", "--steps", "2", *words]) == 2
-    assert "would repeat it 1,99" in capsys.readouterr().err
+    assert "would repeat its documents 1,99" in capsys.readouterr().err

@@ -498,5 +498,5 @@ def test_sizes_are_whole_numbers() -> None:
     made = BoundedPacker(options=options, s_max=np.int64(96), max_delay=np.int32(2))
     assert (type(made.s_max), type(made.max_delay)) == (int, int)
     for wrong in ({"s_max": 96.5}, {"max_delay": 2.5}, {"step_tokens": 200.0}):
-        with pytest.raises(UserError, match="is no whole number"):
+        with pytest.raises(UserError, match="must be a whole number"):
             BoundedPacker(**{"options": options, "s_max": 96, **wrong})

@@ -160,7 +160,7 @@ def test_cut_documents_and_waiting_ones_have_no_place(store: str, packs: str) ->
     ("words", "message"),
     [
         (["demo", "--out", "packs.npz"], "data.store is empty"),
-        (["demo", "--set", "data.store=x", "--out", "packs.txt"], "must be an .npz file"),
+        (["demo", "--set", "data.store=x", "--out", "packs.txt"], "packs.txt must end in .npz"),
     ],
 )
 def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

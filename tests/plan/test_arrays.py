@@ -15,11 +15,11 @@ def test_digest_sees_bytes_order_and_kind() -> None:
 
 @pytest.mark.parametrize("values", [[True, 3], (3, False), [True], np.array([True])])
 def test_truth_values_are_no_numbers(values) -> None:
-    with pytest.raises(ValueError, match=r"True or False|must hold integers, got dtype bool"):
+    with pytest.raises(ValueError, match=r"True or False|has dtype bool"):
         int_array("n", values)
 
 
 @pytest.mark.parametrize("values", [[1e300], [float(2**63)], np.array([2**63 + 5], np.uint64)])
 def test_numbers_beyond_64_bits_are_refused(values) -> None:
-    with pytest.raises(ValueError, match="beyond 64-bit integers"):
+    with pytest.raises(ValueError, match="must fit in a signed 64-bit integer"):
         int_array("n", values)

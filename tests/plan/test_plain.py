@@ -13,7 +13,7 @@ from wlb.plan import Carry, PackingPlan, PlannerState, ShardingPlan, StepPlan
     "data", [{}, [], None, 3, {"pieces": {}}, {"pieces": 3}, {"more": 1}, {"carry": [1]}]
 )
 def test_what_is_no_record_is_refused_by_its_name(kind: Any, data: Any) -> None:
-    with pytest.raises(ValueError, match=r"this is not a [a-z ]+ that `to_json` wrote[: ].+; give"):
+    with pytest.raises(ValueError, match=r"not a [a-z ]+ as `to_json` returns it[: ].+; give"):
         kind.from_json(data)
 
 
@@ -23,7 +23,7 @@ def test_a_record_that_lacks_a_value_is_refused_with_its_name() -> None:
     with pytest.raises(ValueError, match=r"not a packing plan .* missing .* 'offsets'"):
         PackingPlan.from_json(data)
     with pytest.raises(
-        ValueError, match=r"not a carry that `to_json` wrote \('pieces' is missing\)"
+        ValueError, match=r"not a carry as `to_json` returns it \('pieces' is missing\)"
     ):
         Carry.from_json({"policy": "p", "slot": [], "next_step": 0})
     with pytest.raises(ValueError, match="do not divide 3 pieces"):  # the record's own words

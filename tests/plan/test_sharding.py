@@ -49,5 +49,5 @@ def test_the_exchange_is_part_of_a_plan() -> None:
     old = plan.to_json()
     del old["exchange"]
     assert ShardingPlan.from_json(old).digest() == plan.digest()
-    with pytest.raises(UserError, match="'ring' is not one of gather, needed"):
+    with pytest.raises(UserError, match="'ring' must be one of gather, needed"):
         ShardingPlan.from_json(old | {"exchange": "ring"})

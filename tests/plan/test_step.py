@@ -42,9 +42,9 @@ def test_a_state_with_learned_prices_is_refused_by_the_step_and_with_what_works(
     data = written(next(made.steps()).state)
     data["prices"] = {"base": "cpu sdpa", "changes": [{"step": 9, "prices": FACTORS}]}
     problem = (
-        r"prices for steps from 10 on that its run learned .* over those of 'cpu sdpa'.*; resume "
-        r"from a checkpoint saved before .*, or use the version .*, or start a new run from its "
-        r"weights \(checkpoint\.init_from\)"
+        r"cost\.online, which adjusted the prices of 'cpu sdpa' to measured times from step 10 on; "
+        r".* Resume from a checkpoint of an earlier step, use the version .*, or start a new run "
+        r"from its weights \(checkpoint\.init_from\)"
     )
     with pytest.raises(UserError, match=problem):
         PlannerState.from_json(data)
@@ -59,5 +59,5 @@ def test_a_step_plan_with_prices_as_profiled_is_read() -> None:
     data["state"]["prices"] = NO_CHANGES
     assert fingerprint(made, StepPlan.from_json(data)) == fingerprint(made, plan)
     data["state"]["prices"] = {"base": "h100", "changes": [{"step": 0, "prices": FACTORS}]}
-    with pytest.raises(UserError, match="prices for steps from 1 on that its run learned"):
+    with pytest.raises(UserError, match="to measured times from step 1 on"):
         StepPlan.from_json(data)

@@ -66,7 +66,7 @@ def test_numpy_integers_plan_as_ints_and_floats_are_refused(name: str) -> None:
         assert digests(**{name: kind(value)}, **shuffled) == expected
     planner = Planner.for_lengths(LENGTHS, **{**BASE, name: np.int64(value)}, **shuffled)
     json.dumps(next(planner.steps()).state.to_json())
-    with pytest.raises(UserError, match=rf"{name} = {value}\.0 is no whole number; give an int"):
+    with pytest.raises(UserError, match=rf"{name} = {value}\.0 must be a whole number; give"):
         digests(**{name: float(value)})
 
 
@@ -74,13 +74,13 @@ def test_packers_and_global_batches_take_whole_numbers_alone() -> None:
     given: dict[str, Any] = {"num_micro_batches": np.uint64(2), "context_window": np.int32(8)}
     options = PackerOptions(**given, cost=LLAMA2_7B)
     assert type(options.num_micro_batches) is type(options.tokens_per_step) is int
-    with pytest.raises(UserError, match=r"seed = 1\.5 is no whole number"):
+    with pytest.raises(UserError, match=r"seed = 1\.5 must be a whole number"):
         PackerOptions(**given, cost=LLAMA2_7B, seed=1.5)
     source = LengthSource(name="given", lengths=np.array([3, 4]))
     for name in ("tokens_per_batch", "seed", "epochs"):
         given = {"tokens_per_batch": 8, "seed": 1, "epochs": 1}
         json.dumps(GlobalBatches(source, **{**given, name: np.int64(1)}).start())
-        with pytest.raises(UserError, match=rf"{name} = '1' is no whole number"):
+        with pytest.raises(UserError, match=rf"{name} = '1' must be a whole number"):
             GlobalBatches(source, **{**given, name: "1"})
 
 
@@ -103,7 +103,7 @@ def test_lengths_without_an_order_of_their_own_are_refused() -> None:
     for bad, said in (
         ((n for n in LENGTHS), r"lengths is a generator.*list\(lengths\)"),
         ({3: 4}.values(), "lengths is a dict_values"),
-        ([[3, 4], [5]], "lengths holds lists of unequal lengths"),
+        ([[3, 4], [5]], "lengths is a nested list with lists of unequal"),
     ):
         with pytest.raises(UserError, match=said):
             digests(bad)

@@ -107,7 +107,7 @@ def test_a_rank_that_writes_no_checkpoint_gets_no_state() -> None:
     assert plan.progress.state is None
     assert plan.progress.next_step == expected.state.next_step
     assert plan.progress.num_tokens == expected.state.num_tokens
-    with pytest.raises(ValueError, match="step 0 was sent here without planner state"):
+    with pytest.raises(ValueError, match="the plan of step 0 has no planner state"):
         _ = plan.state
 
 

@@ -1,7 +1,7 @@
 """Integer arrays as all records of `wlb.plan` use them: int64, one-dimensional, read-only.
 
-Plans contain only integers. Hosts that make the same plan therefore have the same bytes and the same
-`digest`, without rounding differences.
+Plans contain only integers. Hosts that make the same plan therefore have the same bytes and the
+same `digest`, without rounding differences.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ def int_array(name: str, values: IntLike) -> IntArray:
     # NumPy turns a set or a generator into an array of one object, with shape ().
     if array.ndim == 0 and hasattr(values, "__iter__") and not isinstance(values, np.ndarray):
         raise UserError(
-            f"{name} is a {type(values).__name__}, whose values have no fixed order or number; give "
-            f"a list, such as list({name})"
+            f"{name} is a {type(values).__name__}, whose values have no fixed order or number; "
+            f"give a list, such as list({name})"
         )
     # Check for bool here: in a list that also has integers, NumPy would convert True to 1.
     if isinstance(values, list | tuple) and bool in set(map(type, cast("list[Any]", values))):
@@ -71,8 +71,8 @@ def int_array(name: str, values: IntLike) -> IntArray:
     may_overflow = array.dtype != np.int64 and array.size > 0
     if may_overflow and not -(2.0**63) <= float(array.min()) <= float(array.max()) < 2.0**63:
         raise UserError(
-            f"{name} has values from {array.min()} to {array.max()}; each value must fit in a signed "
-            f"64-bit integer"
+            f"{name} has values from {array.min()} to {array.max()}; each value must fit in a "
+            f"signed 64-bit integer"
         )
     out = array.astype(np.int64)
     out.flags.writeable = False
@@ -82,7 +82,8 @@ def int_array(name: str, values: IntLike) -> IntArray:
 def whole_number(name: str, value: object, minimum: int | None = None, remedy: str = "") -> int:
     """Return `value` as a Python int; UserError for floats, text, or values below `minimum`.
 
-    NumPy integers are converted, because their arithmetic can overflow and `json` cannot write them.
+    NumPy integers are converted, because their arithmetic can overflow and `json` cannot write
+    them.
 
     Args:
         name: Name of the value in error messages.

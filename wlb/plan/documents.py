@@ -1,9 +1,9 @@
 """Documents, and the pieces of documents that micro-batches are packed from.
 
-A `GlobalBatch` contains `Documents`, and packers place `Pieces` in micro-batches. A piece is a whole
-document or, if the document is longer than the context window, one contiguous part of it. Attention
-does not cross from one piece to another, and positions restart at 0 in each piece. The label of a
-piece's last token is the document's next token, so cutting a document loses no label.
+A `GlobalBatch` contains `Documents`, and packers place `Pieces` in micro-batches. A piece is a
+whole document or, if the document is longer than the context window, one contiguous part of it.
+Attention does not cross from one piece to another, and positions restart at 0 in each piece. The
+label of a piece's last token is the document's next token, so cutting a document loses no label.
 """
 
 from collections.abc import Iterable
@@ -68,7 +68,9 @@ class _Columns:
             object.__setattr__(self, name, column)
             sizes[name] = column.size
         if len(set(sizes.values())) > 1:
-            raise UserError(f"{type(self).__name__}: columns differ in length: {sizes}")
+            raise UserError(
+                f"{type(self).__name__}: all columns must have the same length, but have {sizes}"
+            )
 
     @classmethod
     def _of_valid(cls, columns: Iterable[IntArray]) -> Self:
@@ -137,8 +139,8 @@ class Documents(_Columns):
         if over.size:
             i = int(over[0])
             raise UserError(
-                f"document {self.id[i]} has {self.num_targets[i]} targets "
-                f"in {self.length[i]} tokens"
+                f"document {self.id[i]} has {self.num_targets[i]} targets but only "
+                f"{self.length[i]} tokens; num_targets must be at most length"
             )
 
     @classmethod
@@ -178,7 +180,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces(_Columns):
-    """A table with one row for each piece, which is a whole document or a contiguous part of one."""
+    """A table with one row for each piece: a whole document or a contiguous part of a document."""
 
     _names: ClassVar[tuple[str, ...]] = (
         "document",
@@ -201,8 +203,8 @@ class Pieces(_Columns):
     def __post_init__(self) -> None:
         self._freeze()
         check_minimum("Pieces.start", self.start, 0)
-        # Check `stop` first: for a very negative one, stop - start would overflow 64 bits and become
-        # positive.
+        # Check `stop` first: for a very negative one, stop - start would overflow 64 bits and
+        # become positive.
         check_minimum("Pieces.stop", self.stop, 1)
         check_minimum("Pieces.stop - start", self.stop - self.start, 1)
 
@@ -282,8 +284,8 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
         offsets: Where to cut, in tokens from the beginning of this sequence.
 
     Raises:
-        UserError: A piece that must be cut has labels on only some of its tokens. The piece does not
-            say which tokens these are, so the labels of each part cannot be counted.
+        UserError: A piece that must be cut has labels on only some of its tokens. The piece does
+            not say which tokens these are, so the labels of each part cannot be counted.
     """
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if ends.size else 0
@@ -339,7 +341,7 @@ def split_long(
             f'context window of {window}; set long_documents = "split" or a longer context window'
         )
     if long_documents != "split":
-        raise UserError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
+        raise UserError(f'long_documents = {long_documents!r} must be "split" or "refuse"')
     # Each long document is cut at window, 2 * window, ... tokens from its beginning.
     begins = np.cumsum(documents.length) - documents.length
     num_cuts = (documents.length[long_rows] - 1) // window

@@ -1,13 +1,14 @@
 """ContextExchange: which rows of keys and values CP ranks send each other before attention.
 
-The queries of a span [start, stop) attend to the keys [0, stop) of their document or, with a sliding
-window of W keys, to [start - W + 1, stop). The rows that a rank reads from other ranks therefore
-follow from the sharding plan, and ranks need not send each other sizes.
+The queries of a span [start, stop) attend to the keys [0, stop) of their document or, with a
+sliding window of W keys, to [start - W + 1, stop). The rows that a rank reads from other ranks
+therefore follow from the sharding plan, and ranks need not send each other sizes.
 
 The rows are sent in one or more stages, so that attention over the rows of one stage can run while
-the next stage is in transit. A stage is either an all-to-all, in which each rank sends ranges of its
-rows to the ranks that read them, or an all-gather, in which every rank sends rows to all ranks. The
-planner makes this record, the cost model counts its rows, and `wlb.parallel.context` executes it.
+the next stage is in transit. A stage is either an all-to-all, in which each rank sends ranges of
+its rows to the ranks that read them, or an all-gather, in which every rank sends rows to all ranks.
+The planner makes this record, the cost model counts its rows, and `wlb.parallel.context` executes
+it.
 
 The functions use arrays with one entry for each pair of a span and a rank that reads it. They never
 loop over tokens.
@@ -72,7 +73,8 @@ class ContextExchange:
     # `needed` exchange then does not send a rank its local rows.
     own_first: bool
     sliding: int  # length of the sliding attention window in keys; 0 means no window
-    # the rows of other ranks that each rank's queries attend to, with the stage in which they arrive
+    # the rows of other ranks that each rank's queries attend to, with the stage in which they
+    # arrive
     reads: RowRanges
     # the rows that are sent. In an all-gather these are all rows. In a `needed` exchange they are
     # `reads` and, without `own_first`, also each rank's rows to itself.
@@ -198,8 +200,8 @@ def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
     begin = np.maximum(0, start[order] - (sliding or longest + 1) + 1)
     joins = (reader[1:] == reader[:-1]) & (of_piece[1:] == of_piece[:-1])
     begin[1:] = np.where(joins, np.maximum(begin[1:], end[:-1]), begin[1:])
-    # 2. Find the spans that contain these keys. All spans of a piece together cover it without gaps,
-    # so sorted by `start` the wanted spans are consecutive.
+    # 2. Find the spans that contain these keys. All spans of a piece together cover it without
+    # gaps, so sorted by `start` the wanted spans are consecutive.
     held = np.lexsort((start, piece))
     at = piece[held] * (longest + 1)
     low = np.searchsorted(at + stop[held], of_piece * (longest + 1) + begin, side="right")
@@ -226,8 +228,9 @@ def _in_stages(
     """Assign the rows that ranks read to stages, and return the ranges of all stages.
 
     In a `needed` exchange, a range of at least `STAGE_ROWS` rows for each stage is divided evenly
-    among the stages, so that ranks send and receive equally much in each. A shorter range is sent in
-    one stage, together with other ranges of its document, because attention kernels work in tiles.
+    among the stages, so that ranks send and receive equally much in each. A shorter range is sent
+    in one stage, together with other ranges of its document, because attention kernels work in
+    tiles.
 
     Args:
         sharding: How the micro-batch is divided over CP ranks.

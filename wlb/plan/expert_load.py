@@ -1,4 +1,4 @@
-"""Measured load of experts: how unevenly a step's rows were distributed over experts and EP ranks."""
+"""Measured load of experts: how unevenly rows are distributed over experts and EP ranks."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -32,7 +32,7 @@ class ExpertLoad:
 
     @property
     def mean_rank(self) -> float:
-        """Mean of `rank` over layers. All layers count equally, as they process equally many rows."""
+        """Mean of `rank` over layers; every layer counts equally, as all have equally many rows."""
         return sum(self.rank) / len(self.rank)
 
     def to_json(self) -> dict[str, Any]:

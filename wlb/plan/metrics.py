@@ -87,8 +87,8 @@ class StepCounts:
         """
         if data["origin"] != cls.origin:
             raise UserError(
-                f"these metrics of step {data['step']} are {data['origin']}, not {cls.origin}; read "
-                f"predicted metrics with StepMetrics and measured metrics with MeasuredStep"
+                f"these metrics of step {data['step']} are {data['origin']}, not {cls.origin}; "
+                f"read predicted metrics with StepMetrics and measured metrics with MeasuredStep"
             )
         what = f"{cls.origin} metrics of a step"
         check_schema(data, cls.schema(), what, remedy="correct or remove the record")

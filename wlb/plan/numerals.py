@@ -50,8 +50,8 @@ def number_of(word: str) -> int | float | str:
     """Convert a word of a text file to a number, or return the word if it is not a number.
 
     A number consists of ASCII digits, optionally with a sign, a decimal point and an exponent (12,
-    12.0, 2e1). Underscores, digits of other scripts and thousands separators are not accepted. Whole
-    numbers are converted exactly.
+    12.0, 2e1). Underscores, digits of other scripts and thousands separators are not accepted.
+    Whole numbers are converted exactly.
     """
     if len(word) < _FEW_DIGITS and word.isascii() and word.isdecimal():
         return int(word)

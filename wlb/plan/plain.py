@@ -60,7 +60,8 @@ def parsing(what: str) -> Generator[None, None, None]:
     """Convert errors of a block that makes a record from JSON values into a UserError.
 
     LookupError, TypeError and AttributeError are converted: they mean that a value is missing or of
-    the wrong type. A ValueError passes unchanged, because records raise it and name the wrong value.
+    the wrong type. A ValueError passes unchanged, because records raise it and name the wrong
+    value.
 
     Args:
         what: Name of the record, for the message.

@@ -16,8 +16,8 @@ from wlb.plan.plain import PlainRecord
 from wlb.plan.schema import COUNT, Schema, schema_of
 
 RANKS_INTERVAL = 10
-"""Steps from one table of all ranks' times to the next. A shorter interval finds a slow rank sooner,
-but each table costs a gather of 35 bytes from every rank."""
+"""Steps from one table of all ranks' times to the next. A shorter interval finds a slow rank
+sooner, but each table costs a gather of 35 bytes from every rank."""
 TIMELINE_INTERVAL = 100
 """Steps from one timeline to the next. A timeline records the passes of up to 64 ranks in one step.
 The last step of a run is recorded too."""
@@ -171,8 +171,8 @@ class MeasuredTimeline(PlainRecord):
         sizes = {len(data[name]) for name in ("ranks", "wall_us", "passes")}
         if len(sizes) > 1 or 0 in sizes:
             raise UserError(
-                f"the columns ranks, wall_us and passes of a timeline have {sorted(sizes)} entries; "
-                f"each must have one entry for each recorded rank"
+                f"the columns ranks, wall_us and passes of a timeline have {sorted(sizes)} "
+                f"entries; each must have one entry for each recorded rank"
             )
         passes = [[TimedPass(PASSES[p[0]], *p[1:]) for p in ps] for ps in data["passes"]]
         return cls(**values, passes=tuple(map(tuple, passes)))

@@ -2,9 +2,9 @@
 
 A file that cannot be read raises a UserError with the name of the file, the key, its value and a
 remedy. The functions detect bytes that are not text, text that is not JSON, values that are nested
-too deeply, integers of more than 64 bits, keys that occur twice, and arrays whose header claims more
-entries than the file has. `malformed` does so for code that uses values of a file without checking
-their types.
+too deeply, integers of more than 64 bits, keys that occur twice, and arrays whose header claims
+more entries than the file has. `malformed` does so for code that uses values of a file without
+checking their types.
 """
 
 import io
@@ -122,7 +122,7 @@ def read_text(path: Path, *, remedy: str) -> str:
 
 def _check_size(path: Path, remedy: str) -> None:
     if (size := path.stat().st_size) > MOST_BYTES:
-        raise UserError(f"{path} has {size} bytes, must have at most {MOST_BYTES}; {remedy}")
+        raise UserError(f"{path} has {size} bytes but must have at most {MOST_BYTES}; {remedy}")
 
 
 def parse_json(
@@ -147,7 +147,9 @@ def parse_json(
         UserError: The text is not JSON, or exceeds the limits.
     """
     if len(text) > MOST_BYTES:
-        raise UserError(f"{where} has {len(text)} bytes, must have at most {MOST_BYTES}; {remedy}")
+        raise UserError(
+            f"{where} has {len(text)} bytes but must have at most {MOST_BYTES}; {remedy}"
+        )
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         # Check integers only if the text has 19 digits in a row, because shorter integers fit in 64
@@ -223,8 +225,8 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
     """
     if len(text) > MOST_TOML_BYTES:
         raise UserError(
-            f"{where} has {len(text)} bytes but must have at most {MOST_TOML_BYTES}; remove what is "
-            f"not configuration"
+            f"{where} has {len(text)} bytes but must have at most {MOST_TOML_BYTES}; remove what "
+            f"is not configuration"
         )
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -258,7 +260,7 @@ def _int64(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary from the (key, value) pairs of a JSON object; UserError for a double key."""
+    """Make a dictionary of the (key, value) pairs of a JSON object; UserError for a double key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -282,8 +284,8 @@ def check_depth(value: Any, where: object, *, remedy: str, bits: int = 0) -> Non
         inner = [part for one in level for part in _parts(one)]
         if bits and (wide := [v for v in inner if type(v) is int and v.bit_length() > bits]):
             raise UserError(
-                f"{where} contains an integer of {wide[0].bit_length()} bits, but integers must have "
-                f"at most {bits} bits; {remedy}"
+                f"{where} contains an integer of {wide[0].bit_length()} bits, but integers must "
+                f"have at most {bits} bits; {remedy}"
             )
         level = [part for part in inner if isinstance(part, dict | list)]
         if not level:
@@ -326,8 +328,8 @@ def load_arrays(
             for item in file.infolist():
                 if item.file_size > most_bytes:
                     raise UserError(
-                        f"{where}: array {item.filename!r} has {item.file_size} bytes but must have "
-                        f"at most {most_bytes}; {remedy}"
+                        f"{where}: array {item.filename!r} has {item.file_size} bytes but must "
+                        f"have at most {most_bytes}; {remedy}"
                     )
             items = zip(names, file.infolist(), strict=True)
             return {n: _array(_unpacked(file, i), n, where, remedy) for n, i in items}

@@ -2,8 +2,8 @@
 
 The S tokens of a packed sequence are divided over cp ranks. Each rank processes an ordered list of
 spans; a span is the tokens [start, stop) of one piece. The queries of a span attend to the keys
-[0, stop) of the same piece. Every rank has `local_tokens(S)` rows: the tokens of its spans, followed
-by padding.
+[0, stop) of the same piece. Every rank has `local_tokens(S)` rows: the tokens of its spans,
+followed by padding.
 """
 
 import math
@@ -26,7 +26,7 @@ def row_multiple(tp: int, multiple: int) -> int:
         multiple: `data.row_multiple`, a further number that must divide the rows.
     """
     if tp < 1 or multiple < 1:
-        raise UserError(f"tp = {tp} and row_multiple = {multiple} must be at least 1")
+        raise UserError(f"tp = {tp} and row_multiple = {multiple} must both be at least 1")
     return math.lcm(tp, multiple)
 
 
@@ -202,8 +202,8 @@ class ShardingPlan(RankTimes):
         """
         if (most := int(self.tokens.max())) > local_tokens:
             raise UserError(
-                f"local_tokens = {local_tokens} must be at least {most}, the tokens of the rank that "
-                f"has the most"
+                f"local_tokens = {local_tokens} must be at least {most}, the tokens of the rank "
+                f"that has the most"
             )
         rows = np.empty(self.num_tokens, np.int64)
         for rank in range(self.cp):
@@ -231,8 +231,8 @@ class ShardingPlan(RankTimes):
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
-            # Files of early versions lack `exchange`, and have only `latency_ns`, the sum of forward
-            # and backward. Use it as the forward time then.
+            # Files of early versions lack `exchange`, and have only `latency_ns`, the sum of
+            # forward and backward. Use it as the forward time then.
             return cls(**{"forward_ns": both, **values})
 
 
@@ -242,9 +242,10 @@ class RankSpans:
 
     Attention treats each span as one segment. A span has the queries [start, stop) and the keys
     [0, stop) of its piece, so its queries are the last of its keys and the causal mask is aligned
-    bottom right. With q queries and k keys, query i attends to the keys [0, k - q + i]. FlashAttention
-    (2.1 or later) does this with `causal=True`, Transformer Engine with the attn_mask_type
-    "padding_causal_bottom_right". All arrays are int64; `for_kernel` converts them to int32.
+    bottom right. With q queries and k keys, query i attends to the keys [0, k - q + i].
+    FlashAttention (2.1 or later) does this with `causal=True`, Transformer Engine with the
+    attn_mask_type "padding_causal_bottom_right". All arrays are int64; `for_kernel` converts them
+    to int32.
     """
 
     piece: IntArray  # number of the piece of which each span is a part, shape [num_spans]
@@ -299,9 +300,9 @@ class RankSpans:
         """Return the arguments of a variable-length attention kernel for this rank.
 
         Args:
-            key_rows: For each token of the packed sequence, its row in the tensors K and V. After an
-                all-gather these are `ShardingPlan.gathered_rows`. None means that K and V have the
-                order of the packed sequence.
+            key_rows: For each token of the packed sequence, its row in the tensors K and V. After
+                an all-gather these are `ShardingPlan.gathered_rows`. None means that K and V have
+                the order of the packed sequence.
 
         Raises:
             UserError: There are more keys than int32 offsets can address.

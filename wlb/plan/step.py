@@ -57,7 +57,7 @@ class PlannerState(PlainRecord):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Make the state from what `to_json` returned; UserError if it is not a planner state."""
-        what = "this is not a planner state that `to_json` wrote"
+        what = "the value is not a planner state as `to_json` returns it"
         check_schema(data, _STATE, what, remedy="give the whole value")
         _refuse_learned(data)
         with parsing("planner state"):
@@ -99,9 +99,9 @@ def _refuse_learned(data: dict[str, Any]) -> None:
     step = prices["changes"][0]["step"]
     raise UserError(
         f"this checkpoint was written with cost.online, which adjusted the prices of "
-        f"{prices['base']!r} to measured times from step {step + 1} on; cost.online was removed, so "
-        f"wlb cannot resume from this checkpoint. Resume from a checkpoint of an earlier step, use "
-        f"the version of wlb that wrote this checkpoint, or start a new run from its weights "
+        f"{prices['base']!r} to measured times from step {step + 1} on; cost.online was removed, "
+        f"so wlb cannot resume from this checkpoint. Resume from a checkpoint of an earlier step, "
+        f"use the version of wlb that wrote this checkpoint, or start a new run from its weights "
         f"(checkpoint.init_from)"
     )
 

@@ -1,9 +1,9 @@
 """Which linear-attention states CP ranks send each other for documents that lie on several ranks.
 
 A linear-attention or recurrent layer needs, at the first token of a span, the state after all
-earlier tokens of the document. Each rank first computes its spans from a zero state. The result is a
-summary of each span: its final state when it starts from zero, and the linear map that it applies to
-any other initial state. A rank with a later span of the document receives the summaries of the
+earlier tokens of the document. Each rank first computes its spans from a zero state. The result is
+a summary of each span: its final state when it starts from zero, and the linear map that it applies
+to any other initial state. A rank with a later span of the document receives the summaries of the
 earlier spans and applies them in order to a zero state:
 
     rank 0, span A: summary of A --+--> rank 1, span B: initial state = A(0)
@@ -56,8 +56,8 @@ def summaries_made(plan: ShardingPlan) -> IntArray:
 def summaries_moved(plan: ShardingPlan) -> IntArray:
     """Return how many summaries rank i receives from rank j, as an array [i, j] of shape [cp, cp].
 
-    If a rank has spans of a document, it receives the summaries of all runs (`runs_of_spans`) of the
-    document before its own last run, except those that it made itself. The diagonal is zero.
+    If a rank has spans of a document, it receives the summaries of all runs (`runs_of_spans`) of
+    the document before its own last run, except those that it made itself. The diagonal is zero.
     """
     piece, place, rank = runs_of_spans(plan)
     moved = np.zeros((plan.cp, plan.cp), np.int64)

@@ -25,7 +25,7 @@ class BalanceGain(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Fraction by which the slowest micro-batches take less time; negative if they take more."""
+        """Fraction of time that the slowest micro-batches save; negative if they take longer."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
@@ -259,8 +259,8 @@ class Tally:
     def balance(self) -> BalanceGain:
         """Predicted imbalance with the run's packing and with the usual loader.
 
-        Times per token would not be a fair comparison: the usual loader cuts documents and therefore
-        computes less attention.
+        Times per token would not be a fair comparison: the usual loader cuts documents and
+        therefore computes less attention.
         """
         return BalanceGain(self.plain.weighted_imbalance, self.ours.weighted_imbalance)
 

@@ -16,8 +16,8 @@ and are recorded separately."""
 _ROUNDING = 1e-12
 """A variance below this multiple of the squared mean counts as 0: it is a rounding error."""
 _LEAST_VARIATION = 0.1
-"""`Moments.line` fits no line if the standard deviation of the predictions is below this fraction of
-their mean, because nearly equal predictions do not determine a slope."""
+"""`Moments.line` fits no line if the standard deviation of the predictions is below this fraction
+of their mean, because nearly equal predictions do not determine a slope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """Least-squares fit measured = slope x predicted + intercept: (slope, intercept in seconds).
+        """Slope and intercept (in seconds) of the least-squares line from predicted to measured.
 
         None if the predictions vary too little to fit a line, or if the line cannot correct prices
         because its slope is not above 0 or its intercept is below 0.

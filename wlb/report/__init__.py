@@ -1,1 +1,1 @@
-"""Tables for the terminal, plots, and pages for the browser."""
+"""Results of wlb as tables for the terminal, as figures and as HTML pages."""

@@ -1,4 +1,4 @@
-"""Results of a search of layouts (`wlb tune layout`) as tables and sentences for the terminal."""
+"""Results of a search of parallel layouts (`wlb tune layout`) as tables and sentences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,35 +17,35 @@ from wlb.simulate.published import published_error
 from wlb.spec import Recompute
 
 COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
+"""Headings of the numeric columns of the table of layouts; `CAPTION` explains them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutReport:
-    """What a search of layouts found.
+    """The result of a search of parallel layouts."""
 
-    A family is all layouts that share a degree, a schedule or a kind of recomputation
-    (`wlb.simulate.layout_search.why`).
-    """
-
-    search: Search
-    best: tuple[Trial, ...]  # the best layouts, the winner first
-    # families to which the winner does not belong, and why they are slower
+    search: Search  # all layouts that were tried
+    best: tuple[Trial, ...]  # the best layouts, the fastest first
+    # for each value of TP, CP, PP, DP, schedule or recomputation that the winner does not have: the
+    # fastest layout with this value, and why it is slower
     losers: tuple[Loser, ...]
-    references: References  # other packing policies and sharding strategies on the winner's layout
-    own_note: str = ""  # why the run as it is set is not compared; "" if it is
+    # the winner's layout with other packing policies, and with other sharding strategies
+    references: References
+    # why the run's present layout is not compared with the best ones; "" if it is compared
+    own_note: str = ""
 
     @property
     def winner(self) -> Trial:
-        """The best layout."""
+        """The simulation of the fastest layout."""
         return self.best[0]
 
     @property
     def own(self) -> Trial | None:
-        """The run as it is set; None if it was not simulated."""
+        """The simulation of the run's present layout; None if it was not simulated."""
         return self.search.own
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was found as plain values."""
+        """Return the result as a dictionary for `json.dumps`."""
         known = self.search
         return {
             "best": [trial.to_json() for trial in self.best],
@@ -67,12 +67,15 @@ class LayoutReport:
 
 
 def fits_own_devices(trial: Trial) -> bool:
-    """Return whether a run fits in the memory that plans may use of its devices."""
+    """Return whether a simulated run fits in the memory of its devices, less a reserve."""
     return trial.fits
 
 
 def lines_of(trial: Trial) -> tuple[str, str, str]:
-    """Describe a layout in three lines: degrees; pipeline; packing and sharding."""
+    """Return a description of a layout in three lines.
+
+    The lines are the parallel degrees, the pipeline with recomputation, and packing with sharding.
+    """
     spec = trial.spec
     second = f"{pipeline_of(spec)}, n {spec.micro_batches_per_pipeline}"
     if spec.splits_backward and spec.pp.weight_delay > 1:
@@ -86,8 +89,13 @@ def lines_of(trial: Trial) -> tuple[str, str, str]:
 
 
 def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
-    """Return the cells of a row, in the order of COLUMNS."""
-    # A run that does not fit in memory is no baseline.
+    """Return the texts of a layout's row in the table of layouts, in the order of COLUMNS.
+
+    Args:
+        trial: The layout of this row.
+        own: The run's present layout, from which the gain is computed; None if it is unknown.
+    """
+    # Do not compute a gain over a run that does not fit in memory.
     has_gain = own is not None and fits_own_devices(own)
     return (
         f"{trial.time_s:.3f}",
@@ -102,7 +110,13 @@ def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
 
 
 def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -> str:
-    """Say in a sentence which layout is best, and how it compares with the run as it is set."""
+    """Return sentences that name the best layout and compare it with the run's present layout.
+
+    Args:
+        report: Result of the search.
+        profile: Kernel profile of the simulation.
+        gpus: Number of devices.
+    """
     best, own = report.winner, report.own
     beside = ""
     if own is not None and fits_own_devices(own):
@@ -118,7 +132,7 @@ def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -
 
 
 def layout_table(report: LayoutReport, *, title: str) -> Table:
-    """Return a table of the best layouts, with the run as it is set below them."""
+    """Return a table of the best layouts, with the run's present layout in the last row."""
     texts = ["layout, pipeline, packing"]
     table = new_table(
         title, labels=[""], texts=texts, numbers=COLUMNS, is_plain=True, caption=CAPTION
@@ -141,9 +155,10 @@ CAPTION = (
 
 
 def loser_lines(report: LayoutReport) -> list[str]:
-    """Return lines on why other layouts, packing policies and sharding strategies are slower.
+    """Return lines that say why other layouts, packing policies and sharding strategies are slower.
 
-    Families that have the same best layout share a line.
+    A line names a value that the winner does not have, such as "TP 8", and describes the fastest
+    layout with this value. Values with the same fastest layout share a line.
     """
     labels: dict[str, list[str]] = {}
     for loser in report.losers:
@@ -154,7 +169,7 @@ def loser_lines(report: LayoutReport) -> list[str]:
 
 
 def _of_loser(loser: Loser) -> str:
-    """Describe how much slower the best layout of a family is, and why."""
+    """Return a text that says how much slower a layout is than the winner, and why."""
     if loser.trial is None:
         return loser.why
     degrees, pipeline, packing = lines_of(loser.trial)
@@ -164,9 +179,15 @@ def _of_loser(loser: Loser) -> str:
 
 
 def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
-    """Compare packing policies or sharding strategies on the winner's layout, in one line.
+    """Return a line that compares packing policies or sharding strategies on the winner's layout.
 
-    There is no line if only one was simulated.
+    Args:
+        what: "packing" or "sharding".
+        trials: Simulations of the winner's layout with each policy or strategy.
+        winner: Simulation of the winner.
+
+    Returns:
+        A list with the line; empty if there are fewer than two trials.
     """
     parts: list[str] = []
     for trial in trials:
@@ -180,7 +201,7 @@ def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
 
 
 def refusal_lines(report: LayoutReport) -> list[str]:
-    """Return a line for each reason to refuse candidates: their number and the first error."""
+    """Return a line for each reason why layouts were left out, with their number and an example."""
     out: list[str] = []
     for r in sorted(report.search.layouts.refusals.values(), key=lambda r: -r.count):
         first = r.message if r.name in r.message else f"{r.name}: {r.message}" * bool(r.message)
@@ -189,7 +210,7 @@ def refusal_lines(report: LayoutReport) -> list[str]:
 
 
 def effort_line(report: LayoutReport) -> str:
-    """Say how many candidates reached each phase of the search."""
+    """Return a text that says how many layouts reached each phase of the search."""
     known = report.search
     text = (
         f"{len(known.layouts.candidates):,} candidates fit; {len(known.even):,} walked with even "

@@ -1,10 +1,10 @@
-"""What all figures share: colours, axes, running means, and conversion to SVG.
+"""Functions that all figures use: colours, axes, running means, and conversion to SVG.
 
-matplotlib is imported when a figure is made, so tables and numbers of pages do not need it. The
-colours are Okabe and Ito's, which colour-blind readers can distinguish. Text stays text in the SVG
+matplotlib is imported only when a figure is made, so that tables do not need it. The colours are
+those of Okabe and Ito, which colour-blind readers can distinguish. Text stays text in the SVG
 (`svg.fonttype = none`), so pages are small and searchable. Black becomes `currentColor`, so figures
-follow a light or dark page. No axis hides a value: where a few points would flatten all others,
-`keep_far_points_at_the_edge` marks them with their values.
+follow the text colour of a light or dark page. If a few far points would flatten all others,
+`keep_far_points_at_the_edge` marks them with their values instead of hiding them.
 """
 
 import importlib
@@ -19,30 +19,43 @@ import numpy.typing as npt
 from wlb.plan import FloatArray, UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Colours of series, in order."""
+"""Colours of the first line of a figure, the second line, and so on."""
 RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""The same colours in another order, for lines in figures of runs."""
+"""The colours of `COLOURS` in another order, for lines in figures of runs."""
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), "-", "-")
+"""Line styles of the lines of a figure, in order, as matplotlib takes them."""
 INK = "#111111"
-"""Colour of text on a bar. It is not black, because `svg` turns black into the page's text
-colour."""
+"""Colour of text on a bar: almost black. `svg` would turn black into the text colour of the page,
+which is light on a dark page."""
 WIDTH = 9.0
+"""Width of a figure in inches."""
 ANNOTATED_CELLS = 200
-"""A heat map with at most this many cells shows each cell's number."""
+"""A heat map prints a number in each cell if it has at most this many cells. In more cells the
+numbers would be too small to read."""
 
 
 def require_matplotlib() -> None:
-    """Raise a UserError with the remedy if matplotlib is not installed."""
+    """Raise a UserError if matplotlib is not installed."""
     try:
         importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError:
-        raise UserError("plots need matplotlib; pip install 'wlb-llm[plot]'") from None
+        raise UserError(
+            "plots need matplotlib, which is not installed; run: pip install 'wlb-llm[plot]'"
+        ) from None
 
 
 def new_figure(
     *, height: float, width: float = WIDTH, nrows: int = 1, ncols: int = 1, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """Return a Figure, sized in inches, and its axes row by row; it needs no window system."""
+    """Return a matplotlib Figure and the list of its axes, without needing a window system.
+
+    Args:
+        height: Height in inches.
+        width: Width in inches.
+        nrows: Number of rows of axes.
+        ncols: Number of axes in a row.
+        **subplots: Further arguments of `Figure.subplots`.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -56,7 +69,13 @@ def new_figure(
 
 
 def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
-    """Add a legend above all panels that has each of their labels once."""
+    """Add one legend for several axes above a figure. A label of several axes appears once.
+
+    Args:
+        figure: The figure.
+        panels: The axes.
+        **options: Further arguments of `Figure.legend`.
+    """
     found: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -66,39 +85,42 @@ def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
 
 
 def svg(figure: Any, name: str) -> str:
-    """Return the figure as an <svg> element; `name` must be unique on the page.
+    """Return a figure as an <svg> element for an HTML page.
 
-    The name prefixes the element's ids.
+    Args:
+        figure: The figure.
+        name: Prefix of the ids in the element. It must be unique on the page.
     """
     out = StringIO()
-    # matplotlib's metadata contains links, and a page must not need the network.
+    # Leave out matplotlib's metadata, which has links, because a page must not need the network.
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with importlib.import_module("matplotlib").rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": name}
     ):
         figure.savefig(out, format="svg", metadata=no_metadata, transparent=True)
-    # Black follows the page's text colour, and prefixed ids keep figures on one page apart.
+    # Replace black by the text colour of the page, and prefix all ids, so that figures on the same
+    # page do not share ids.
     text = out.getvalue().replace("#000000", "currentColor")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # The XML declaration before the element does not belong into HTML.
+    # Remove the XML declaration before the element, which is not valid in HTML.
     return text[text.index("<svg") :].replace("<svg ", '<svg fill="currentColor" ', 1)
 
 
 def keep_far_points_at_the_edge(
     axes: Any, points: Sequence[tuple[npt.NDArray[Any], FloatArray, str]]
 ) -> None:
-    """Keep a few far points, such as a flush of little data, from flattening all others.
+    """Limit the y axis if a few very large values would flatten all others.
 
-    If there are such points, the axis ends below them. They are drawn as triangles at its top, with
-    their values.
+    The axis then ends below the large values. They are drawn as triangles at its upper end, with
+    their values as text. An example are steps at the end of the data, which have few tokens.
 
     Args:
-        axes: Axes that already have the lines.
-        points: Steps, values and colour of each line.
+        axes: Axes in which the lines are already drawn.
+        points: For each line its steps, its values and its colour.
     """
     together = np.concatenate([values for _, values, _ in points])
-    # End the axis a little above the 98th percentile, but only if far points would flatten the
-    # rest.
+    # End the axis a little above the 98th percentile, unless the axis would be nearly as long
+    # anyway.
     usual = float(np.percentile(together, 98))
     low = float(together.min())
     top = usual + 0.15 * (usual - low)
@@ -115,17 +137,25 @@ def keep_far_points_at_the_edge(
 
 
 def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """Return the weighted mean over about a twentieth of the steps around each one.
+    """Return for each step a weighted mean over the steps around it.
 
-    There are fewer steps at both ends. The mean is 0 where all weights are 0. For ratios that are
-    weighted by their denominator, it is the ratio of the summed steps.
+    The mean is over about a twentieth of all steps, and over fewer at both ends. If `values` are
+    ratios and `weights` their denominators, the mean equals the sum of numerators over the sum of
+    denominators.
+
+    Args:
+        values: Value of each step, shape [n].
+        weights: Weight of each step, shape [n].
+
+    Returns:
+        The means, shape [n]; 0 where all weights are 0.
     """
     half = values.size // 40
     first = np.maximum(np.arange(values.size) - half, 0)
     after = np.minimum(np.arange(values.size) + half + 1, values.size)
 
     def sums(x: FloatArray) -> FloatArray:
-        # Differences of running sums are the sums of all windows at once.
+        # Compute the sums of all windows at once, as differences of cumulative sums.
         total = np.concatenate([[0.0], np.cumsum(x)])
         return total[after] - total[first]
 
@@ -142,15 +172,16 @@ def draw_means(
     alpha: float | None = None,
     **style: Any,
 ) -> None:
-    """Draw steps as faint points and their running mean as a line.
+    """Draw the values of steps as faint points, and their running mean as a line.
 
     Args:
-        axes: Where to draw.
-        steps: x of each step.
-        values: y of each step.
+        axes: Axes in which to draw.
+        steps: x coordinate of each step.
+        values: y coordinate of each step.
         weights: Weight of each step in the running mean.
-        most: Most points to draw; of more steps, every k-th is drawn. None draws all.
-        alpha: Opacity of the points; None chooses it by their number.
+        most: Most points to draw. If there are more steps, only every k-th is drawn. None draws
+            all.
+        alpha: Opacity of the points. None chooses it by the number of steps.
         **style: Style of the line (`color`, `ls`, `label`).
     """
     faint = alpha or (0.25 if values.size > 40 else 0.5)
@@ -158,14 +189,17 @@ def draw_means(
     colour = style["color"]
     axes.plot(steps[::every], values[::every], "o", color=colour, ms=2.5, alpha=faint, mew=0)
     line = running_mean(values, weights)
-    # The mean is 0 where all weights are 0; nothing is drawn there.
+    # Skip steps whose running mean is 0, which means that all weights are 0.
     known = line > 0
     every = stride(int(known.sum()), most)
     axes.plot(steps[known][::every], line[known][::every], lw=1.8, **style)
 
 
 def stride(count: int, most: int | None) -> int:
-    """Return k so that every k-th of `count` points are at most `most` points."""
+    """Return the smallest k for which every k-th of `count` points is at most `most` points.
+
+    If `most` is None, the result is 1: all points.
+    """
     return max(1, -(-count // most)) if most else 1
 
 
@@ -178,17 +212,17 @@ def heat_map_figure(
     inner: Sequence[str] = (),
     devices: str = "GPUs",
 ) -> Any:
-    """Draw a value of each GPU relative to the mean of all.
+    """Return a heat map of a value of each rank, relative to the mean over all ranks.
 
-    Rows are DP x CP ranks, and columns are pipeline ranks.
+    The rows of the heat map are DP and CP ranks, and the columns are pipeline ranks.
 
     Args:
         values: The values, shape [dp, pp, cp].
-        what: What the values are, for the title.
+        what: Name of the values, for the title.
         title: Beginning of the title.
-        tp: Number of TP ranks that each cell stands for.
-        inner: Names of the entries of the last axis, if these are not CP ranks.
-        devices: What the title calls the GPUs.
+        tp: Number of TP ranks whose common value a cell shows.
+        inner: Names of the entries of the last axis of `values`, if they are not CP ranks.
+        devices: Word for the ranks in the title.
     """
     if values.ndim != 3 or not values.size:
         raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")
@@ -199,14 +233,14 @@ def heat_map_figure(
     rows = dp * cp
     figure, (axes,) = new_figure(height=1.6 + min(6.0, max(1.2, 0.3 * rows)))
     low, high = float(relative.min()), float(relative.max())
-    # Equal values would leave the colours no range.
+    # Widen the range of the colours if all values are nearly equal.
     if high - low < 1e-3:
         low, high = low - 0.01, high + 0.01
     mesh = axes.pcolormesh(relative, cmap="cividis", vmin=low, vmax=high)
     axes.grid(visible=False)
     axes.invert_yaxis()
     axes.set(xlabel="pipeline rank", xticks=np.arange(pp) + 0.5, xticklabels=range(pp))
-    # Name every row if there is space, otherwise only the DP ranks.
+    # Label every row if there is space, otherwise only the DP ranks.
     if cp > 1 and rows <= 32:
         names = inner or [f"cp {c}" for c in range(cp)]
         labels = [f"dp {d}, {name}" for d in range(dp) for name in names]
@@ -216,12 +250,12 @@ def heat_map_figure(
         if cp > 1:
             axes.set_ylabel(f"{cp} rows each: {'CP x TP' if inner else 'CP'} ranks")
     axes.tick_params(length=0)
-    # White lines separate the DP ranks.
+    # Separate the DP ranks with white lines.
     for d in range(1, dp if cp > 1 else 1):
         axes.axhline(d * cp, color="white", linewidth=2 if rows <= 32 else 1)
     if relative.size <= ANNOTATED_CELLS:
         for (row, column), value in np.ndenumerate(relative):
-            # Numbers on dark cells are white.
+            # Write white numbers on dark cells.
             is_dark = value < (low + high) / 2
             axes.text(
                 column + 0.5,

@@ -1,8 +1,9 @@
-"""HTML pages from the jinja2 templates of this room: one base, and one template for each page.
+"""Rendering of HTML pages from the jinja2 templates in wlb/report/templates.
 
-Python passes numbers and records; sentences are in the templates. Everything is escaped except the
-SVG of figures. A page is one file that needs no network. A template that uses a name which is
-missing in the context raises an error.
+`base.html.j2` is the frame of all pages, and each page has a template of its own. Python passes
+numbers and records to the templates, which contain the sentences. All values are escaped except the
+SVG of figures. A page is one file that needs no network. If a template uses a name that Python did
+not pass, rendering raises an error.
 """
 
 from functools import cache
@@ -13,13 +14,13 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 
 
 def render(template: str, *, folder: Path | None = None, **context: Any) -> str:
-    """Return the page of `templates/<template>.html.j2`.
+    """Return the HTML page that the template `<template>.html.j2` makes.
 
     Args:
-        template: Name of the template.
-        folder: Folder that has the template, if it is not one of this room. It may extend templates
-            of this room.
-        **context: What the template needs; every page needs a `title`.
+        template: Name of the template without suffix.
+        folder: Folder of the template. None means wlb/report/templates. A template of another
+            folder may extend those in wlb/report/templates.
+        **context: Values that the template uses, by name. Every page needs a `title`.
     """
     return _environment(folder).get_template(f"{template}.html.j2").render(context)
 
@@ -35,6 +36,7 @@ def _environment(folder: Path | None) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # Used as {{ 0.5 | num(".1%") }}. pyright complains because jinja2 does not type `filters`.
+    # Templates format numbers with it: {{ 0.5 | num(".1%") }}. jinja2 does not type `filters`, so
+    # pyright complains.
     made.filters["num"] = format  # pyright: ignore[reportUnknownMemberType]
     return made

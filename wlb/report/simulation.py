@@ -1,4 +1,4 @@
-"""Simulated runs as a table, and where the numbers of the profile that priced them come from."""
+"""Table of simulated runs, and a text on how the numbers of their kernel profile were obtained."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,8 @@ from wlb.simulate import RunSimulation
 from wlb.spec import RunSpec
 
 Cell = Callable[[RunSimulation, RunSimulation], str]
-"""Formats a column for a run; the second argument is the baseline."""
+"""A function that returns the text of a table cell for a run (first argument). The second argument
+is the run that speed-ups are relative to."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("s/step", lambda run, _: f"{float(run.step_time_s.mean()):.2f}"),
     ("ktok/s", lambda run, _: f"{run.tokens_per_s / 1e3:,.0f}"),
@@ -26,18 +27,19 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
 
 
 FEW = ("s/step", "speed-up", "imb.", "delay", "GiB")
+"""The columns of the short table."""
 
 
 def simulation_table(
     runs: Sequence[RunSimulation], *, title: str, own: str = "", has_all: bool = True
 ) -> Table:
-    """Return a table with a row for each run.
+    """Return a table with a row for each simulated run.
 
     Args:
-        runs: The runs; speed-ups are relative to the first one.
+        runs: The simulated runs. Speed-ups are relative to the first one.
         title: Title of the table.
-        own: Label of the run whose row is in bold.
-        has_all: Whether the table has all columns, or only those in `FEW`.
+        own: Label of the run whose row is printed in bold.
+        has_all: Whether the table has all columns or only those of `FEW`.
     """
     columns = [(name, cell) for name, cell in COLUMNS if has_all or name in FEW]
     names, caption = [name for name, _ in columns], CAPTION if has_all else FEW_CAPTION
@@ -63,7 +65,7 @@ CAPTION = (
 
 
 def layout_text(spec: RunSpec) -> str:
-    """Describe a layout in words.
+    """Return a description of the parallel layout of a run.
 
     For example: "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank, 2
     micro-batches a pipeline".
@@ -77,10 +79,11 @@ def layout_text(spec: RunSpec) -> str:
 
 
 def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
-    """Group the parts of a profile by how their numbers were obtained.
+    """Return how the numbers of a kernel profile were obtained.
 
     Returns:
-        Pairs of a kind (published, measured, assumed) and the names of these parts.
+        Pairs of a kind ("published", "measured" or "assumed") and the names of the parts of the
+        profile whose numbers are of this kind.
     """
     blocks = [
         (f"attention ({', '.join(t.backends)})", t.provenance.kind) for t in profile.attention
@@ -99,6 +102,6 @@ def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
 
 
 def worth_line(profile: KernelProfile) -> str:
-    """Describe in one line how the numbers of a profile were obtained."""
+    """Return a line that says how the numbers of a kernel profile were obtained."""
     kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
     return f"priced with {profile.name} ({profile.device}; {kinds})"

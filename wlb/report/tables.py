@@ -1,7 +1,8 @@
-"""Tables for the terminal, used by all commands; a number is never cut.
+"""Tables for the terminal, which all commands use. They never cut a number or leave out a column.
 
-A table that is wider than its terminal is printed in several blocks below each other. Each block
-repeats the labels, and no column is left out. Pipes and files get the whole width.
+A table that is wider than the terminal is printed as several blocks, one below the other. Each
+block has some of the columns and repeats the labels of the rows. In a pipe or a file, tables have
+their whole width.
 """
 
 import copy
@@ -15,13 +16,19 @@ from rich.table import Column, Table
 from rich.text import Text
 
 WHOLE = 10_000
-"""Width in characters of an output that is not a terminal. No table needs more."""
+"""Width in characters that is assumed for pipes and files. No table is wider."""
 _FOLDED = 24
-"""A column of text may fold to this many characters before numbers move to another block."""
+"""A column of text is broken into lines of at least this many characters. If the table is still too
+wide, columns of numbers move to another block."""
 
 
 def console(*, stderr: bool = False, **options: Any) -> Console:
-    """Return the console on which a command prints; `options` go to rich's Console."""
+    """Return the rich Console on which a command prints.
+
+    Args:
+        stderr: Whether it prints to stderr instead of stdout.
+        **options: Further arguments of `rich.console.Console`.
+    """
     made = Console(stderr=stderr, highlight=False, **options)
     if made.is_terminal:
         return made
@@ -29,9 +36,9 @@ def console(*, stderr: bool = False, **options: Any) -> Console:
 
 
 class BlockTable(Table):
-    """A rich table that is printed in several blocks if it is too wide."""
+    """A rich table that is printed in several blocks of columns if the terminal is too narrow."""
 
-    num_labels = 1  # number of first columns that every block repeats
+    num_labels = 1  # every block repeats this many of the table's first columns
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         blocks = list(self._blocks(options.max_width))
@@ -45,17 +52,21 @@ class BlockTable(Table):
             part.caption = None
             yield from Table.__rich_console__(part, console, options)
         if self.caption:
-            # Below a narrow block the caption would fold into its few columns.
+            # Print the caption separately. As part of a narrow block it would have its width.
             yield Text(str(self.caption), style="table.caption")
 
     def _blocks(self, width: int) -> Iterator[list[Column]]:
-        """Yield the columns of each block, the labels included."""
+        """Yield the columns of each block, with those of the labels first.
+
+        Args:
+            width: Width of the terminal in characters.
+        """
         labels, others = self.columns[: self.num_labels], self.columns[self.num_labels :]
         taken = sum(_width(column, unfolded=True) for column in labels)
-        # Labels that would fill half the terminal are folded.
+        # Break labels into lines if they would take more than half of the terminal.
         if taken > width // 2:
             taken = sum(map(_width, labels))
-        # One character is the left border.
+        # Subtract one character for the left border.
         free = width - 1 - taken
         block: list[Column] = []
         left = free
@@ -69,18 +80,18 @@ class BlockTable(Table):
 
 
 def _placed(column: Column, at: int) -> Column:
-    """Return a copy of a column at another index of its table."""
+    """Return a copy of a column that has the index `at` in its table."""
     moved = copy.copy(column)
     moved._index = at  # pyright: ignore[reportPrivateUsage]
     return moved
 
 
 def _width(column: Column, *, unfolded: bool = False) -> int:
-    """Return the characters that a column needs, with padding and the line beside it.
+    """Return the width of a column in characters, with its padding and a border.
 
     Args:
         column: The column.
-        unfolded: Measure a column that may fold without folding it.
+        unfolded: Whether a column of text is measured without breaking it into lines.
     """
     texts = [str(cell) for cell in (column.header, *column.cells)]
     lines = [line for text in texts for line in text.splitlines()]
@@ -99,19 +110,19 @@ def new_table(
     is_plain: bool = False,
     **options: Any,
 ) -> BlockTable:
-    """Return an empty table with columns of labels, of texts, and of numbers.
+    """Return a table without rows that has columns for labels, texts and numbers, in this order.
 
     Args:
         title: Title above the table.
-        labels: Names of the columns that every block of a narrow terminal repeats. Without labels,
-            the first text is repeated.
-        texts: Names of columns whose cells may fold.
-        numbers: Names of columns that are never folded or cut.
-        is_plain: Draw a line only below the heads.
-        **options: Further arguments of rich's Table, such as its caption.
+        labels: Headings of the label columns, which are repeated in every block of a wide table. If
+            there are none, the first text column is repeated.
+        texts: Headings of columns whose cells may be broken into lines.
+        numbers: Headings of columns whose cells are never broken or cut.
+        is_plain: Whether the only line of the table is below its headings.
+        **options: Further arguments of `rich.table.Table`, such as `caption`.
     """
     plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False} if is_plain else {}
-    # As a Text, a title with brackets is not taken for markup.
+    # Make the title a Text, so that rich does not take brackets in it for markup.
     shown = None if title is None else Text(title, style="table.title")
     table = BlockTable(
         title=shown, title_justify="left", caption_justify="left", **plain, **options
@@ -127,7 +138,7 @@ def new_table(
 
 
 def facts_table(title: str) -> Table:
-    """Return an empty table of names and values; values fold between words."""
+    """Return a table without rows that has a column for names and a column for values."""
     table = Table(title=Text(title, style="table.title"), title_justify="left", show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column()

@@ -1,6 +1,7 @@
-"""Timelines of simulated steps: a row for each pipeline rank, a bar for each pass.
+"""Timelines of simulated steps: a row for each pipeline rank, and a bar for each pass.
 
-Needs matplotlib. `timeline_figure` makes a figure; `draw_timeline` draws into axes of a larger one.
+`timeline_figure` returns a whole figure. `draw_timeline` draws a timeline into one axes of a larger
+figure. Both need matplotlib.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,28 +14,38 @@ from wlb.report.plots import INK, WIDTH, new_figure
 from wlb.simulate import Node, NodeKind, PassKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
-"""Colours of backward passes by micro-batch, in a cycle. Forward passes have a light shade of them.
-Colour-blind readers can distinguish all colours and shades."""
+"""Colours of backward passes. Micro-batch i has colour i modulo their number. Forward passes have a
+lighter shade. Colour-blind readers can distinguish all colours and shades."""
 LIGHT = 0.58
-"""Share of white in the shade of a forward pass."""
+"""Fraction of white that is mixed into a colour for forward passes."""
 COLLECTIVE = "#F0E442"
+"""Colour of collectives and of the optimizer: yellow."""
 BAR = 0.86
+"""Height of a bar as a fraction of the height of a row."""
 CHUNK_SHIFT = 0.32
-"""Share of a bar's height by which virtual stages of a rank are drawn lower than the first one."""
+"""If a rank has several virtual stages, the last one is drawn lower than the first one by this
+fraction of `BAR`, and the others in between."""
 MIN_FONT = 6.5
+"""Smallest font size, in points, in which the number of a micro-batch is written into a bar."""
 Box = tuple[float, float, float, float]
-"""Left, right, top and bottom of a bar."""
+"""Left, right, top and bottom of a bar, in the coordinates of the axes."""
 ASIDE = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE_AHEAD)
-"""Kinds of nodes that run at the same time as passes."""
+"""Collectives that overlap with passes. They are drawn as a thin strip below the row of a rank."""
 
 
 def timeline_figure(
     simulation: Simulation, step: int = 0, pipeline: int = 0, *, title: str = ""
 ) -> Any:
-    """Draw a step of one pipeline, with a row for each pipeline rank.
+    """Return a figure of one simulated step of one pipeline, with a row for each pipeline rank.
 
-    Passes are coloured by micro-batch, forward light and backward dark. Collectives that ranks wait
-    for are yellow, idle time is blank, and the critical path is outlined.
+    The colour of a pass shows its micro-batch. Forward passes are light and backward passes dark.
+    Collectives are yellow, idle time is blank, and the critical path is outlined.
+
+    Args:
+        simulation: The simulated steps.
+        step: Index of the step in the simulation.
+        pipeline: Number of the pipeline.
+        title: Title of the figure; "" for a default title.
     """
     pp = simulation.simulator.spec.parallel.pp
     figure, (axes,) = new_figure(height=1.5 + row_inches(pp) * pp)
@@ -45,24 +56,24 @@ def timeline_figure(
 
 
 def row_inches(pp: int) -> float:
-    """Return the height of a row, in inches, at which `pp` rows are readable."""
+    """Return the height of a row in inches, for a timeline with `pp` rows."""
     return 0.5 if pp <= 8 else 0.28
 
 
 def draw_timeline(
     axes: Any, simulation: Simulation, step: int = 0, pipeline: int = 0, *, end_s: float = 0.0
 ) -> None:
-    """Draw a step of one pipeline into given axes.
+    """Draw one simulated step of one pipeline into given axes, with a row for each pipeline rank.
 
-    The passes of a micro-batch and kind are one collection with the gid `mb<i><kind>`. Times are in
-    the unit of the axis (s or ms), and rows are ranks.
+    All passes of one kind and micro-batch i are a matplotlib collection with the gid `mb<i><kind>`.
+    The time axis is in seconds, or in milliseconds for steps below 2 seconds.
 
     Args:
-        axes: Where to draw.
+        axes: Axes in which to draw.
         simulation: The simulated steps.
-        step: Which of its steps.
-        pipeline: Which pipeline.
-        end_s: End of the time axis, so that several timelines can share it. 0 means the step's end.
+        step: Index of the step in the simulation.
+        pipeline: Number of the pipeline.
+        end_s: Smallest end of the time axis in seconds, for several timelines with the same axis.
     """
     total_s = max(end_s, float(simulation.step_time_s[step]))
     unit, scale = ("ms", 1e-6) if total_s < 2 else ("s", 1e-9)
@@ -81,7 +92,14 @@ def draw_timeline(
 
 
 def frame_rows(axes: Any, labels: Sequence[object], *, end: float, unit: str) -> None:
-    """Prepare axes for a row of bars for each of `labels`, from 0 to `end` in `unit` (s or ms)."""
+    """Set limits, ticks and labels of axes for a timeline.
+
+    Args:
+        axes: The axes.
+        labels: Label of each row.
+        end: End of the time axis.
+        unit: Unit of the time axis, "s" or "ms".
+    """
     rows = len(labels)
     axes.set(xlim=(0, end), ylim=(rows - 0.5, -0.5), yticks=range(rows), yticklabels=labels)
     axes.set_xlabel(f"time ({unit})")
@@ -90,7 +108,12 @@ def frame_rows(axes: Any, labels: Sequence[object], *, end: float, unit: str) ->
 
 
 def write_idle(axes: Any, shares: Iterable[float]) -> None:
-    """Write each row's idle share of the step to its right."""
+    """Write the idle share of each row to the right of the row.
+
+    Args:
+        axes: The axes.
+        shares: For each row, the fraction of the step in which the rank is idle.
+    """
     style = {"transform": axes.get_yaxis_transform(), "fontsize": 8}
     for row, share in enumerate(shares):
         axes.text(1.006, row, f"{share:.0%}", va="center", **style)
@@ -98,14 +121,29 @@ def write_idle(axes: Any, shares: Iterable[float]) -> None:
 
 
 def row_box(left: float, right: float, *, row: int, chunk: int, chunks: int) -> Box:
-    """Return the bar of a pass in its row; later virtual stages are shifted down within the row."""
+    """Return the bar of a pass. Bars of later virtual stages are lower within the row.
+
+    Args:
+        left: Start time of the pass.
+        right: End time of the pass.
+        row: Number of the row, from 0 at the top.
+        chunk: Number of the virtual stage on its rank.
+        chunks: Number of virtual stages of a rank.
+    """
     height = BAR if chunks == 1 else BAR * (1 - CHUNK_SHIFT)
     top = row - BAR / 2 + BAR * CHUNK_SHIFT * chunk / max(1, chunks - 1)
     return left, right, top, top + height
 
 
 def add_boxes(axes: Any, boxes: Sequence[Box], gid: str, **style: Any) -> None:
-    """Draw boxes as one collection with this gid."""
+    """Draw boxes as one matplotlib collection.
+
+    Args:
+        axes: Axes in which to draw.
+        boxes: The boxes.
+        gid: Id of the collection in SVG files.
+        **style: Arguments of `PolyCollection`, such as `facecolors`.
+    """
     from matplotlib.collections import PolyCollection
 
     collection = PolyCollection([corners(box) for box in boxes], **style)
@@ -114,7 +152,7 @@ def add_boxes(axes: Any, boxes: Sequence[Box], gid: str, **style: Any) -> None:
 
 
 def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
-    """Explain shades, colours and lines below the figure."""
+    """Add a legend of shades, colours and lines below the figure of a simulated step."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -131,7 +169,8 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
 def shade_handles(*, splits: bool) -> list[Any]:
     """Return legend entries for the kinds of passes.
 
-    `splits` says whether weight gradients have separate passes.
+    Args:
+        splits: Whether weight gradients are computed in separate passes (zero-bubble schedules).
     """
     from matplotlib.patches import Patch
 
@@ -147,7 +186,7 @@ def shade_handles(*, splits: bool) -> list[Any]:
 
 
 def colour_handles(num_micro_batches: int) -> list[Any]:
-    """Return legend entries for the micro-batches' colours."""
+    """Return legend entries that say which micro-batches have which colour."""
     from matplotlib.patches import Patch
 
     handles: list[Any] = []
@@ -161,7 +200,7 @@ def colour_handles(num_micro_batches: int) -> list[Any]:
 
 
 def legend_below(figure: Any, handles: list[Any]) -> None:
-    """Add a legend below the figure."""
+    """Add a legend with these entries below the figure."""
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -176,16 +215,16 @@ def legend_below(figure: Any, handles: list[Any]) -> None:
 def draw_passes(
     axes: Any, micro_batch: int, kind: PassKind, boxes: list[Box], *, inches: float
 ) -> None:
-    """Draw the passes of one micro-batch and kind as a collection.
+    """Draw all passes of one kind and micro-batch as one collection.
 
     The collection has the gid `mb<micro_batch><kind>`.
 
     Args:
-        axes: Where to draw.
+        axes: Axes in which to draw.
         micro_batch: Number of the micro-batch, which decides the colour.
-        kind: Forward, backward or weight-gradient pass.
-        boxes: The bars.
-        inches: Height of a row.
+        kind: Kind of the passes: forward, backward or weight gradient.
+        boxes: The bars of the passes.
+        inches: Height of a row in inches, which decides the font size of numbers.
     """
     colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
     colour = mixed(colour, LIGHT) if kind == PassKind.FORWARD else colour
@@ -203,15 +242,18 @@ def draw_passes(
 
 
 class _Bars(NamedTuple):
-    """Draws the nodes of one step of one pipeline."""
+    """Draws one simulated step of one pipeline.
+
+    The simulation is a graph whose nodes are passes, collectives and the optimizer.
+    """
 
     axes: Any
     simulation: Simulation
-    start: FloatArray  # start of each node, shape [nodes], in the axis' unit
-    stop: FloatArray  # end of each node, shape [nodes], in the axis' unit
+    start: FloatArray  # start time of each node in the unit of the time axis, shape [nodes]
+    stop: FloatArray  # end time of each node in the unit of the time axis, shape [nodes]
 
     def box(self, i: int, node: Node) -> Box:
-        """Return the bar of a node; only passes are shifted within their row."""
+        """Return the bar of the node with index `i`."""
         spec = self.simulation.simulator.spec
         chunk, chunks = 0, 1
         if node.kind == NodeKind.PASS:
@@ -220,7 +262,7 @@ class _Bars(NamedTuple):
         return row_box(start, stop, row=node.rank, chunk=chunk, chunks=chunks)
 
     def passes(self) -> None:
-        """Draw the passes, grouped by micro-batch and kind."""
+        """Draw the passes, as one collection for each micro-batch and kind of pass."""
         groups: dict[tuple[int, PassKind], list[Box]] = {}
         for i, node in enumerate(self.simulation.simulator.graph.nodes):
             if node.kind == NodeKind.PASS and node.action is not None:
@@ -233,15 +275,15 @@ class _Bars(NamedTuple):
     def waits(self) -> None:
         """Draw collectives and the optimizer.
 
-        Nodes that run at the same time as passes are a strip below the row. Nodes that ranks wait
-        for fill the height of the row.
+        Collectives that overlap with passes (`ASIDE`) are a thin strip below the row. Those for
+        which ranks wait have the height of the row.
         """
         boxes: list[Box] = []
         graph = self.simulation.simulator.graph
         for i, node in enumerate(graph.nodes):
             if node.action is not None or self.stop[i] <= self.start[i]:
                 continue
-            # A node without a rank belongs to all ranks, such as a collective.
+            # Draw a node without a rank, such as a collective, in the rows of all ranks.
             ranks = range(graph.num_ranks) if node.rank < 0 else [node.rank]
             is_aside = node.kind in ASIDE
             for rank in ranks:
@@ -251,7 +293,12 @@ class _Bars(NamedTuple):
         add_boxes(self.axes, boxes, "waits", facecolors=COLLECTIVE, linewidths=0)
 
     def critical(self, step: int, pipeline: int) -> None:
-        """Outline the passes of the critical path, and join each one with the next."""
+        """Outline the passes on the critical path, and draw a line from each to the next.
+
+        Args:
+            step: Index of the step in the simulation.
+            pipeline: Number of the pipeline that is drawn.
+        """
         s = self.simulation
         graph = s.simulator.graph
         path = graph.critical_path(s.ends_ns, s.durations_ns, step=step)
@@ -259,7 +306,7 @@ class _Bars(NamedTuple):
         line: list[tuple[float, float]] = []
         for i, of_pipeline in path:
             node = graph.nodes[i]
-            # The path may pass through other pipelines; the line is interrupted there.
+            # Interrupt the line where the critical path is in another pipeline.
             if of_pipeline != pipeline:
                 line += [(np.nan, np.nan)]
             elif node.kind == NodeKind.PASS:
@@ -270,7 +317,8 @@ class _Bars(NamedTuple):
         style = {"facecolors": "none", "edgecolors": "#000000", "linewidths": 1.4}
         add_boxes(self.axes, boxes, "critical", zorder=4, **style)
         if line:
-            # Join the end of each pass with the start of the next, without lines through bars.
+            # Draw lines from the end of each pass to the start of the next. The NaN values leave a
+            # gap inside each bar.
             xs, ys = zip(*line, strict=True)
             self.axes.plot(xs, ys, color="#000000", linewidth=1.4, zorder=4)
 
@@ -278,13 +326,18 @@ class _Bars(NamedTuple):
 def number_bars(
     axes: Any, micro_batch: int, boxes: list[Box], colour: str, *, inches: float
 ) -> None:
-    """Write the micro-batch's number into each bar that is large enough.
+    """Write the number of a micro-batch into each bar that is large enough.
 
-    `inches` is the height of a row.
+    Args:
+        axes: Axes in which to draw.
+        micro_batch: The number.
+        boxes: The bars.
+        colour: Colour of the bars.
+        inches: Height of a row in inches.
     """
     across = axes.get_xlim()[1]
     for left, right, top, bottom in boxes:
-        # The number must fit into the bar in both directions.
+        # Skip the bar if it is too low or too narrow for the number.
         font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
         wide = (right - left) / across * 0.86 * WIDTH * 72
         if font < MIN_FONT or wide < 0.75 * font * len(str(micro_batch)):
@@ -302,18 +355,23 @@ def number_bars(
 
 
 def corners(box: Box) -> list[tuple[float, float]]:
-    """Return the corners of a box."""
+    """Return the four corners of a box as points (x, y)."""
     left, right, top, bottom = box
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def mixed(colour: str, white: float) -> str:
-    """Return `colour` with this share of white."""
+    """Return a colour with white mixed into it.
+
+    Args:
+        colour: The colour as "#RRGGBB".
+        white: Fraction of white, from 0 to 1.
+    """
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(p + (255 - p) * white):02X}" for p in parts)
 
 
 def _is_light(colour: str) -> bool:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    # Perceived brightness (ITU-R BT.601).
+    # Compare the perceived brightness (ITU-R BT.601), from 0 to 255.
     return 0.299 * red + 0.587 * green + 0.114 * blue > 140

@@ -128,7 +128,9 @@ def test_a_batch_that_was_flattened_elsewhere() -> None:
         "max_length_k",
     }
     shifted = PaddingFreeCollator(return_shift_labels=True)
-    with pytest.raises(ValueError, match="return_shift_labels needs a batch with next_labels"):
+    with pytest.raises(
+        ValueError, match="return_shift_labels = True needs a FlatBatch with next_labels"
+    ):
         shifted.batch(flatten(PAPER))
     made = shifted.batch(flatten(PAPER, options=FlatOptions(next_labels=True)))
     assert made["shift_labels"][0, :4].tolist() == [11, 12, 13, X]
@@ -198,11 +200,11 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     [
         ([], "at least one example"),
         ([{"text": "a"}], "example 0 has ['text'], but no input_ids"),
-        ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "with 1 ones; tokenize without"),
-        ([{"input_ids": [1, 2], "attention_mask": [1]}], "an attention_mask of shape (1,)"),
+        ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "and 1 ones; tokenize without"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "its attention_mask has shape (1,)"),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2]}], "['input_ids'], but no labels"),
         ([{"input_ids": [1]}, {"input_ids": [2], "seq_lengths": [1]}], "but no seq_lengths"),
-        ([{"input_ids": [1], "seq_lengths": [1], "lengths": [1]}], "give one of them"),
+        ([{"input_ids": [1], "seq_lengths": [1], "lengths": [1]}], "give only one of the two"),
         ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "examples have completion_mask"),
         ([{"input_ids": [[1, 2]]}], "entry 0 is [1, 2]"),
     ],
@@ -240,18 +242,18 @@ def test_lengths_of_other_tokens_are_refused(collator: Any) -> None:
 @pytest.mark.parametrize("lengths", [3, np.int64(3), np.array(3)])
 @pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=0), PaddingFreeCollator()])
 def test_lengths_that_are_no_list_are_refused(collator: Any, lengths: Any) -> None:
-    with pytest.raises(ValueError, match="lengths of example 0: lengths must have one axis"):
+    with pytest.raises(ValueError, match=r"lengths of example 0: lengths has shape .* one axis"):
         collator([{"input_ids": [1, 2, 3], "lengths": lengths}])
 
 
 def test_options_that_cannot_be_meant() -> None:
-    with pytest.raises(ValueError, match="nothing that says where documents begin"):
+    with pytest.raises(ValueError, match="would not say where documents begin"):
         PaddingFreeCollator(return_position_ids=False)
     with pytest.raises(ValueError, match="return_tensors = 'tf' must be 'pt' or 'np'"):
         PaddingFreeCollator(return_tensors="tf")  # pyright: ignore
     with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
         PaddingFreeCollator(pad_to_multiple_of=0)
-    with pytest.raises(ValueError, match="pad_to = max_length needs max_length"):
+    with pytest.raises(ValueError, match="pad_to = max_length needs a width"):
         PaddedCollator(pad_token_id=0, pad_to="max_length")  # pyright: ignore
 
 

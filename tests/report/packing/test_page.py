@@ -169,8 +169,8 @@ def test_a_row_without_a_step_is_no_perfect_balance(runs: list[PackingRun]) -> N
     assert "249 at least" in text
     assert "7 pieces" in said[2]
     assert "up to 12 steps" in said[2]
-    assert "no step before the data ended" in said[0]
-    assert "25% of tokens were still held" in said[1]
+    assert "the policy completed no step" in said[0]
+    assert "25% of tokens still waited" in said[1]
     page = packing_page(
         title="t",
         facts=facts_of("l", SOURCE.lengths, window=C),

@@ -77,7 +77,7 @@ def test_options_of_a_page_are_refused_for_several_runs(
     words: list[str], folders: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *folders, *words]) == 2
-    assert f"{words[0]} is for the page of one run" in capsys.readouterr().err
+    assert f"{words[0]} applies only to the page of one run" in capsys.readouterr().err
 
 
 def test_the_page_of_one_run_says_where_its_time_went(folders: list[str]) -> None:

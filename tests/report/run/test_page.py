@@ -71,7 +71,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     lines = [start(), step(1), step(2)]
     records = read_run(write(tmp_path, lines, end='\n{"kind": "step", "st'))
     assert (len(records.steps), records.num_unreadable) == (2, 1)
-    assert "1 lines of metrics.jsonl were cut off" in run_page(records)
+    assert "1 lines of metrics.jsonl are incomplete" in run_page(records)
 
 
 def test_tables_of_another_layout_are_not_mixed(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_what_has_nothing_to_show_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no step yet"):
         read_run(write(tmp_path, [start()]))
     bare = [line for line in (start(), step(1)) if line.pop("spec", None) or True]
-    with pytest.raises(ValueError, match="says how the run was configured"):
+    with pytest.raises(ValueError, match="the configuration of the run is neither in"):
         read_run(write(tmp_path, bare))
     saved = tmp_path / "checkpoints" / "step-00000001"
     saved.mkdir(parents=True)
@@ -122,21 +122,21 @@ def test_loads_of_experts_have_a_section_of_their_own(page: str, tmp_path: Path)
     assert made.count('<h2 id="experts">') == 1
     assert 'href="#experts"' in made
     text = text_of(made)
-    assert "load of EP ranks 1.250 rows of the rank that a layer waits for" in text
-    assert "attention of CP ranks 1.062" in text
+    assert "load of EP ranks 1.250 rows of the most loaded EP rank" in text
+    assert "CP rank over the mean rank's: 1.062" in text
     assert "EP rank 1 has the most rows, 1.250 times the mean rank's" in text
 
 
 def test_the_page_says_what_the_numbers_are(page: str) -> None:
     text = text_of(page)
     assert "20 of 20 steps ended" in text
-    assert "resumed once, 2 steps that were trained again count once" in text
+    assert "resumed once, 2 steps were trained more than once and count once" in text
     assert "held-out loss 3.250 after 20 steps; first 6.500" in text
     assert "the usual loader's 1.400; predicted" in text
     assert "imbalance 1.100 the usual" in text
     assert "imbalance 1.100, with the usual loader 1.400: the slowest micro-batches take" in text
     assert "stragglers 1 of 16 ranks" in text
-    assert "MFU 25.0% 0.5 TFLOP/s a rank, of documents; as full windows 37.5%" in text
+    assert "counted over full windows, the MFU is 37.5%" in text
     rate = sum(1000 + d for d in range(1, 21)) / (20 * 0.25)
     assert f"tokens/s {rate:,.0f}" in text
     for name, ratio in (("attention forward", "1.000"), ("linear backward", "1.300")):
@@ -277,7 +277,7 @@ def test_the_page_says_how_keys_were_exchanged(tmp_path: Path) -> None:
         }
     text = text_of(run_page(read_run(write(tmp_path / "new", [start(), *lines]))))
     assert "keys exchanged 25.0%" in text
-    assert "only the rows that are read in 6 of 8 micro-batches" in text
+    assert "6 of 8 micro-batches exchanged only rows that are read" in text
     assert "sharding.exchange = gather, cp.overlap_stages = 0" in text
 
 
@@ -285,7 +285,10 @@ def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> N
     line = step(1)
     line["measured"]["telemetry"]["work"]["peak_flops"] = 0.0
     text = text_of(run_page(read_run(write(tmp_path / "unknown", [start(), line]))))
-    assert "model TFLOP/s a rank 0.5 of documents; as full windows 0.75" in text
+    assert (
+        "model TFLOP/s a rank 0.5 with attention within documents; counted over full windows 0.75"
+        in text
+    )
     assert "MFU" not in text
     del line["measured"]["telemetry"]["work"]  # written before it was counted
     text = text_of(run_page(read_run(write(tmp_path / "old", [start(), line]))))

@@ -62,11 +62,11 @@ WRONG: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
     ),
     "times of some ranks": (
         lambda found: found[4]["measured_us"].pop(),
-        r"columns of ranks have \[15, 16\] entries",
+        r"columns of a table of ranks have \[15, 16\] entries",
     ),
     "passes of some ranks": (
         lambda found: found[5]["passes"].pop(),
-        r"a timeline has \[3, 4\] ranks, times and lists of passes",
+        r"ranks, wall_us and passes of a timeline have \[3, 4\] entries",
     ),
     "wall times in words": (
         lambda found: found[6]["seconds"].update(steps="3"),

@@ -1,1 +1,1 @@
-"""Tables, figures and the page of a comparison of packing policies."""
+"""Comparisons of packing policies as tables, figures and an HTML page."""

@@ -1,4 +1,4 @@
-"""The output of `wlb tune packing`: verdict, table of three rows, and how the choice was made."""
+"""Output of `wlb tune packing`: a verdict, a table of three packings, and how one was chosen."""
 
 from collections.abc import Sequence
 from math import ceil, log10
@@ -13,29 +13,29 @@ from wlb.report.tables import new_table
 from wlb.spec import PackingSection, Policy
 
 SIGNIFICANT = 2.0
-"""A saving must exceed this many standard errors to be called one."""
+"""A saving of GPU hours counts as real if it exceeds this many of its standard errors."""
 FINE = 0.0025
-"""More steps are not proposed once the standard error of a saving is below this share of GPU
-hours."""
+"""The output proposes to repeat the command with more steps only if the standard error of the
+saving is above this fraction of the GPU hours."""
 
 
 class PackingChoice(NamedTuple):
-    """A packing between which the user can choose."""
+    """One of the packings among which the user can choose."""
 
-    name: str
-    summary: PackingSummary
-    hours: float  # simulated GPU hours, relative to the usual loader's
+    name: str  # label of the row in the table
+    summary: PackingSummary  # balance and delay of the packing
+    hours: float  # simulated GPU hours, divided by those of the usual loader
 
 
 def switch_verdict(name: str, *, best: float, own: float, error: float | None, steps: int) -> str:
-    """Say whether changing the run to the recommended packing is worth it.
+    """Return sentences that say whether to change a run to the recommended packing.
 
     Args:
-        name: The preset or file that is tuned.
-        best: Share of the usual loader's GPU hours that the recommended packing saves.
-        own: The same of the run's present packing.
-        error: Standard error of the difference; None if there are too few steps to know it.
-        steps: Global batches that were simulated.
+        name: Preset or TOML file of the run.
+        best: Fraction of the usual loader's GPU hours that the recommended packing saves.
+        own: Fraction of the usual loader's GPU hours that the run's present packing saves.
+        error: Standard error of the difference of both; None if there are too few steps for one.
+        steps: Number of global batches that were simulated.
     """
     if error is None:
         return (
@@ -53,12 +53,14 @@ def switch_verdict(name: str, *, best: float, own: float, error: float | None, s
         f"packing of {name} saves {own:.1%}."
     )
     if saved > SIGNIFICANT * error:
-        shown = round(best, 3) - round(own, 3)  # what a reader computes from the two figures
+        # Subtract rounded values, so that the difference is right for the numbers that are printed.
+        shown = round(best, 3) - round(own, 3)
         return (
             f"{verdict} The difference between both, {shown:.1%}, has a standard error of "
             f"{error:.1%} over {steps:,} steps."
         )
-    # A third of the saving, so that the next verdict is unlikely to be another draw.
+    # Ask for so many steps that the standard error is a third of the saving. Then the next verdict
+    # probably does not ask for more steps.
     enough = max(FINE, abs(saved) / 3)
     if error <= enough:
         return f"{verdict} Either will do: their difference has a standard error of {error:.1%}."
@@ -70,13 +72,13 @@ def switch_verdict(name: str, *, best: float, own: float, error: float | None, s
 
 
 def _rounded_up(number: float) -> int:
-    """Return the number rounded up to two significant digits."""
+    """Return `number` rounded up to two significant digits."""
     unit = 10 ** max(0, int(log10(number)) - 1)
     return ceil(number / unit) * unit
 
 
 def choice_table(choices: Sequence[PackingChoice]) -> Table:
-    """Return a table of the choices; the last one, which is recommended, is in bold."""
+    """Return a table with a row for each packing. The last one, the recommended, is in bold."""
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
         "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "
@@ -101,7 +103,7 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
 
 
 def in_words(section: PackingSection) -> str:
-    """Return the settings of a tuned policy as text, such as "policy bounded, which ..."."""
+    """Return a text that describes packing settings, such as "policy bounded, which lets ..."."""
     if section.policy == Policy.BOUNDED:
         said = (
             f"policy bounded, which lets a long document wait until a step with it is balanced, at "
@@ -122,7 +124,7 @@ def in_words(section: PackingSection) -> str:
 
 
 def how_chosen(tuning: Tuning) -> str:
-    """Describe the rule by which the setting was recommended."""
+    """Return a text that says by which rule the recommended setting was chosen."""
     budget, tried = tuning.delay_budget, len(tuning.points)
     if not tuning.is_within_budget:
         return (

@@ -1,4 +1,4 @@
-"""`wlb plan --html`: packing policies on the same documents, as tables and figures."""
+"""The HTML page of `wlb plan --html`: packing policies compared on the same documents."""
 
 from collections.abc import Sequence
 
@@ -31,21 +31,23 @@ def packing_page(
     provenance: Sequence[tuple[str, str]],
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the page as HTML.
+    """Return the HTML page of a comparison of packing policies.
 
     Args:
         title: Title of the page.
-        facts: Facts about the documents.
-        lengths: Lengths of the documents, in tokens.
-        runs: One packing run for each policy.
-        own: Label of the policy that the run has now.
-        answer: Sentences on what balance saves and what to do, the verdict first.
-        saving: The best policy and the usual loader; None if the latter made no step.
-        hours: Share of GPU hours that the best policy saves in whole simulated steps; None if
-            unknown.
-        assumes: Whose prices, and for which model and number of GPUs.
-        provenance: Names and values that are listed last, such as the command.
-        notes: Remarks in a section that is folded at first.
+        facts: Statistics of the documents.
+        lengths: Length of each document in tokens.
+        runs: Results of all policies.
+        own: Label of the run's present policy.
+        answer: Sentences on what balanced packing saves and what to do.
+        saving: Results of the best policy and of the usual loader; None if the usual loader
+            completes no step.
+        hours: Fraction of GPU hours that the best policy saves in simulated steps; None without a
+            simulation.
+        assumes: Two parts of a sentence on which the numbers are based: the name of the kernel
+            profile, and the model with its number of GPUs.
+        provenance: Names and values for the end of the page, such as the command.
+        notes: Remarks for a section that is collapsed at first.
     """
     summaries = [run.summary for run in runs]
     labels = [s.label for s in summaries]

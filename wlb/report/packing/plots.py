@@ -1,6 +1,6 @@
 """Figures of a comparison of packing policies.
 
-A policy has the same colour and marker in all of them.
+A policy has the same colour and the same marker in all figures.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,18 @@ MARKS = {
     "ilp_fixed": ("#0072B2", "^"),
     "ilp_var_len": ("#E69F00", "P"),
 }
-"""Colour and marker of each policy."""
+"""Colour and matplotlib marker of each policy."""
 MOST_LINES = 6
+"""Most lines in one figure. More would not be legible."""
 
 
 def length_figure(lengths: IntArray, *, window: int) -> str:
-    """Draw the distribution of document lengths and of their tokens (the paper's Figure 3)."""
+    """Return a figure of the lengths of documents and of their share of tokens, as SVG (Figure 3).
+
+    Args:
+        lengths: Length of each document in tokens.
+        window: The context window, which is marked.
+    """
     figure, (left, right) = new_figure(ncols=2, height=3.4)
     longest = int(lengths.max())
     edges = np.geomspace(1.0, max(2.0, longest + 1.0), 60)
@@ -37,8 +43,8 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
     _mark(left, window, "window")
     ordered = np.sort(lengths)
     share = np.cumsum(ordered) / ordered.sum()
-    # Choose points that are evenly spread over tokens. Spread over documents, hardly any would be
-    # at the long lengths.
+    # Draw 400 points at equal distances in the share of tokens. At equal distances in documents,
+    # hardly any point would be among the long documents.
     keep = np.unique(np.searchsorted(share, np.linspace(0, 1, 400)).clip(0, len(ordered) - 1))
     right.plot(ordered[keep], share[keep], drawstyle="steps-post", color=COLOURS[0])
     half = float(ordered[ordered < window / 2].sum() / ordered.sum())
@@ -59,7 +65,7 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
 
 
 def _mark(axes: Any, x: float, text: str) -> None:
-    """Draw a dashed line at `x`, with its name above the axes."""
+    """Draw a vertical dashed line at `x`, and write `text` above it."""
     axes.axvline(x, color=COLOURS[1], linestyle="--", linewidth=1)
     at = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
     side = "left" if at < 0.25 else "right" if at > 0.75 else "center"
@@ -69,7 +75,12 @@ def _mark(axes: Any, x: float, text: str) -> None:
 
 
 def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
-    """Draw the imbalance of each step, sorted from worst to best, for a few policies."""
+    """Return a figure of the imbalance of each step, sorted from worst to best, as SVG.
+
+    Args:
+        runs: Results of all policies, of which a few are drawn.
+        own: Label of the run's present policy, whose line is thicker.
+    """
     figure, (axes,) = new_figure(ncols=1, height=3.6)
     for run in _few(runs, own):
         worst_first = np.sort(run.imbalance)[::-1]
@@ -83,12 +94,17 @@ def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
 
 def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
-    """Draw the share of tokens that wait longer than each number of steps."""
+    """Return a figure of the share of tokens whose delay exceeds each number of steps, as SVG.
+
+    Args:
+        runs: Results of all policies, of which a few are drawn.
+        own: Label of the run's present policy, whose line is thicker.
+    """
     figure, (axes,) = new_figure(ncols=1, height=3.6)
     few = _few(runs, own)
     for run in few:
         tokens = run.delay_tokens
-        # later[d] is the share of tokens that wait more than d steps.
+        # later[d] is the share of tokens with a delay of more than d steps.
         later = (tokens[::-1].cumsum()[::-1] - tokens) / max(1, int(tokens.sum()))
         waits = np.append(later[later > 0], 0)
         axes.step(np.arange(len(waits)), waits, where="post", **_line(run.summary, own))
@@ -101,7 +117,12 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
 
 def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
-    """Draw the imbalance of each policy over its mean delay."""
+    """Return a figure with a point for each policy: imbalance over mean delay, as SVG.
+
+    Args:
+        summaries: Results of all policies.
+        own: Label of the run's present policy, whose point is larger.
+    """
     figure, (axes,) = new_figure(ncols=1, height=4.6)
     shown = [s for s in summaries if s.num_steps]
     for s in shown:
@@ -112,7 +133,7 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
     if max((s.mean_delay for s in shown), default=0) > 3:
         axes.set_xscale("symlog", linthresh=1)
         axes.xaxis.set_major_formatter("{x:g}")
-    # The margins leave room for labels.
+    # Leave room for labels at the margins.
     axes.margins(x=0.2, y=0.08)
     axes.set_xlim(left=-0.05)
     _label_points(figure, axes, [(s.mean_delay, s.step_time_weighted, s.label) for s in shown])
@@ -120,13 +141,19 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
 
 
 def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each label beside its point, at the first of several places where it covers nothing.
+    """Write a label beside each point, at a place where it covers no point or other label.
 
-    A label that is further away gets a thin line to its point.
+    If there is no such place beside the point, the label is further up or down, and a thin line
+    joins it with its point.
+
+    Args:
+        figure: The figure.
+        axes: Axes that have the points.
+        points: x, y and label of each point.
     """
     from matplotlib.transforms import Bbox
 
-    # Drawing computes the layout, which the choice of places needs.
+    # Draw once, because matplotlib computes the layout of the figure only when drawing.
     figure.draw_without_rendering()
     pixels = [axes.transData.transform((x, y)) for x, y, _ in points]
     per_point = figure.dpi / 72
@@ -135,7 +162,7 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
     inside = axes.bbox
     for (x, y), (data_x, data_y, label) in zip(pixels, points, strict=True):
         wide = 5.2 * per_point * len(label)
-        # Places to try: first beside the point, then ever higher and lower, right before left.
+        # Try places right and left of the point first, then places further and further up and down.
         boxes = [
             Bbox.from_bounds(x + dx, y + up * high - high / 2, wide, high)
             for up in (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
@@ -163,7 +190,7 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
 
 
 def tuning_figure(tuning: Tuning) -> Any:
-    """Draw each setting's imbalance over its delay and its variation of tokens per step."""
+    """Return a figure of all tuned settings: imbalance over delay, and over variation of tokens."""
     figure, axes = new_figure(ncols=4, height=3.6, width=14.0)
     names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
     titles = (
@@ -197,21 +224,25 @@ def tuning_figure(tuning: Tuning) -> Any:
 
 
 def _wait(summary: PackingSummary) -> float:
-    """Return the wait for the slowest micro-batch in percent of the mean one's time.
+    """Return by how many percent the slowest micro-batch takes longer than the mean one.
 
-    It is at least a hundredth, because the axis is logarithmic.
+    The result is at least 0.01, because it is drawn on a logarithmic axis.
     """
     return max(0.01, 100 * (summary.step_time_weighted - 1))
 
 
 def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
-    """Return the present run and the best balanced setting of each other policy.
+    """Return the run's present packing, and of each other policy the setting with best balance.
 
-    More lines would not be legible. Settings without a step before the data ended are left out,
-    because they have no balance to show.
+    Settings that completed no step before the data ended are left out, because they have no
+    imbalance.
+
+    Args:
+        runs: Results of all settings.
+        own: Label of the run's present packing.
     """
     kept: dict[str, PackingRun] = {}
-    # The present run comes first, so that it represents its policy.
+    # Sort the present packing first, so that it is the one that is kept of its policy.
     ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
     for run in ranked:
         if run.summary.num_steps:
@@ -220,7 +251,7 @@ def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
 
 
 def _line(summary: PackingSummary, own: str) -> dict[str, Any]:
-    """Return the style of a policy's line."""
+    """Return the matplotlib style of a policy's line; the line of the policy `own` is thicker."""
     colour, _ = MARKS[summary.policy]
     width = 2.4 if summary.label == own else 1.3
     return {"color": colour, "linewidth": width, "label": summary.label}

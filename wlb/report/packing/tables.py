@@ -1,4 +1,4 @@
-"""Comparisons of packing policies as tables for the terminal, and facts about the documents."""
+"""Tables for the terminal that compare packing policies, and statistics of the documents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,23 +19,29 @@ from wlb.spec import LossNormalizer
 Cell = Callable[[PackingSummary], str]
 
 MOST_FLUSHED = 0.1
-"""A row gets a remark if more than this share of its tokens was trained only when the data
+"""A policy gets a remark if more than this fraction of its tokens still waited when the data
 ended."""
 UNEVEN_WEIGHT = 0.05
-"""A row gets a remark if the weight of labels of long documents differs from 1 by more than
-this."""
+"""A policy gets a remark if the weight of a label of the longest documents in the loss differs from
+an equal share, which is 1, by more than this."""
 
 
 def _of_steps(name: str, form: str) -> Cell:
-    """Return a cell for a figure of the steps before the flush.
+    """Return a function that makes the table cell of one number of a policy.
 
-    Without such a step the cell is a dash, because the figure's default of 1.000 would mislead.
+    The number refers to steps before the data ended. If a policy completed no such step, the cell
+    is "-", because the default of 1.000 would look like perfect balance.
+
+    Args:
+        name: Field of `PackingSummary`.
+        form: Format of the number, such as ".3f".
     """
     return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
 
 
 STEP = "F+B time-w."
-"""The column by which policies are compared, and from which the saving is computed."""
+"""Heading of the column by which policies are compared: the imbalance of forward and backward, in
+which each step is weighted by its time."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     (STEP, _of_steps("step_time_weighted", ".3f")),
     ("imbalance", _of_steps("imbalance", ".3f")),
@@ -58,7 +64,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("cut docs", lambda s: f"{s.cut_documents}"),
     ("ms", lambda s: f"{s.packing_ms:.2f}"),
 )
-"""Heading and cell of each column."""
+"""Heading of each column of the long table, and the function that makes its cells."""
 
 CAPTION = (
     f"{STEP}: what a step takes: forward and backward of the slowest micro-batches over the mean "
@@ -75,10 +81,10 @@ CAPTION = (
 
 
 def remarks(runs: Sequence[PackingRun]) -> list[str]:
-    """Return sentences about policies whose figures need an explanation.
+    """Return a sentence for each policy whose numbers need an explanation.
 
     These are policies that let many documents wait until the data ended, that trained documents
-    later than allowed, or that made steps with very few tokens.
+    later than packing.max_delay, or that made steps with very few tokens.
     """
     out: list[str] = []
     for run in runs:
@@ -86,13 +92,13 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
         share = s.flushed_tokens / s.num_tokens
         if not s.num_steps:
             out.append(
-                f"{s.label}: no step before the data ended, everything was still held; more steps "
-                f"would show whether it ever makes one"
+                f"{s.label}: the policy completed no step, because all documents still waited when "
+                f"the data ended; repeat the command with more --steps"
             )
         elif share > MOST_FLUSHED:
             out.append(
-                f"{s.label}: {share:.0%} of tokens were still held when the data ended; they count "
-                f"for delay and not for imbalance"
+                f"{s.label}: {share:.0%} of tokens still waited when the data ended; they count "
+                f"for delay but not for imbalance"
             )
         if s.num_overdue:
             out.append(f"{s.label}: {late_remark(s.num_overdue, s.max_delay)}")
@@ -116,15 +122,14 @@ def verdict(
     simulated: Sequence[SavedShare] | None,
     error: PublishedError | None,
 ) -> str:
-    """Say in a sentence what balanced packing would save on the documents.
+    """Return a sentence on what balanced packing would save on the given documents.
 
     Args:
-        saving: The best policy and the usual loader.
-        setting: Model, GPUs and prices in words.
-        simulated: Shares of GPU hours that whole simulated steps save, the best policy's first.
-            None if nothing was simulated.
-        error: How far predictions of this kind were off from published runs; None if that is
-            unknown.
+        saving: Results of the best policy and of the usual loader.
+        setting: Text that names the model, the GPUs and the prices.
+        simulated: Fractions of GPU hours that packings save in simulated steps; the first is the
+            best policy's. None without a simulation.
+        error: By how much such simulations differed from published runs; None if unknown.
     """
     if saving.best is saving.usual and not simulated:
         return f"No policy here is faster than the usual loader on these documents ({setting})."
@@ -134,7 +139,7 @@ def verdict(
             f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
         )
     trust, saved = "" if error is None else f"; {error}", simulated[0].saved
-    # Less than 0.05% would be printed as 0.0%.
+    # Treat less than 0.05% as no saving, because it would be printed as 0.0%.
     if saved < 0.0005:
         longer = f": whole steps take {-saved:.1%} longer" if saved < -0.0005 else ""
         return (
@@ -150,10 +155,17 @@ def verdict(
 
 
 FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
+"""Headings of the short table."""
 
 
 def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list[list[str]]:
-    """Return the cells of each policy: its name, and one for each of `FEW_COLUMNS`."""
+    """Return the rows of the short table: a policy's name, and a cell for each of `FEW_COLUMNS`.
+
+    Args:
+        summaries: Results of all policies.
+        saving: Results of the best policy and of the usual loader; None if the usual loader
+            completes no step.
+    """
     usual = None if saving is None else saving.usual
 
     def over_usual(s: PackingSummary) -> str:
@@ -175,9 +187,15 @@ def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list
 
 
 def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, title: str) -> Table:
-    """Return a table of policies with the most important columns.
+    """Return the short table of policies, with the columns `FEW_COLUMNS`.
 
-    The best policy is in bold, and the usual loader is marked as such.
+    The best policy is in bold, and the usual loader is marked.
+
+    Args:
+        summaries: Results of all policies.
+        saving: Results of the best policy and of the usual loader; None if the usual loader
+            completes no step.
+        title: Title of the table.
     """
     best = None if saving is None else saving.best
     table = new_table(title, labels=["policy"], numbers=FEW_COLUMNS, caption=FEW_CAPTION)
@@ -187,15 +205,13 @@ def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, tit
 
 
 def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] | None) -> str:
-    """Say in a sentence how many GPU hours the best policy saves.
-
-    The sentence has the figures of column `STEP`.
+    """Return a detailed sentence on how many GPU hours the best policy saves.
 
     Args:
-        saving: The best policy and the usual loader.
-        model: Which model was priced, in words.
-        simulated: Shares of the usual loader's GPU hours that whole simulated steps save, the best
-            policy's first. None if nothing was simulated.
+        saving: Results of the best policy and of the usual loader.
+        model: Text that names the model and the prices.
+        simulated: Fractions of the usual loader's GPU hours that packings save in simulated steps;
+            the first is the best policy's. None without a simulation.
     """
     best, usual = saving.best, saving.usual
     figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
@@ -217,20 +233,25 @@ def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] |
 
 
 def _describe_cutting(row: PackingSummary) -> str:
-    """Say which documents a loader cuts, as in ", which cuts documents anywhere (original),"."""
+    """Return a clause such as ", which cuts documents anywhere (original)," about a loader."""
     cut = "documents anywhere" if loader_of(row) == ANYWHERE else "short documents only"
     return f", which cuts {cut} ({row.label}),"
 
 
 def _hours(share: float) -> str:
-    """Return the saved GPU hours in words."""
+    """Return a text on the fraction of GPU hours that is saved, which may be negative."""
     if share > 0:
         return f"{share:.1%} of GPU hours, whole steps simulated"
     return f"no GPU hours: whole simulated steps take {-share:.1%} longer, with the flush"
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
-    """Return whether labels of the longest documents count noticeably more or less than others."""
+    """Return whether labels of the longest documents have clearly more or less weight than others.
+
+    Args:
+        summary: Result of the policy.
+        normalizer: The run's training.loss_normalizer. With a constant one all weights are equal.
+    """
     is_even = abs(summary.long_weight - 1) < UNEVEN_WEIGHT
     return normalizer != LossNormalizer.CONSTANT and not is_even
 
@@ -238,13 +259,16 @@ def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
 def weight_remark(
     summary: PackingSummary, normalizer: LossNormalizer, *, masks_labels: bool = False
 ) -> list[str]:
-    """Return a sentence if labels of the longest documents weigh noticeably more or less.
+    """Return a remark if labels of the longest documents have another weight in the loss.
 
     Args:
-        summary: The policy.
-        normalizer: The run's loss normalizer.
-        masks_labels: Whether the store marks which tokens are trained. Lengths do not tell which,
-            so the weight is unknown then.
+        summary: Result of the policy.
+        normalizer: The run's training.loss_normalizer.
+        masks_labels: Whether the token store marks which tokens have labels. If so, the weight is
+            unknown, because only lengths of documents were read.
+
+    Returns:
+        A list with one sentence; empty if the weights are about equal.
     """
     if masks_labels:
         return [
@@ -262,7 +286,7 @@ def weight_remark(
 
 
 def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str = "") -> Table:
-    """Return a table with a row for each policy; the row labelled `own` is in bold."""
+    """Return the long table of policies, with all columns; the policy labelled `own` is in bold."""
     names = [name for name, _ in COLUMNS]
     table = new_table(title, texts=["policy"], numbers=names, caption=CAPTION)
     for summary in summaries:
@@ -272,13 +296,15 @@ def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str =
 
 
 def tuning_table(tuning: Tuning, *, rows: int) -> Table:
-    """Return a table of the settings that no other setting beats in every respect.
+    """Return a table of the Pareto front of tuned settings.
 
-    The respects are imbalance, delay and evenness of steps.
+    These are the settings for which no other setting has less imbalance, less delay and less
+    variation of tokens per step at once.
 
     Args:
-        tuning: The settings that were tried.
-        rows: Most rows. The recommended setting is marked, and is always among them.
+        tuning: Results of all settings that were tried.
+        rows: Most settings of the front to list. The recommended setting is always listed and is
+            marked.
     """
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
@@ -304,28 +330,28 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
 
 
 def thousands(tokens: float) -> str:
-    """Format a number of tokens, from 1,000 on in thousands."""
+    """Return a number of tokens as text, in thousands if it is at least 1,000: 32768 is 33K."""
     return f"{tokens / 1000:.0f}K" if tokens >= 1000 else f"{tokens:.0f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFacts(PlainRecord):
-    """Facts about the documents of a source before they are packed; lengths in tokens."""
+    """Statistics of the documents of a source before they are packed."""
 
-    name: str
-    window: int  # context window
-    num_documents: int
-    num_tokens: int
-    median: int  # median length
+    name: str  # name of the source
+    window: int  # context window in tokens
+    num_documents: int  # number of documents
+    num_tokens: int  # tokens of all documents
+    median: int  # median length of the documents in tokens
     p99: int  # 99th percentile of the lengths
-    longest: int  # longest length
-    short_share: float  # share of tokens in documents shorter than half the window
-    num_long: int  # documents longer than the window
-    long_share: float  # share of tokens in these
+    longest: int  # length of the longest document
+    short_share: float  # fraction of tokens that are in documents shorter than half the window
+    num_long: int  # number of documents longer than the window
+    long_share: float  # fraction of tokens that are in documents longer than the window
 
     @property
     def lines(self) -> tuple[str, str]:
-        """The facts in two sentences."""
+        """Two sentences that state the statistics."""
         first = (
             f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens; median "
             f"{self.median:,}, p99 {self.p99:,}, longest {self.longest:,}."
@@ -345,7 +371,13 @@ class SourceFacts(PlainRecord):
 
 
 def facts_of(name: str, lengths: IntArray, *, window: int) -> SourceFacts:
-    """Return the facts about documents of these lengths (shape [n], n >= 1)."""
+    """Return statistics of the documents of a source.
+
+    Args:
+        name: Name of the source.
+        lengths: Length of each document in tokens, shape [n] with n >= 1.
+        window: Context window in tokens.
+    """
     total = int(lengths.sum())
     is_long = lengths > window
     return SourceFacts(

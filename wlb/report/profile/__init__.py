@@ -1,1 +1,1 @@
-"""Figures of a kernel profile."""
+"""Figures that compare the measurements of a kernel profile with its fits."""

@@ -1,7 +1,6 @@
 """Figures of a kernel profile: the paper's Figures 7 and 10, and how well the fits agree.
 
-Points are measured and lines are fitted. Axes always include all points, so nothing that was
-measured is out of sight.
+Points are measurements and lines are fits. The axes always include all points.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +32,12 @@ from wlb.report.profile.points import (
 from wlb.spec import ModelSpec
 
 MARKERS = "osD^vPX"
+"""matplotlib markers of the first series of a figure, the second series, and so on."""
 DENSE_ROWS = 512
-"""Query rows up to which fitted times are drawn for every row, to show the steps of tiles. The
-paper's Figure 10 goes to 256."""
+"""Up to this number of query rows, the fitted time is drawn for every number of rows, which shows
+the steps from one kernel tile to the next. The paper's Figure 10 goes to 256."""
 MOST_SERIES = 4
+"""Most series (such as numbers of keys) in one figure, so that it stays legible."""
 
 
 def profile_figures(
@@ -46,13 +47,15 @@ def profile_figures(
     records: Sequence[Record],
     held: Sequence[HeldPoint],
 ) -> dict[str, Any]:
-    """Return the figures by name; what was not measured has no figure.
+    """Return all figures of a kernel profile, by the name of their file.
+
+    There is no figure of parts that were not measured.
 
     Args:
         profile: The kernel profile.
-        model: The model.
-        records: All records of the sweep, each with `kind`, `point`, `numbers` and `failed`.
-        held: Held-out calls with their predictions.
+        model: The model for which the profile was measured.
+        records: All measurements (`Record`).
+        held: Attention calls that were measured but not used for the fit.
     """
     work = workload_at(profile, model)
     figures = {"figure7": terms_figure(terms_of(work, records))}
@@ -85,9 +88,9 @@ def profile_figures(
 
 
 def heads_text(table: AttentionTable) -> str:
-    """Return a rank's heads and their size, as in "4x128".
+    """Return the attention heads of a table as text: "4x128" means 4 heads of size 128.
 
-    "8-2x128" means that eight query heads share two key heads.
+    "8-2x128" means 8 query heads and 2 key-value heads.
     """
     grouped = table.num_kv_heads != table.num_heads
     heads = f"{table.num_heads}-{table.num_kv_heads}" if grouped else f"{table.num_heads}"
@@ -95,19 +98,20 @@ def heads_text(table: AttentionTable) -> str:
 
 
 def rate_unit(tflops: Sequence[float]) -> tuple[float, str]:
-    """Return the factor and the unit in which these TFLOP/s are legible."""
+    """Return a unit for an axis of these speeds, and the factor that converts TFLOP/s to it."""
     return (1.0, "TFLOP/s") if max(tflops, default=1.0) >= 1 else (1e3, "GFLOP/s")
 
 
 def spoken(name: str) -> str:
-    """Return a name with hyphens instead of underscores."""
+    """Return `name` with hyphens instead of underscores."""
     return name.replace("_", "-")
 
 
 def terms_figure(terms: TermCurves) -> Any:
-    """Draw Figure 7: time over document length, relative to attention at `normal_length`.
+    """Return the paper's Figure 7: the time of each part of the model over the document length.
 
-    The right axis has absolute times.
+    Times on the left axis are relative to attention at `TermCurves.normal_length`. The right axis
+    has absolute times.
     """
     figure, (axes,) = new_figure(ncols=1, height=4.4)
     styles = {
@@ -150,7 +154,11 @@ def terms_figure(terms: TermCurves) -> Any:
 
 
 def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
-    """Return a few numbers of keys for which several numbers of query rows were measured."""
+    """Return the numbers of keys that `kernel_figure` shows.
+
+    They are at most `MOST_SERIES` of those for which at least three numbers of query rows were
+    measured.
+    """
     rows: dict[int, set[int]] = {}
     for s in samples:
         if s.at["q"] < s.at["kv"]:
@@ -160,10 +168,16 @@ def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
 
 
 def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, which: int) -> Any:
-    """Draw one pass of an attention kernel (Figure 10).
+    """Return a figure of the forward or backward pass of an attention kernel (Figure 10).
 
-    Left: time of a segment with few query rows. Right: throughput over all numbers of rows, with a
-    separate line for whole documents, which have as many keys as rows.
+    The left panel has the time of one segment with few query rows. The right panel has the
+    throughput for all numbers of query rows, with a separate line for whole documents, which have
+    as many keys as query rows.
+
+    Args:
+        table: The fitted attention table.
+        samples: Measured calls with their fitted times.
+        which: 0 for forward, 1 for backward.
     """
     figure, (left, right) = new_figure(ncols=2, height=4.0)
 
@@ -178,7 +192,7 @@ def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, wh
         measured, fitted = (np.array(of_rows) * scale for of_rows in found)
         _draw(right, marker, colour, (rows, measured), (rows, fitted), label=label)
 
-    # One colour for each number of keys.
+    # Draw one series for each number of keys.
     for i, kv in enumerate(shown_keys(samples)):
         mine = [s for s in samples if s.at["kv"] == kv and s.at["q"] < kv]
         style, label = (MARKERS[i], COLOURS[i]), f"{tokens_text(kv)} keys"
@@ -206,14 +220,18 @@ def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, wh
 def _fitted(
     table: AttentionTable, samples: Sequence[PlottedSample]
 ) -> tuple[IntArray, tuple[FloatArray, FloatArray]]:
-    """Return fitted times at every number of rows up to DENSE_ROWS, then at measured points.
+    """Return fitted times of attention over the number of query rows.
 
-    The number of segments of a call, which the fit depends on, is taken from the next measured
-    point.
+    The times are for every number of rows up to `DENSE_ROWS`, and above it for measured numbers.
+    The fit also depends on the number of segments of a call, which is taken from the measured call
+    with the next larger number of rows.
 
     Args:
-        table: Fitted attention table.
-        samples: Measured calls with one number of keys, sorted by rows.
+        table: The fitted attention table.
+        samples: Measured calls that all have the same number of keys, sorted by rows.
+
+    Returns:
+        Numbers of query rows, and the forward and backward times of one segment in nanoseconds.
     """
     at = np.array([[s.at["q"], s.at["count"]] for s in samples], np.int64)
     first, last = int(at[0, 0]), int(at[-1, 0])
@@ -223,16 +241,25 @@ def _fitted(
 
 
 def _draw(axes: Any, marker: str, colour: str, measured: Any, fitted: Any, *, label: str) -> None:
-    """Draw a series: measured values as points and fitted values as a line.
+    """Draw measured values as points and fitted values as a line.
 
-    `measured` and `fitted` are pairs of x and y.
+    Args:
+        axes: Axes in which to draw.
+        marker: Marker of the points.
+        colour: Colour of points and line.
+        measured: x and y coordinates of the points.
+        fitted: x and y coordinates of the line.
+        label: Label in the legend.
     """
     axes.plot(*measured, marker, color=colour, markersize=4, label=label)
     axes.plot(*fitted, color=colour, linewidth=1.2)
 
 
 def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
-    """Draw predicted over measured time of held-out calls, with a band of 10% either way."""
+    """Return a figure of predicted over measured times of attention calls that were not fitted.
+
+    A grey band marks errors of up to 10%. The left panel is forward, the right one backward.
+    """
     figure, panels = new_figure(ncols=2, height=4.6)
     for which, axes in enumerate(panels):
         for kind, label, colour, mark in (
@@ -264,7 +291,12 @@ def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
 
 
 def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Draw the throughput of a few matrix products over tokens."""
+    """Return a figure of the throughput of matrix products over the number of tokens.
+
+    Args:
+        profile: The kernel profile.
+        samples: Measured products, of which a few sizes of weights are drawn.
+    """
     figure, panels = new_figure(ncols=2, height=3.8)
     sizes = _few(sorted({s.at["weights"] for s in samples}))
     scale, unit = rate_unit([gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)])
@@ -285,7 +317,12 @@ def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any
 
 
 def elementwise_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Draw the bytes per second of each element-wise operator over the bytes of a call."""
+    """Return a figure of the bytes per second of element-wise operators over the bytes of a call.
+
+    Args:
+        profile: The kernel profile.
+        samples: Measured calls with their fitted times.
+    """
     figure, panels = new_figure(ncols=2, height=3.8)
     for which, axes in enumerate(panels):
         for i, op in enumerate(Elementwise):
@@ -315,14 +352,15 @@ def layer_figure(
     held: Sequence[PlottedSample],
     operators: Sequence[PlottedSample],
 ) -> Any:
-    """Draw the time of whole layers without attention over tokens.
+    """Return a figure of the time of whole layers without attention, over the number of tokens.
 
-    Full marks are held out and empty ones were fitted. Dotted lines are sums of operators.
+    Filled markers are measurements that were not used for the fit, empty markers those that were
+    used. Dotted lines are the sum of the layer's operators.
 
     Args:
-        fitted: Layers to which the profile was fitted.
-        held: Held-out layers.
-        operators: The same layers, priced as the sum of their operators.
+        fitted: Measured layers that were used for the fit.
+        held: Measured layers that were not used for the fit.
+        operators: The same layers, with the sum of their operators as fitted time.
     """
     figure, panels = new_figure(ncols=2, height=3.8)
     both = sorted([*fitted, *held], key=lambda s: s.at["tokens"])
@@ -346,13 +384,30 @@ def layer_figure(
 def _times(
     samples: Sequence[PlottedSample], of: str, tp: int, which: int
 ) -> tuple[list[int], list[float]]:
-    """Return the tokens and seconds of the layers of one TP degree."""
+    """Return the numbers of tokens and the times of the measured layers of one TP size.
+
+    Args:
+        samples: Measured layers.
+        of: Which times: "measured_ns" or "fitted_ns".
+        tp: The TP size.
+        which: 0 for forward, 1 for backward.
+
+    Returns:
+        Tokens, and seconds.
+    """
     mine = [s for s in samples if s.at["tp"] == tp]
     return [s.at["tokens"] for s in mine], [getattr(s, of)[which] * 1e-9 for s in mine]
 
 
 def collective_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Draw the time of collectives over the bytes of the whole buffer, one panel for each scope."""
+    """Return a figure of the time of collectives over the bytes of the whole buffer.
+
+    There is one panel for collectives within a node, and one for collectives between nodes.
+
+    Args:
+        profile: The kernel profile.
+        samples: Measured collectives with their fitted times.
+    """
     scopes = [scope for scope in Scope if any(s.at["scope"] == scope for s in samples)]
     figure, panels = new_figure(ncols=len(scopes), height=3.8)
     for scope, axes in zip(scopes, panels, strict=True):
@@ -378,12 +433,12 @@ def collective_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) 
 
 
 def tokens_text(count: int) -> str:
-    """Format a number of tokens: 4096 as 4K, 131072 as 128K, 384 as 384."""
+    """Return a number of tokens as text: 4096 is 4K, 131072 is 128K, 384 is 384."""
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
 
 
 def _few(values: Sequence[Any]) -> list[Any]:
-    """Return at most MOST_SERIES values, evenly spread, including the first and the last."""
+    """Return at most `MOST_SERIES` of the values, evenly spread, with the first and the last."""
     some = np.linspace(0, len(values) - 1, min(MOST_SERIES, len(values))).round()
     return [values[int(i)] for i in some]
 
@@ -401,17 +456,17 @@ def _locator(ticks: Sequence[float]) -> Any:
 
 
 def _from_zero(axes: Any) -> None:
-    """Let the y axis start at zero."""
+    """Let the y axis start at zero and end a little above the largest value."""
     axes.set_ylim(0, 1.07 * axes.dataLim.y1)
 
 
 def _powers_of_two(axes: Any) -> None:
-    """Set ticks of a logarithmic x axis of tokens."""
+    """Set ticks of a logarithmic x axis of tokens at powers of two, such as 4K and 8K."""
     _fixed_ticks(axes, 1, lambda x, _: tokens_text(round(x)))
 
 
 def _bytes_axis(axes: Any) -> None:
-    """Set ticks of a logarithmic x axis of bytes."""
+    """Set ticks of a logarithmic x axis of bytes at powers of two, such as 4 KiB and 1 MiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
 
     def text(x: float, _: int) -> str:
@@ -422,7 +477,13 @@ def _bytes_axis(axes: Any) -> None:
 
 
 def _fixed_ticks(axes: Any, least_step: int, text: Callable[[float, int], str]) -> None:
-    """Set about seven ticks at powers of two, labelled by `text`."""
+    """Set about seven ticks of a logarithmic x axis at powers of two.
+
+    Args:
+        axes: The axes.
+        least_step: Smallest distance of two ticks, as a power of two.
+        text: Function from a value and its position to the label of the tick.
+    """
     low, high = (float(np.log2(x)) for x in axes.get_xlim())
     step = max(least_step, int(np.ceil((high - low) / 7)))
     first = int(np.ceil(low / step)) * step
@@ -432,9 +493,14 @@ def _fixed_ticks(axes: Any, least_step: int, text: Callable[[float, int], str]) 
 
 
 def _engineering(axis: Any, unit: str, span: tuple[float, float] | None = None) -> None:
-    """Label a logarithmic axis with units, as in 100 µs and 1 ms.
+    """Label a logarithmic axis with units, such as 100 µs and 1 ms.
 
-    If the axis has few decades, there are ticks within each decade.
+    If the axis spans few decades, it also has ticks at 2 and 5 times powers of ten.
+
+    Args:
+        axis: The axis.
+        unit: The unit without prefix, such as "s".
+        span: Smallest and largest value. None means the limits of the axis.
     """
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 

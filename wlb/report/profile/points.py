@@ -1,6 +1,6 @@
-"""Measured points of a profile's sweep, with the times that the fitted profile gives for them.
+"""Measurements of a kernel profile, with the times that the fitted profile predicts for them.
 
-Fitted times are computed by the same code that prices plans.
+The predictions are made by the code that also predicts the times of plans.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,35 +17,44 @@ from wlb.plan import FloatArray, IntArray
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 PASSES = ("forward", "backward")
+"""Names of the passes. Pairs of values in this module are in this order."""
 NORMAL_LENGTH = 4096
-"""Document length in tokens at which Figure 7 sets the time of attention to 1."""
+"""Times in Figure 7 are relative to the time of attention for a document of this many tokens."""
 
 Record = Mapping[str, Any]
-"""A saved record of the sweep, with the keys kind, point, numbers and failed."""
+"""A saved measurement, as a mapping with these keys: `kind` (such as "gemm"), `point` (what was
+called), `numbers` (the measured values) and `failed` (an error message, or "")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPoint:
-    """A held-out call: it was measured, but not used to fit the profile."""
+    """An attention call that was measured but not used to fit the profile."""
 
     table: int  # index of the attention table in the profile
-    kind: str  # kind of record: equal segments (held_pair) or batches of unequal ones (held_batch)
-    label: Mapping[str, int]  # what was called, such as rows, keys and count
-    measured_ns: tuple[float, float]  # forward and backward
-    predicted_ns: tuple[float, float]  # forward and backward
+    # "held_pair" for a call with segments of equal length, "held_batch" for unequal segments
+    kind: str
+    label: Mapping[str, int]  # what was called, such as rows, keys and number of segments
+    measured_ns: tuple[float, float]  # measured forward and backward time
+    predicted_ns: tuple[float, float]  # predicted forward and backward time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedSample:
-    """A measured call and its fitted time."""
+    """A measured call, with the time that the fitted profile predicts for it."""
 
-    at: Mapping[str, Any]  # the record's point: what was called
-    measured_ns: tuple[float, ...]  # forward and backward; one value for a collective
-    fitted_ns: tuple[float, ...]  # the same by the profile
+    at: Mapping[str, Any]  # what was called, such as {"tokens": 4096, "tp": 2}
+    measured_ns: tuple[float, ...]  # measured forward and backward time; one time of a collective
+    fitted_ns: tuple[float, ...]  # predicted times, in the form of `measured_ns`
 
 
 def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]:
-    """Return the records of a kind that did not fail and whose points have these values."""
+    """Return the measurements of one kind that did not fail.
+
+    Args:
+        records: All measurements.
+        kind: The kind, such as "gemm".
+        **at: Values that the `point` of a measurement must have.
+    """
     return [
         r
         for r in records
@@ -62,28 +71,37 @@ def _passes(record: Record) -> tuple[float, float]:
 
 
 def _sample(record: Record, fitted_ns: Iterable[float], **more: Any) -> PlottedSample:
-    """Return a record of both passes with its fitted times; `more` is added to its point."""
+    """Return a measurement of forward and backward as a sample.
+
+    Args:
+        record: The measurement.
+        fitted_ns: Predicted forward and backward time.
+        **more: Values that are added to `PlottedSample.at`.
+    """
     at = {**record["point"], **more}
     return PlottedSample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted_ns))
 
 
 def layout_of(table: AttentionTable) -> dict[str, int]:
-    """Return the heads of an attention table as they are named in records."""
+    """Return the numbers of heads and the head size of an attention table, as records name them."""
     return {name: getattr(table, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
 
 
 def segment_ns(
     table: AttentionTable, q: IntArray, kv: IntArray, count: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the fitted forward and backward time of one segment of a call with equal segments.
+    """Return the predicted times of one segment, for n attention calls of equal segments.
 
-    A segment's share of the call's fixed cost is included.
+    The time of a call includes the launch of its kernels. It is divided by the number of segments.
 
     Args:
-        table: Fitted attention table.
-        q: Query rows of a segment, shape [n].
-        kv: Keys of a segment, shape [n].
-        count: Segments of the call, shape [n]. They all form one group.
+        table: The fitted attention table.
+        q: Query rows of each segment of a call, shape [n].
+        kv: Keys of each segment of a call, shape [n].
+        count: Number of segments of a call, shape [n].
+
+    Returns:
+        Forward and backward times in nanoseconds, shape [n] each.
     """
     forward, backward = table.times_ns(
         q.astype(np.float64),
@@ -108,14 +126,21 @@ def segment_ns(
 
 
 def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[PlottedSample]:
-    """Return the grid points of a table's kernels and head layout, as times of one segment."""
+    """Return the measurements to which an attention table was fitted, sorted by keys and rows.
+
+    The times are of one segment.
+
+    Args:
+        table: The fitted attention table.
+        records: All measurements, of which those with the table's kernels and heads are used.
+    """
     found: list[PlottedSample] = []
     for backend in table.backends:
         for record in measured_of(records, "grid", backend=backend, **layout_of(table)):
             at = record["point"]
             q, kv, count = (np.array([at[name]], np.int64) for name in ("q", "kv", "count"))
             fitted = segment_ns(table, q, kv, count)
-            # The call has `count` equal segments.
+            # Divide by the number of segments of the call, which are equal.
             took = tuple(ns / at["count"] for ns in _passes(record))
             found.append(
                 PlottedSample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))
@@ -124,7 +149,10 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Plott
 
 
 def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
-    """Return the matrix products; `at` also has the weights (in * out) and the forward FLOPs."""
+    """Return the measured matrix products with their predicted times.
+
+    `at` of a sample also has `weights` (input size times output size) and `flops` (of forward).
+    """
     found: list[PlottedSample] = []
     for record in measured_of(records, "gemm"):
         at = record["point"]
@@ -133,7 +161,7 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
         where = np.array([float(at["tokens"])]), np.array([weights])
         surfaces = (profile.gemm.forward, profile.gemm.backward)
         fitted = (
-            # Backward is two products of the same size.
+            # Backward consists of two products of the same size, so count its FLOPs twice.
             times * flops * 1e-3 / float(surface.at(*where)[0])
             for times, surface in zip((1, 2), surfaces, strict=True)
         )
@@ -142,15 +170,19 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
 
 
 def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
-    """Return the element-wise calls; `at` also has the operator and the bytes that it moves."""
+    """Return the measured element-wise operators with their predicted times.
+
+    `at` of a sample also has `op` (the operator) and `bytes` (read and written in forward and in
+    backward).
+    """
     value_bytes = DTYPE_BYTES[profile.dtype]
     found: list[PlottedSample] = []
     for record in measured_of(records, "elementwise") + measured_of(records, "embedding"):
         at, numbers = record["point"], record["numbers"]
         op = Elementwise(at.get("op", Elementwise.EMBEDDING))
         if record["kind"] == "embedding":
-            # As in `elementwise_values`: forward reads and writes a row, and backward reads one row
-            # and adds it to another (one more read and a write).
+            # Count bytes as `elementwise_values` does: forward reads and writes a row; backward
+            # reads a row and adds it to another one, which is a further read and a write.
             values = at["tokens"] * at["hidden"] * value_bytes
             sizes = (2 * values, 3 * values)
         else:
@@ -167,13 +199,15 @@ def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> li
 def layer_samples(
     profile: KernelProfile, model: ModelSpec, records: Sequence[Record], *, kind: str = "layer"
 ) -> list[PlottedSample]:
-    """Return whole decoder layers without attention, with W_l plus the fixed cost of a layer.
+    """Return the measured decoder layers without attention, with their predicted times.
+
+    The predicted time is W_l plus the fixed cost of a layer.
 
     Args:
         profile: The kernel profile.
-        model: The model.
-        records: Records of the sweep.
-        kind: "layer" for records to which the profile's layer factor is fitted, or "held_layer".
+        model: The model for which the profile was measured.
+        records: All measurements.
+        kind: "layer" for layers that were used to fit the profile, "held_layer" for others.
     """
     found: list[PlottedSample] = []
     for record in measured_of(records, kind):
@@ -195,7 +229,10 @@ def layer_samples(
 
 
 def without_layer(profile: KernelProfile) -> KernelProfile:
-    """Return the profile with layers that cost exactly the sum of their operators."""
+    """Return the profile without the fitted overhead of layers.
+
+    With it, the predicted time of a layer is exactly the sum of its operators.
+    """
     free = LayerCost(
         forward_factor=1.0,
         backward_factor=1.0,
@@ -207,7 +244,7 @@ def without_layer(profile: KernelProfile) -> KernelProfile:
 
 
 def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
-    """Return the collectives."""
+    """Return the measured collectives with their predicted times."""
     found: list[PlottedSample] = []
     for record in measured_of(records, "collective"):
         at = record["point"]
@@ -220,7 +257,14 @@ def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> lis
 
 
 def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, which: int) -> float:
-    """Return the TFLOP/s of a segment's attention, without counting padding."""
+    """Return the TFLOP/s of the attention of one segment. Padding to tiles is not counted.
+
+    Args:
+        table: Attention table with the heads of the call.
+        sample: The call, with `q` query rows and `kv` keys.
+        ns: Time of one segment in nanoseconds.
+        which: 0 for forward, 1 for backward.
+    """
     flops = (attention_forward_flops, attention_backward_flops)[which](
         np.array([sample.at["q"]]),
         np.array([sample.at["kv"]]),
@@ -231,25 +275,34 @@ def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, whic
 
 
 def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
-    """Return the TFLOP/s of a matrix product; backward consists of two products."""
+    """Return the TFLOP/s of a matrix product, whose backward consists of two products.
+
+    Args:
+        sample: The product, as `gemm_samples` returns it.
+        ns: Time in nanoseconds.
+        which: 0 for forward, 1 for backward.
+    """
     return (1, 2)[which] * sample.at["flops"] / ns * 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermCurves:
-    """Figure 7: time of all layers over document lengths, forward and backward together."""
+    """Data of Figure 7: times of all layers over the document length, forward plus backward."""
 
     lengths: IntArray  # document lengths in tokens, shape [n]
-    parts: Mapping[str, FloatArray]  # time of each part in nanoseconds, by its name; shape [n] each
-    normal_length: int  # length at which attention is drawn as 1
-    normal_ns: float  # time of attention at this length
-    measured: Sequence[tuple[int, float]]  # tokens, and nanoseconds of attention
+    # for each part, such as "attention": predicted time in nanoseconds at each length, shape [n]
+    parts: Mapping[str, FloatArray]
+    normal_length: int  # document length for which attention is drawn as 1
+    normal_ns: float  # predicted time of attention at this length
+    # measured attention: pairs (document length in tokens, time in nanoseconds)
+    measured: Sequence[tuple[int, float]]
 
 
 def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
-    """Return the cost model at the TP degree whose ranks have the heads of the first table.
+    """Return the cost model of a model with a kernel profile, for the figures of this profile.
 
-    If no degree has them, TP is 1.
+    The TP size is the one whose ranks have as many heads as the profile's first attention table. If
+    there is no such size, TP is 1.
     """
     table = profile.attention[0]
     tp, rest = divmod(model.num_heads, table.num_heads)
@@ -263,7 +316,12 @@ def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
 
 
 def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:
-    """Return the curves of Figure 7, at lengths that the profile's attention table covers."""
+    """Return the data of Figure 7, for the document lengths that the attention table covers.
+
+    Args:
+        work: The cost model.
+        records: All measurements of the profile.
+    """
     keys = work.table.forward.axis1
     first, last = int(keys[0]), int(keys[-1])
     normal = min(NORMAL_LENGTH, last)
@@ -283,7 +341,7 @@ def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:
         "element-wise": total("elementwise"),
     }
     layout = (work.heads_per_rank, work.model.head_size)
-    # Measured points are comparable only if the table has the model's heads.
+    # Show measured attention only if it was measured with the heads of the model.
     is_own = (work.table.num_heads, work.table.head_dim) == layout
     return TermCurves(
         lengths=lengths,

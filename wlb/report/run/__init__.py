@@ -1,1 +1,1 @@
-"""Records, figures and the page of a training run."""
+"""The records of a training run, its figures and its HTML page."""

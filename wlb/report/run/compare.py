@@ -1,4 +1,4 @@
-"""`wlb report RUN RUN ...`: tables of the figures of several runs, and of keys that differ."""
+"""`wlb report RUN RUN ...`: tables that compare the results and configurations of several runs."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from wlb.report.tables import new_table
 from wlb.spec import to_dict
 
 IGNORED_KEYS = ("run.name", "run.output_dir", "run.stop_file")
-"""Keys whose differences say nothing about a run."""
+"""Configuration keys that are not compared, because they do not influence training."""
 
 
 def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
-    """Return a table of the runs' figures and, if keys differ, a table of these keys."""
+    """Return a table of the runs' results and, if configuration keys differ, a table of these."""
     names, figures = run_names(runs), [figures_of(run) for run in runs]
     rows = [(name, [cells[name] for cells in figures]) for name in figures[0]]
     differing = differences([to_dict(run.spec) for run in runs])
@@ -32,7 +32,7 @@ def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
 
 
 def run_names(runs: Sequence[RunRecords]) -> list[str]:
-    """Return the names of the runs' folders, with their paths if two names are equal."""
+    """Return a name for each run: that of its folder, or the path if two folders have one name."""
     short = [run.folder.resolve().name for run in runs]
     alike = {name for name, count in Counter(short).items() if count > 1}
     return [
@@ -41,7 +41,14 @@ def run_names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def differences(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return the keys that differ between the runs, with the value of each run."""
+    """Return the configuration keys that differ between runs.
+
+    Args:
+        specs: The configurations of the runs, as nested dictionaries.
+
+    Returns:
+        Pairs of a dotted key and its value in each run.
+    """
     of_runs = [dict(flat(spec)) for spec in specs]
     names = [name for name in of_runs[0] if name not in IGNORED_KEYS]
     values = {name: [repr(one.get(name)) for one in of_runs] for name in names}
@@ -49,7 +56,7 @@ def differences(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]
 
 
 def figures_of(run: RunRecords) -> dict[str, str]:
-    """Return the cells of a run, by the name of their row."""
+    """Return the results of a run as texts for the table of runs, by the name of the row."""
     totals = tally_of(run)
     last, work, measured = totals.losses[-5:], totals.telemetry.work, totals.telemetry
     experts = totals.experts

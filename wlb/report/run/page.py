@@ -1,4 +1,4 @@
-"""`wlb report RUN`: the page of a run, which may still be training."""
+"""`wlb report RUN`: the HTML page of a run. The run may still be training."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ from wlb.spec import to_toml
 
 
 def run_page(records: RunRecords, *, step: int | None = None, command: str = "") -> str:
-    """Return the page as HTML.
+    """Return the HTML page of a run.
 
     Args:
-        records: The run.
-        step: Step whose passes are drawn, counted from 1 as in the table that training prints. None
-            means the last one that was recorded.
-        command: The command line, listed among the facts of the run.
+        records: Everything that was recorded about the run.
+        step: Step whose timeline is drawn, counted from 1 as in the table that training prints.
+            None means the last step with a measured timeline.
+        command: The command line that made the page, which the page states.
     """
     spec, totals = records.spec, tally_of(records)
     device = records.starts[-1].get("device") if records.starts else None
@@ -67,7 +67,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
 
 
 def tally_of(records: RunRecords) -> Tally:
-    """Return the sums over the recorded steps that training prints at its end."""
+    """Return totals over the recorded steps, as training prints them at its end."""
     totals = Tally()
     for step in records.steps:
         totals.add(step.measured, step.predicted, step.plain)
@@ -79,7 +79,7 @@ def tally_of(records: RunRecords) -> Tally:
 
 
 def _ranks(records: RunRecords) -> dict[str, Any]:
-    """Return figures of all ranks' times, from all tables."""
+    """Return figures and numbers for the page's section on the times of all ranks."""
     tables, spec = records.tables, records.spec
     num_steps = sum(t.num_steps for t in tables)
     compute = np.sum([t.compute_us for t in tables], axis=0).astype(np.float64)
@@ -94,9 +94,17 @@ def _ranks(records: RunRecords) -> dict[str, Any]:
 
 
 def _timeline(records: RunRecords, step: int | None) -> dict[str, Any]:
-    """Return the timeline of a step, measured if it was recorded, otherwise simulated.
+    """Return the values for the page's section on the timeline of a step.
 
-    The entry `kind` says which one it is, or why there is none.
+    The timeline is the measured one if it was recorded, otherwise a simulated one.
+
+    Args:
+        records: Everything that was recorded about the run.
+        step: Number of the step, counted from 1; None for the last recorded one.
+
+    Returns:
+        Values for the template. `kind` is "measured", "simulated", "none" (the run has no such
+        step) or "refused" (the step cannot be simulated).
     """
     chosen = None if step is None else records.at(step)
     # 1. Prefer a measured timeline.

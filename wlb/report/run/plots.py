@@ -1,7 +1,7 @@
-"""Figures of a training run; needs matplotlib.
+"""Figures of a training run. They need matplotlib.
 
-Points are steps, and lines are their running means. Of more than `MOST_POINTS` steps, every k-th
-point is drawn, so that the page of a long run stays small. Lines are means over all steps.
+Points are values of steps, and lines are running means over all steps. If there are more than
+`MOST_POINTS` steps, only every k-th point is drawn, so that the page of a long run stays small.
 """
 
 from collections.abc import Sequence
@@ -24,21 +24,24 @@ from wlb.report.run.records import RunRecords
 from wlb.spec import ParallelSpec
 
 MOST_POINTS = 800
+"""Most points of a line, so that the page of a long run stays small."""
 MOST_RANK_LABELS = 32
+"""A heat map labels each row if it has at most this many ranks."""
 MOST_ROWS = 256
+"""Most rows and columns of a heat map. More would be less than a pixel high."""
 
 
 class StepSeries(NamedTuple):
-    """A value of every step, drawn as a line."""
+    """The values of one line of a figure over the steps of a run."""
 
-    label: str
-    values: FloatArray
-    # weight of each step in the running mean; None means equal weights
+    label: str  # label of the line in the legend
+    values: FloatArray  # value of each step, shape [num_steps]; NaN where there is none
+    # weight of each step in the running mean, shape [num_steps]; None means equal weights
     weights: FloatArray | None = None
 
 
 def loss_figure(records: RunRecords) -> Any:
-    """Draw training and held-out loss and, below, the gradient norm."""
+    """Return a figure of training and held-out loss and, below it, of the gradient norm."""
     figure, (above, below) = new_figure(height=5.0, nrows=2, sharex=True)
     loss = records.column(lambda s: s.measured.loss)
     tokens = records.column(lambda s: s.measured.num_targets)
@@ -56,7 +59,7 @@ def loss_figure(records: RunRecords) -> Any:
 
 
 def rate_figure(records: RunRecords) -> Any:
-    """Draw tokens per second and the time of each step."""
+    """Return a figure of the tokens per second and, below it, of the time of each step."""
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     time_s = records.column(lambda s: s.measured.step_time_s)
     tokens = records.column(lambda s: s.measured.num_tokens)
@@ -72,7 +75,10 @@ def rate_figure(records: RunRecords) -> Any:
 
 
 def ratio_figure(records: RunRecords) -> Any:
-    """Draw measured over predicted time of each term, over steps."""
+    """Return a figure of the ratio of measured to predicted time over steps.
+
+    It has a line for each of `wlb.plan.TERMS`.
+    """
     figure, (axes,) = new_figure(height=3.4)
     found = records.telemetry
     steps = np.array([done for done, _ in found], np.float64)
@@ -96,7 +102,7 @@ def ratio_figure(records: RunRecords) -> Any:
 
 
 def balance_figure(records: RunRecords) -> Any:
-    """Draw the imbalance of steps, predicted for the usual loader and for ours, and measured."""
+    """Return a figure of the imbalance of steps: predicted, measured, and of the usual loader."""
     figure, (axes,) = new_figure(height=3.8)
     series = [
         StepSeries(
@@ -115,7 +121,7 @@ def balance_figure(records: RunRecords) -> Any:
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
         ),
     ]
-    # Leave out what was not recorded.
+    # Leave out lines of which the run recorded no value.
     series = [s for s in series if not np.isnan(s.values).all()]
     _draw(axes, records, series)
     axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
@@ -130,10 +136,11 @@ def balance_figure(records: RunRecords) -> Any:
 
 
 def expert_figure(records: RunRecords) -> Any:
-    """Draw how unevenly CP ranks and EP ranks are loaded over steps and, below, over layers.
+    """Return a figure of how unevenly CP ranks and EP ranks are loaded.
 
-    The upper panel shows what the ranks of a layer wait for: the slowest CP rank's attention, and
-    the EP rank with the most rows. The lower one shows the load of each layer, mean over steps.
+    The upper panel shows, over steps, the attention time of the slowest CP rank and the rows of the
+    most loaded EP rank, each divided by the mean over ranks. The lower panel shows the rows of the
+    most loaded expert and EP rank for each layer, averaged over steps.
     """
     figure, (above, below) = new_figure(height=5.4, nrows=2)
     series = [
@@ -163,7 +170,7 @@ def expert_figure(records: RunRecords) -> Any:
 
 
 def delay_figure(records: RunRecords) -> Any:
-    """Draw the delay of each step's tokens and, below, the tokens that wait after it."""
+    """Return a figure of the delay of each step's tokens and, below it, of the tokens that wait."""
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     tokens = records.column(lambda s: s.measured.num_tokens)
     mean = records.column(lambda s: s.measured.mean_delay)
@@ -182,17 +189,19 @@ def delay_figure(records: RunRecords) -> Any:
 
 
 def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> Any:
-    """Draw a value of each rank relative to the mean: rows are DP, CP and TP ranks, columns PP.
+    """Return a heat map of a value of each rank, relative to the mean over ranks.
+
+    The rows are DP, CP and TP ranks, and the columns are pipeline ranks.
 
     Args:
-        values: The values, shape [ranks].
-        parallel: Degrees of parallelism.
-        what: What the values are.
+        values: Value of each rank, shape [ranks].
+        parallel: The parallel layout.
+        what: Name of the values, for the title.
     """
     p = parallel
     grid = values.reshape(max(1, p.dp), p.pp, p.cp, p.tp)
     inner = [f"cp {c}, tp {t}" for c in range(p.cp) for t in range(p.tp)] if p.tp > 1 else ()
-    # With too many rows, a TP group is shown by its slowest rank.
+    # If there are too many rows, show only the slowest rank of each TP group.
     if max(1, p.dp) * p.cp * p.tp > MOST_ROWS:
         return heat_map_figure(grid.max(3), what=what, tp=p.tp, devices="ranks")
     cells = grid.reshape(grid.shape[0], p.pp, p.cp * p.tp)
@@ -200,17 +209,22 @@ def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> An
 
 
 def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> Any:
-    """Draw measured over predicted time of each rank, relative to the median rank, over tables."""
-    # The values have shape [ranks, tables].
+    """Return a heat map of how slow each rank is over time (`RankTable.over_median`).
+
+    Args:
+        tables: Tables of all ranks' times, in order of steps. Each is a column of the heat map.
+        threshold: Excess over 1 from which a rank counts as slow; it is in the range of colours.
+    """
+    # Shape [ranks, tables].
     values = np.stack([t.over_median for t in tables], axis=1)
-    # With too many rows, only the slowest ranks are shown.
+    # If there are too many ranks, show only the slowest.
     order = np.argsort(-values.max(1), kind="stable").tolist()
     kept: list[int] = sorted(order[:MOST_ROWS])
     every = stride(values.shape[1], MOST_ROWS)
     values = values[kept][:, ::every]
     rows = len(kept)
     figure, (axes,) = new_figure(height=1.4 + min(5.0, max(1.2, 0.22 * rows)))
-    # Colours are symmetric around 1, and their range includes the threshold of stragglers.
+    # Make the range of colours symmetric around 1, and so wide that it includes the threshold.
     spread = max(threshold, float(np.abs(values - 1).max()))
     mesh = axes.pcolormesh(values, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread)
     axes.invert_yaxis()
@@ -227,7 +241,7 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
 
 
 def _draw(axes: Any, records: RunRecords, series: Sequence[StepSeries]) -> None:
-    """Draw faint points and running means; steps without a value are skipped."""
+    """Draw each series as faint points and a running mean, without steps that have no value."""
     for k, (label, values, weights) in enumerate(series):
         keep = ~np.isnan(values)
         x, y = records.steps_done[keep], values[keep]
@@ -239,14 +253,21 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[StepSeries]) -> None:
 
 
 def _colour(series: Sequence[StepSeries], k: int) -> str:
-    """Return the colour of the k-th line; a single line is black."""
+    """Return the colour of line `k` of a figure; if there is only one line, it is black."""
     return RUNS[0 if len(series) == 1 else k + 1]
 
 
 def _finish(
     figure: Any, panels: Sequence[Any], records: RunRecords, *, legend: bool = True
 ) -> None:
-    """Add the axis label, a dotted line at each restart, and a legend above."""
+    """Add a label of the x axis, a dotted line at each restart of the run, and a legend.
+
+    Args:
+        figure: The figure.
+        panels: All its axes, from top to bottom.
+        records: Everything that was recorded about the run.
+        legend: Whether to add a legend of the first axes.
+    """
     for axes in panels:
         for at in records.restarts:
             axes.axvline(at + 0.5, color="grey", ls=":", lw=1)

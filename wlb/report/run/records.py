@@ -1,7 +1,7 @@
-"""A training run, read back from its folder: the lines of metrics.jsonl and the configuration.
+"""Reading of a training run from its folder: the lines of metrics.jsonl and the configuration.
 
-A resumed run appends to the same file. Lines of steps after the checkpoint from which it resumed
-are dropped, so that each step counts once, as it was trained last.
+A resumed run appends to the same file and trains the steps after its checkpoint once more. For such
+a step, the older line is dropped, so that each step counts once, as it was trained last.
 """
 
 import re
@@ -30,84 +30,90 @@ from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 from wlb.spec import RunSpec, apply
 
 EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
-"""Kinds of lines about events: a checkpoint, a refused or skipped step, an early stop."""
+"""Kinds of lines about events: a checkpoint; a step whose loss or gradient was not finite; a step
+with an unusually large loss or gradient; an early stop."""
 _REMEDY = "remove the line, which no run wrote"
 
 
 class StepRecord(NamedTuple):
-    """The line of a step."""
+    """What metrics.jsonl has about one step."""
 
     step: int  # number of the step, from 0
-    steps_done: int  # executed steps of the run, this one included
-    measured: MeasuredStep
-    predicted: StepMetrics
+    steps_done: int  # number of steps that the run has executed, this one included
+    measured: MeasuredStep  # measurements of the step
+    predicted: StepMetrics  # the planner's prediction of the step
     plain: StepMetrics | None  # prediction for the usual loader; None if planner.baseline is off
-    # most memory that rank 0 has used since the run began: GPU memory as torch's allocator counts
-    # it, or memory of the process on a CPU
+    # largest memory that rank 0 has used since the run began: GPU memory as torch's allocator
+    # counts it, or on a CPU the memory of the process
     memory_bytes: int | None = None
-    # whether the step was planned with prices that the run had learned while it trained, as earlier
-    # versions could do (`cost.online`)
+    # whether the step was planned with prices that the run had adjusted to measured times during
+    # training, which was possible in earlier versions (`cost.online`)
     has_learned_prices: bool = False
 
 
 @dataclass(kw_only=True)
 class RunRecords:
-    """Everything that was recorded about a run; lists are in the order of steps."""
+    """Everything that was recorded about a run. Lists are in the order of steps."""
 
-    folder: Path
-    spec: RunSpec
-    starts: list[dict[str, Any]]  # one line for each start of the run
-    steps: list[StepRecord]
-    evaluations: list[tuple[int, float]]  # (steps_done, held-out loss) of each evaluation
-    tables: list[RankTable]  # times of all ranks, every few steps
-    timelines: list[MeasuredTimeline]  # passes of a few ranks
-    # lines of `EVENT_KINDS`
+    folder: Path  # folder of the run
+    spec: RunSpec  # configuration of the run
+    starts: list[dict[str, Any]]  # a line of metrics.jsonl for each time that the run was started
+    steps: list[StepRecord]  # all steps; a step that was trained twice is there once
+    # for each evaluation: number of steps executed before it, and held-out loss
+    evaluations: list[tuple[int, float]]
+    tables: list[RankTable]  # tables of all ranks' times
+    timelines: list[MeasuredTimeline]  # timelines of the passes of a few ranks
+    # lines of metrics.jsonl of the kinds `EVENT_KINDS`
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     since_start: frozenset[int] = frozenset()  # numbers of the steps since the last start
-    num_replaced: int = 0  # steps that were trained more than once
-    # lines that are not JSON, such as the last line of a run that was killed
+    num_replaced: int = 0  # number of steps that were trained more than once
+    # number of lines that are not JSON, such as the last line of a run that was killed
     num_unreadable: int = 0
-    # seconds of each phase of the last start; empty if it has not ended
+    # seconds of each phase since the last start; empty if the run has not ended
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def learned_from(self) -> StepRecord | None:
-        """The first step that was planned with learned prices; None if there is none.
+        """The first step planned with prices that the run had adjusted (`cost.online`), or None.
 
-        Neither this step nor any later one can be planned once more.
+        This version of wlb cannot make the plans of this step and of later steps once more.
         """
         return next((step for step in self.steps if step.has_learned_prices), None)
 
     @property
     def num_restarts(self) -> int:
-        """Number of starts after the first one."""
+        """How many times the run was started after the first time."""
         return max(0, len(self.starts) - 1)
 
     @property
     def restarts(self) -> list[int]:
-        """`steps_done` at each restart, as far as it is recorded."""
+        """Number of steps executed before each restart, for restarts whose record states it."""
         found = [resumed_at(start) for start in self.starts[1:]]
         return [at for at in found if at is not None]
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Host and node of each rank in the last start; empty if they are not recorded."""
+        """Host and node of each rank since the last start; empty if they are not recorded."""
         data = self.starts[-1].get("places") if self.starts else None
         return places_from_json(data) if data else ()
 
     @cached_property
     def steps_done(self) -> FloatArray:
-        """Number of executed steps after each recorded step."""
+        """`StepRecord.steps_done` of each recorded step, shape [num_steps]."""
         return self.column(lambda s: s.steps_done)
 
     def column(self, of: Callable[[StepRecord], float | None]) -> FloatArray:
-        """Return a value of every step; NaN where `of` returns None."""
+        """Return an array with the value `of(step)` of each step; NaN where it is None."""
         values = (of(step) for step in self.steps)
         return np.array([np.nan if v is None else v for v in values], np.float64)
 
     @property
     def telemetry(self) -> list[tuple[int, Telemetry]]:
-        """Pairs (steps_done, record) after the warm-up, or all if there are none after it."""
+        """Pairs (steps_done, telemetry record) of all steps that have a record.
+
+        Records of the first `telemetry.warmup_steps` steps are left out, unless there are no
+        others.
+        """
         found = [
             (s.steps_done, s.measured.telemetry)
             for s in self.steps
@@ -117,14 +123,14 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """Return the record with this `steps_done`; UserError if there is none."""
+        """Return the step after which `steps_done` steps were executed; UserError if none was."""
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
         shown = [s.steps_done for s in self.steps]
         raise UserError(
-            f"--step {steps_done}: {self.folder / 'metrics.jsonl'} has steps {min(shown)} to "
-            f"{max(shown)}"
+            f"--step {steps_done} is not recorded in {self.folder / 'metrics.jsonl'}; give a step "
+            f"from {min(shown)} to {max(shown)}"
         )
 
 
@@ -162,8 +168,7 @@ _LINES: dict[str, Schema] = {
         "error": str,
         OTHERS: ANYTHING,
     },
-    # Files of the first version have no `steps_done` here, because they did not number refused
-    # steps.
+    # `steps_done` is optional here, because the first version of wlb did not write it.
     "nonfinite": {
         "step": _DONE,
         "steps_done?": _DONE,
@@ -174,19 +179,32 @@ _LINES: dict[str, Schema] = {
     "spike": {"steps_done": _DONE, "found": str, OTHERS: ANYTHING},
     "stop": {"steps_done": _DONE, "asked_by": str, OTHERS: ANYTHING},
 }
-"""Schema of each kind of line that is read. Further keys are for other readers of the file."""
+"""Schema (`wlb.plan.schema`) of each kind of line that is read. Lines may have further keys, which
+are ignored."""
 
 
 def read_run(folder: Path) -> RunRecords:
-    """Return the run in `folder` (run.output_dir/run.name); UserError if it recorded nothing."""
+    """Return the records of a run.
+
+    Args:
+        folder: Folder of the run, run.output_dir/run.name.
+
+    Raises:
+        UserError: The folder has no metrics.jsonl, the file has no step, or a line is malformed.
+    """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{path} does not exist; give the folder of a run that trained")
+        raise UserError(
+            f"{path} does not exist; give the folder of a run that has trained, "
+            f"run.output_dir/run.name"
+        )
     read = _Reading()
     with path.open("rb") as file:
         read.take(file, path)
     if not read.by_step["step"]:
-        raise UserError(f"{path} has no step yet; wait until the run has trained one")
+        raise UserError(
+            f"{path} has no step yet; repeat the command when the run has trained a step"
+        )
     found = {kind: [lines[i] for i in sorted(lines)] for kind, lines in read.by_step.items()}
     with malformed(path, _REMEDY):
         made = RunRecords(
@@ -203,14 +221,21 @@ def read_run(folder: Path) -> RunRecords:
             num_unreadable=read.num_unreadable,
             wall=read.wall,
         )
-        # Evaluate these properties here: they parse values of the file, and an error must name the
-        # file.
+        # Evaluate these properties inside of `malformed`: they parse values of the file, and an
+        # error must name the file.
         _ = made.places, made.restarts
     return made
 
 
 def resumed_at(start: dict[str, Any]) -> int | None:
-    """Return the `steps_done` from which a start resumed; None if its line does not say."""
+    """Return how many steps a run had executed when it was started.
+
+    Args:
+        start: Line of the start in metrics.jsonl.
+
+    Returns:
+        The number; None if the line does not state it.
+    """
     if "steps_done" in start:
         return start["steps_done"]
     named = re.search(r"step-(\d+)$", start.get("resumed_from") or "")
@@ -223,13 +248,14 @@ _BY_STEP = ("step", "evaluation", "ranks", "timeline")
 
 @dataclass
 class _Reading:
-    """Collects the lines of metrics.jsonl that count.
+    """Collects the lines of metrics.jsonl while it is read.
 
-    A later line replaces an earlier one of the same kind and step.
+    A later line replaces an earlier one of the same kind and step. `RunRecords` explains the
+    fields.
     """
 
     starts: list[_Line] = field(default_factory=list[_Line])
-    # lines of each kind in `_BY_STEP`, by the number of their step
+    # for each kind in `_BY_STEP`: its lines by the number of their step
     by_step: dict[str, dict[int, _Line]] = field(
         default_factory=lambda: {kind: {} for kind in _BY_STEP}
     )
@@ -240,11 +266,16 @@ class _Reading:
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     def take(self, lines: Iterable[bytes], path: Path) -> None:
-        """Read all lines of the file."""
+        """Read all lines of metrics.jsonl.
+
+        Args:
+            lines: The lines.
+            path: The file, for error messages.
+        """
         for number, text in enumerate(lines, 1):
             try:
                 line = parse_json(text, path)
-            except UserError:  # a run that was killed may leave an incomplete line
+            except UserError:  # the line is incomplete, because the run was killed
                 self.num_unreadable += bool(text.strip())
                 continue
             where = f"{path}, line {number}"
@@ -252,19 +283,20 @@ class _Reading:
                 self._add(Fields(object_of(line, where), where))
 
     def _add(self, of: Fields) -> None:
-        """Add a line; kinds that only later versions write are ignored."""
+        """Add a line; unknown kinds of lines, which later versions may write, are ignored."""
         line = dict(of.values)
         kind = of.text("kind")
         if kind in _LINES:
             check_schema(line, _LINES[kind], of.where, remedy=_REMEDY)
         if kind == "start":
             if self.starts and _layout(line) != _layout(self.starts[-1]):
-                # Ranks of different layouts do not fit in the same table.
+                # Drop earlier tables of ranks if the parallel layout has changed, because the
+                # number and the work of ranks differ.
                 self.by_step |= {"ranks": {}, "timeline": {}}
             self.starts.append(line)
             self.since_start.clear()
             self.wall = {}
-            # The run trains the steps after the checkpoint once more.
+            # Drop the lines of steps after the checkpoint, because the run trains them once more.
             self._roll_back(resumed_at(line))
         elif kind in self.by_step:
             number = line["steps_done" if kind == "evaluation" else "step"]
@@ -278,7 +310,7 @@ class _Reading:
             self.wall = {name: float(seconds) for name, seconds in line["seconds"].items()}
 
     def _roll_back(self, steps_done: int | None) -> None:
-        """Drop the lines of steps after `steps_done`, which a resumed run trains once more."""
+        """Drop all lines of steps after the first `steps_done` steps; nothing if it is None."""
         if steps_done is None:
             return
         for kind, lines in self.by_step.items():
@@ -289,25 +321,28 @@ class _Reading:
 
 
 def _tables(lines: list[_Line]) -> list[RankTable]:
-    """Return the tables of ranks; UserError if their numbers of ranks differ."""
+    """Return the tables of all ranks' times; UserError if they differ in the number of ranks."""
     tables = [RankTable.from_json(line) for line in lines]
     if len(sizes := {table.measured_us.size for table in tables}) > 1:
-        raise UserError(f"tables of one layout have {sorted(sizes)} ranks")
+        raise UserError(
+            f"tables of ranks of the same start of the run have {sorted(sizes)} ranks; all must "
+            f"have equally many"
+        )
     return tables
 
 
 def _evaluation(line: dict[str, Any]) -> tuple[int, float]:
-    """Return (steps_done, held-out loss); a loss may be NaN if training diverged."""
+    """Return (steps_done, held-out loss) of an evaluation's line."""
     return line["steps_done"], float(line["heldout_loss"])
 
 
 def _layout(start: dict[str, Any]) -> Any:
-    """Return the parallelism of a start, for comparison."""
+    """Return the parallel layout that the line of a start has, to compare it with others."""
     return start.get("spec", {}).get("parallel")
 
 
 def _step(line: dict[str, Any]) -> StepRecord:
-    """Return the record of a step's line."""
+    """Make the record of a step from its line in metrics.jsonl."""
     plain = line["plain_4d"]
     return StepRecord(
         step=line["step"],
@@ -321,14 +356,22 @@ def _step(line: dict[str, Any]) -> StepRecord:
 
 
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
-    """Return the configuration of the last start or, in old files, of the newest checkpoint."""
+    """Return the configuration of the run.
+
+    It is in the line of the last start. If a file of an early version lacks it there, it is read
+    from the newest checkpoint.
+
+    Args:
+        folder: Folder of the run.
+        starts: Lines of all starts.
+    """
     source, stored = folder / "metrics.jsonl", starts[-1].get("spec") if starts else None
     if stored is None:
         saved = sorted((folder / "checkpoints").glob("step-*/run.json"))
         if not saved:
             raise UserError(
-                f"neither {source} nor a checkpoint in {folder / 'checkpoints'} says how the run "
-                f"was configured"
+                f"the configuration of the run is neither in {source} nor in a checkpoint in "
+                f"{folder / 'checkpoints'}; give the folder of a run that wrote one of them"
             )
         source, about = saved[-1], read_object(saved[-1], wide=True)
         check_schema(about, {"spec": dict, OTHERS: ANYTHING}, source, remedy="repair or remove it")

@@ -1,7 +1,8 @@
-"""Simulation of a step of a run from its plan, for a timeline where none was measured; no torch.
+"""Simulation of a step of a run, for the timeline of a step that was not measured. Needs no torch.
 
-The planner runs from the start of the data up to the step, with the run's token store and kernel
-profile. If it makes another plan than the one that was trained, the simulation is refused.
+The step is planned once more: the planner runs from the start of the data up to this step, with the
+run's token store and kernel profile. If the plan differs from the plan that was trained, a
+UserError is raised.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,23 +21,34 @@ from wlb.spec import RunSpec
 
 
 def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
-    """Plan and simulate a recorded step.
+    """Plan a recorded step once more and simulate it.
+
+    Args:
+        records: Everything that was recorded about the run.
+        record: The step.
 
     Raises:
-        UserError: The step cannot be planned once more.
-        OSError: The run's store cannot be read.
+        UserError: The plan that was trained cannot be made once more.
+        OSError: The token store of the run cannot be read.
     """
     start: dict[str, Any] = records.starts[-1] if records.starts else {}
     name, device = start.get("train_store"), str(start.get("device", ""))
     if not name or not device:
-        raise UserError("the run's metrics do not say which store and device it had")
+        raise UserError(
+            "metrics.jsonl does not state the token store and the device of the run, so the step "
+            "cannot be simulated; give --step with a step whose timeline was measured"
+        )
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
     first = records.learned_from
     if first is not None and record.step >= first.step:
         raise UserError(learned_remark(first))
     made = simulate_again(records.spec, store, device, {record.step: record.measured})
     if not made:
-        raise UserError(f"the run's data ends before step {record.steps_done}")
+        raise UserError(
+            f"the data of the run ends before step {record.steps_done}, so the token store has "
+            f"changed since; restore the store, or give --step with a step whose timeline was "
+            f"measured"
+        )
     return made[0]
 
 
@@ -49,18 +61,21 @@ def simulate_again(
     profile: str = "",
     written: str = "metrics.jsonl",
 ) -> list[Simulation]:
-    """Plan steps that a run has trained, check the plans, and simulate them.
+    """Plan steps of a run once more, compare the plans with records of the run, and simulate them.
 
     Args:
         spec: Configuration of the run.
-        store: Its token store.
-        device: Type of its devices.
-        trained: Recorded counts of each step to simulate, by its number.
-        profile: Kernel profile that prices the simulation; "" for the run's.
-        written: File that recorded the counts, for messages.
+        store: Token store of the run.
+        device: Type of the run's devices, "cuda" or "cpu".
+        trained: The steps to simulate: for each number of a step, the recorded counts of its plan.
+        profile: Kernel profile of the simulation; "" for the profile of the run.
+        written: Name of the file with the recorded counts, for error messages.
+
+    Returns:
+        Simulations, each of one or more consecutive steps.
 
     Raises:
-        UserError: A plan differs from the one that was trained.
+        UserError: A plan differs from the plan that was trained.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     planner = open_planner(spec, store, device)
@@ -72,19 +87,31 @@ def simulate_again(
 
 
 def learned_remark(first: StepRecord) -> str:
-    """Say that steps from `first` on (`RunRecords.learned_from`) cannot be planned once more."""
+    """Return a sentence that says that this version of wlb cannot plan some steps of a run.
+
+    Args:
+        first: The first of these steps (`RunRecords.learned_from`).
+    """
     return (
-        f"steps from {first.steps_done} on were planned with prices that the run had learned "
-        f"(cost.online, which was removed), so this version of wlb cannot plan them again; the "
-        f"version that trained them can"
+        f"steps from {first.steps_done} on were planned with cost.online, which adjusted prices to "
+        f"measured times and was removed, so this version of wlb cannot plan them again; use the "
+        f"version that trained them"
     )
 
 
 def _planned_again(
     planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str
 ) -> Iterator[ShardedStep]:
-    """Plan the steps of `trained`, and check that their counts equal the recorded ones."""
-    # A plan depends on the documents that earlier steps left waiting, so plan from the first step.
+    """Plan steps of a run once more, and raise a UserError if their counts differ from the records.
+
+    Args:
+        planner: Planner at the start of the run.
+        trained: For each number of a step, the recorded counts of its plan.
+        dp: Number of pipelines.
+        written: Name of the file with the recorded counts, for error messages.
+    """
+    # Plan all steps from the first one, because a plan depends on the documents that earlier steps
+    # left waiting.
     until = islice(planner.steps(), max(trained) + 1)
     plans = (plan for plan in until if plan.step in trained)
     for step in sharded_steps(planner, dp=dp, plans=plans):
@@ -93,8 +120,8 @@ def _planned_again(
             was, now = getattr(trained[planned.step], name), getattr(planned, name)
             if was != now:
                 raise UserError(
-                    f"step {planned.step} is planned with {name} = {now}, but {was} is in "
-                    f"{written}: the store, the profile that plans are priced with, or the program "
-                    f"changed since"
+                    f"step {planned.step} is planned with {name} = {now}, but {written} has {was}, "
+                    f"so the token store, the kernel profile or wlb has changed since; use those "
+                    f"with which the run trained"
                 )
         yield step

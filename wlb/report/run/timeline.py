@@ -1,4 +1,4 @@
-"""The timeline of a step as ranks measured it; needs matplotlib."""
+"""Figure of the measured timeline of a step. It needs matplotlib."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from wlb.simulate import PassKind
 from wlb.spec import ParallelSpec
 
 MOST_ROWS = 16
+"""Most rows of the figure. If there are more ranks, those with higher CP ranks are left out."""
 _KINDS = {
     "forward": PassKind.FORWARD,
     "backward": PassKind.BACKWARD,
@@ -18,26 +19,32 @@ _KINDS = {
 
 
 class TimelineRow(NamedTuple):
-    """A rank of the pipeline that is drawn."""
+    """A row of the figure: the passes of one rank."""
 
-    rank: int
-    pp: int
-    cp: int
-    wall_us: int  # duration of the step on this rank
-    passes: tuple[TimedPass, ...]
+    rank: int  # global rank
+    pp: int  # pipeline rank
+    cp: int  # CP rank
+    wall_us: int  # duration of the step on this rank in microseconds
+    passes: tuple[TimedPass, ...]  # passes that the rank executed
 
     @property
     def idle(self) -> float:
-        """Share of the step in which the rank executes no pass."""
+        """Fraction of the step in which the rank executes no pass."""
         return 1 - sum(p.time_us for p in self.passes) / max(1, self.wall_us)
 
 
 def measured_timeline_figure(
     timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int
 ) -> Any:
-    """Draw a measured step of one pipeline, with a row for each rank.
+    """Return a figure of the measured timeline of one pipeline, with a row for each rank.
 
-    Passes are coloured by micro-batch, forward light and backward dark. Idle time is blank.
+    The colour of a pass shows its micro-batch. Forward passes are light and backward passes dark.
+    Idle time is blank.
+
+    Args:
+        timeline: The measured timeline.
+        parallel: The parallel layout.
+        pipeline: Number of the pipeline.
     """
     rows = rows_of(timeline, parallel, pipeline)
     end_us = max(row.wall_us for row in rows)
@@ -60,7 +67,7 @@ def measured_timeline_figure(
 
 
 def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
-    """Return the recorded pipeline whose passes ended last."""
+    """Return the number of the recorded pipeline whose passes ended last."""
     ends: dict[int, int] = {}
     for rank, of_rank in zip(timeline.ranks, timeline.passes, strict=True):
         pipeline = rank // parallel.model_ranks
@@ -70,15 +77,20 @@ def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
 
 
 def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[TimelineRow]:
-    """Return a pipeline's ranks, sorted by pipeline rank and CP rank.
+    """Return a row for each rank of a pipeline, sorted by pipeline rank and CP rank.
 
-    If there are many CP ranks, only the first of them are returned.
+    If there would be more than `MOST_ROWS` rows, ranks with higher CP ranks are left out.
+
+    Args:
+        timeline: The measured timeline.
+        parallel: The parallel layout.
+        pipeline: Number of the pipeline.
     """
     rows: list[TimelineRow] = []
     for rank, wall_us, passes in zip(
         timeline.ranks, timeline.wall_us, timeline.passes, strict=True
     ):
-        # rank = ((dp * PP + pp) * CP + cp) * TP + tp
+        # Global ranks are numbered by rank = ((dp * PP + pp) * CP + cp) * TP + tp.
         of_pipeline, rest = divmod(rank, parallel.model_ranks)
         pp, cp = divmod(rest // parallel.tp, parallel.cp)
         if of_pipeline == pipeline and cp < max(1, MOST_ROWS // parallel.pp):
@@ -89,7 +101,14 @@ def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -
 def _boxes(
     rows: Sequence[TimelineRow], pp: int, chunks: int, scale: float
 ) -> dict[tuple[int, str], list[bars.Box]]:
-    """Return the bars of passes, by micro-batch and kind of pass."""
+    """Return the bars of all passes, by micro-batch and kind of pass.
+
+    Args:
+        rows: Rows of the figure.
+        pp: Number of pipeline ranks.
+        chunks: Number of virtual stages of a rank.
+        scale: Factor from microseconds to the unit of the time axis.
+    """
     boxes: dict[tuple[int, str], list[bars.Box]] = {}
     for i, row in enumerate(rows):
         for timed in row.passes:
