@@ -597,9 +597,7 @@ def check_documents(
         (pieces.num_targets != labels, "has another number of labels than its tokens"),
     ):
         if (i := first_true(wrong)) is not None:
-            raise UserError(
-                f"{pieces[i]} {what}; its document has {lengths[i]} tokens"
-            )
+            raise UserError(f"{pieces[i]} {what}; its document has {lengths[i]} tokens")
 
 
 def check_were_read(pieces: Pieces, position: IntArray, num_read: IntArray) -> None:

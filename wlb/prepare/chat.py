@@ -1,9 +1,9 @@
-"""Encode conversations as tokens, and say which tokens are trained (README.md has the rules).
+"""Encode conversations as tokens, and decide which tokens are trained.
 
-Special tokens are matched only in text that the template itself writes, never in the contents of
-messages. The text is cut where training begins and ends, and each part is encoded separately, so
-every token is either trained or not. If contents have no special token and no token would cross a
-cut, the result equals encoding the rendered text at once.
+Text becomes special tokens only where the template itself wrote it, never in the contents of
+messages. The rendered text is cut where training begins and ends, and each part is encoded
+separately, so that every token is either trained or not. If contents have no text of special tokens
+and no token would cross a cut, the result equals encoding the whole text at once.
 """
 
 import json
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-# Roles of example conversations, which show which special tokens a template uses. A template must
-# render the first one; it may refuse the others.
+# Roles of example conversations. Rendering them shows which special tokens a template uses. A
+# template must render the first example, and may refuse the others.
 _PROBES = (
     (Role.USER, Role.ASSISTANT, Role.USER, Role.ASSISTANT),
     (Role.SYSTEM, Role.USER, Role.ASSISTANT),
@@ -38,14 +38,15 @@ _PROBES = (
 class TooLong(StrEnum):
     """What to do with a conversation of more than `limit` tokens."""
 
-    # Split it into documents of as many whole turns as fit. A turn that does not fit is cut after
-    # `limit` tokens. A document starts with the last token of the one before if the token after it
-    # is trained, so no label is lost. Only the first document has the system message.
+    # Split the conversation into documents, each with as many whole turns as fit. A turn that does
+    # not fit is cut after `limit` tokens. If the first token after a cut is trained, the next
+    # document repeats the token before the cut, from which it is predicted. Only the first document
+    # has the system message.
     SPLIT = "split"
-    # Drop the oldest turns, or the beginning of a last turn that does not fit. Keep the system
-    # message.
+    # Keep the system message and drop the oldest turns. If the last turn alone does not fit, drop
+    # its beginning.
     TRUNCATE_LEFT = "truncate_left"
-    # Refuse the conversation.
+    # Raise a UserError.
     REFUSE = "refuse"
 
 
@@ -55,11 +56,11 @@ class ChatTokens:
 
     tokens: IntArray  # shape [num_tokens]
     is_trained: BoolArray  # whether each token is trained, shape [num_tokens]
-    turns: tuple[int, ...] = ()  # positions where the second and later turns begin, ascending
-    # Tokens before the first turn: start of text and system message. None if the template writes
-    # the system message inside the first turn.
+    turns: tuple[int, ...] = ()  # first token of each turn except the first turn, ascending
+    # Number of tokens before the first turn: start of text and system message. None if the template
+    # writes the system message inside the first turn.
     prefix: int | None = 0
-    num_dropped: int = 0  # messages that are not trained, because the template drops reasoning
+    num_dropped: int = 0  # messages not trained because the template leaves out their reasoning
 
     @property
     def trained(self) -> IntArray:
@@ -68,7 +69,7 @@ class ChatTokens:
 
     @property
     def num_targets(self) -> int:
-        """Number of trained labels. The first token is never a label."""
+        """Number of trained tokens except the first token, which no token predicts."""
         return int(self.is_trained[1:].sum())
 
 
@@ -114,7 +115,8 @@ class ChatEncoder:
             InjectedToken: Text of a message or of a tool would become a special token.
             UserError: The template refuses the conversation, or it is unclear what is trained.
         """
-        # The template writes tools and calls, so special tokens would be matched in them.
+        # The template writes tools and calls, so text of special tokens in them would become
+        # tokens.
         if found := self._special.search(conversation.literals):
             raise InjectedToken(
                 f"its tools or tool calls contain the special token {found[0].strip()}, which only "
@@ -122,7 +124,7 @@ class ChatEncoder:
             )
         rendered = self.template.render(conversation, self.turns, self._special)
         spans = [(reply.start, self._stop(rendered.text, reply)) for reply in rendered.replies]
-        # Encode the text between two cuts at a time. `starts` maps each cut to its first token.
+        # Encode the text between adjacent cuts. `starts` maps each cut to the first token after it.
         places = [*rendered.turns, *([] if rendered.prefix is None else [rendered.prefix])]
         edges = [place for span in spans for place in span]
         cuts = sorted({0, len(rendered.text), *places, *edges})
@@ -140,7 +142,7 @@ class ChatEncoder:
         )
 
     def end_of(self, conversation: Conversation) -> tuple[int, str]:
-        """Find the trained special token that ends the assistant's last turn.
+        """Return the trained special token that ends the assistant's last turn.
 
         Returns:
             The id and the text of the token.
@@ -161,7 +163,11 @@ class ChatEncoder:
         )
 
     def _stop(self, text: str, reply: Reply) -> int:
-        """Return the position in the text where the trained part of a reply ends."""
+        """Return the position in the text where training of a reply ends.
+
+        Raises:
+            UserError: No special token ends the reply.
+        """
         if reply.is_block:
             return reply.stop
         if (match := self._ending(text, reply)) is not None:
@@ -174,10 +180,10 @@ class ChatEncoder:
         )
 
     def _ending(self, text: str, reply: Reply) -> re.Match[str] | None:
-        """Find the special token that ends a reply, or None.
+        """Return the match of the special token that ends a reply, or None if there is none.
 
-        After tool calls it is the last special token. After text it is the first one; if several
-        follow each other directly, it is the last of these.
+        If the reply has tool calls, it is the last special token after the content. Otherwise it is
+        the first special token; if several follow each other directly, the last of these.
         """
         found = list(self._pattern.finditer(text, reply.content_end, reply.stop))
         if not found or reply.has_calls:
@@ -190,11 +196,14 @@ class ChatEncoder:
         return last
 
     def _name(self, match: re.Match[str]) -> str:
-        """Return the name of a matched token. The match may include white space around it."""
+        """Return the text of a matched token, without white space that the match may include."""
         return match[0] if match[0] in self._ids_by_name else match[0].strip()
 
     def _ids_of(self, rendered: Rendered, start: int, stop: int) -> list[int]:
-        """Encode [start, stop) of the text, with special tokens only where the template wrote."""
+        """Encode [start, stop) of the text.
+
+        Only text that the template wrote itself can become special tokens.
+        """
         text, at, ids = rendered.text, start, list[int]()
         for a, b in rendered.template_spans(start, stop):
             for match in self._pattern.finditer(text, a, b):
@@ -204,7 +213,8 @@ class ChatEncoder:
         return ids + self._ids(text[at:stop]) if at < stop else ids
 
     def _ids(self, text: str) -> list[int]:
-        # Unlike encode(), encode_batch_fast computes no offsets. With one text it uses one thread.
+        # encode_batch_fast is faster than encode(), because it computes no character offsets. With
+        # one text it uses one thread.
         encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded[0].ids
         if not self._forbidden.isdisjoint(ids):
@@ -218,8 +228,8 @@ class ChatEncoder:
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
         """Copy a tokenizer so that contents cannot become tokens that the template uses.
 
-        Text matches added tokens that are not marked as special. In the copy, every added token
-        that the template uses is special.
+        Ordinary text can become an added token that is not marked as special. So in the copy every
+        added token that the template uses is marked as special.
         """
         from tokenizers import Tokenizer
 
@@ -247,12 +257,12 @@ class ChatEncoder:
 
 
 def probe_of(roles: Sequence[Role]) -> Conversation:
-    """Return a conversation of these roles with the contents "x", to examine a template."""
+    """Return a conversation with these roles and the content "x" everywhere, to test a template."""
     return Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
 
 
 def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatTokens]:
-    """Fit a conversation into documents of at most `limit` tokens.
+    """Split, truncate or refuse an encoded conversation that has more than `limit` tokens.
 
     Args:
         made: The encoded conversation.
@@ -260,7 +270,7 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
         too_long: What to do if the conversation has more tokens.
 
     Returns:
-        The documents. A conversation that fits is returned unchanged.
+        The documents. A conversation that fits is one unchanged document.
 
     Raises:
         UserError: The conversation is refused, or it cannot be truncated.
@@ -285,8 +295,8 @@ def _split(made: ChatTokens, limit: int) -> list[ChatTokens]:
     num, start, trained = made.tokens.size, 0, made.is_trained
     pieces: list[tuple[int, int]] = []
     while num - start > limit:
-        # The first token of a document is no label. If the token at `stop` is trained, the next
-        # document starts one token earlier.
+        # The first token of a document cannot be trained. So if the token at `stop` is trained, the
+        # next document starts one token earlier.
         turns = [t for t in made.turns if start < t - int(trained[t]) and t <= start + limit]
         stop = turns[-1] if turns else start + limit
         pieces.append((start, stop))
@@ -313,7 +323,7 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     start = turns[0] if turns else num - left
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
     is_trained = made.is_trained.copy()
-    # The tokens from which this one would be predicted were removed.
+    # This token cannot be predicted, because the tokens before it were removed.
     is_trained[start] = False
     return _document(made.tokens[rows], is_trained[rows])
 
@@ -324,9 +334,12 @@ def _document(tokens: IntArray, is_trained: BoolArray) -> ChatTokens:
 
 
 def _pattern_of(added: list[Any]) -> re.Pattern[str]:
-    """Return a pattern that finds added tokens, with white space for lstrip and rstrip."""
+    """Return a pattern that finds the texts of added tokens.
+
+    It includes the white space that a token with lstrip or rstrip absorbs.
+    """
     patterns: list[str] = []
-    # The longest token first, because a token may begin like a shorter one.
+    # Try longer tokens first, because a shorter token may be the beginning of a longer one.
     for token in sorted(added, key=lambda token: len(token.content), reverse=True):
         left, right = (r"\s*" if on else "" for on in (token.lstrip, token.rstrip))
         patterns.append(f"{left}{re.escape(token.content)}{right}")
@@ -348,5 +361,9 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
 
 
 def add_chat_tokens(tokenizer: "Tokenizer", template: ChatTemplate) -> int:
-    """Add the template's special tokens that the tokenizer lacks; return how many were added."""
+    """Add the template's special tokens to a tokenizer that lacks them.
+
+    Returns:
+        How many tokens were added.
+    """
     return add_special_tokens(tokenizer, template.special_tokens)

@@ -1,18 +1,18 @@
 """Encode records that are conversations, for `prepare_store`.
 
-The statistics in `Encoded.counts` are:
+A record's statistics (`Encoded.counts`) are summed over all records:
 
     empty_replies          messages of assistants without text or calls, which are not trained
     dropped_reasoning      messages that are not trained because the template drops their reasoning
     developer_as_system    conversations whose developer message became a system message
     unread:KEY             messages with a key KEY that wlb does not read
-    split                  conversations that were split
-    split_documents        documents that they became
-    untrained_parts        parts without a trained token, which were left out
-    untrained_part_tokens  tokens of these parts
-    truncated              conversations that were truncated
-    truncated_tokens       tokens that were removed from them
-    truncated_targets      trained tokens among these
+    split                  conversations that were split because they were too long
+    split_documents        documents that these conversations became
+    untrained_parts        parts of split conversations without a trained token, which are skipped
+    untrained_part_tokens  tokens of the parts that are skipped
+    truncated              conversations that were truncated because they were too long
+    truncated_tokens       tokens that truncation removed
+    truncated_targets      trained tokens that truncation removed
 """
 
 from collections import Counter
@@ -39,11 +39,12 @@ from wlb.prepare.text import Skip
 from wlb.prepare.tool_calls import calls_text
 
 # Increase this when a conversation is encoded differently, so that old stores and parts are not
-# reused. Version 1 did not read other trainers' marks; version 2 found trained text differently.
+# reused. Version 1 ignored the keys with which other trainers mark trained messages, and version 2
+# had other rules for where trained text begins and ends.
 _VERSION = 3
 UNREAD = "unread:"
-"""Prefix of the statistics for keys that are not read."""
-# Examples to find the tokens that end an assistant's answer and tool call.
+"""Prefix of the statistics that count messages with a key that wlb does not read."""
+# Example conversations, to find the tokens that end an assistant's answer and tool call.
 _PROBE = probe_of((Role.USER, Role.ASSISTANT))
 _CALL_PROBE = Conversation(
     messages=(
@@ -57,14 +58,15 @@ _CALL_PROBE = Conversation(
 class ChatChoice(EncoderChoice):
     """Records that are conversations, for `prepare_store(options, encoder=ChatChoice(...))`."""
 
-    # "chatml", "llama3", the folder of a model, a Jinja template, or a tokenizer_config.json.
+    # The chat template: "chatml", "llama3", the folder of a model, or the path of a Jinja template
+    # or of a tokenizer_config.json.
     template: str = "chatml"
     turns: Turns = Turns.ALL  # which messages of assistants are trained
     limit: int | None = None  # the most tokens of a document, None for any number
-    too_long: TooLong = TooLong.SPLIT
+    too_long: TooLong = TooLong.SPLIT  # what to do with conversations above the limit
     on_untrained: OnError = OnError.SKIP  # what to do with a conversation without trained tokens
     # Whether to add the special tokens of a built-in template that a tokenizer.json lacks. The
-    # model's embedding needs rows for them. A BPE that is trained here always has them.
+    # vocabulary grows by these tokens. A BPE that wlb trains always has them.
     add_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class ChatChoice(EncoderChoice):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All settings, the checksums of the template's files, and the version of the encoding."""
+        """All settings, checksums of the template's files, and the version of this encoder."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {"chat": given.pop("template"), "version": _VERSION, **given}
         if self.template not in BUILT_IN:
@@ -96,7 +98,7 @@ class ChatChoice(EncoderChoice):
         return {Skip.UNTRAINED: self.on_untrained}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the columns of a Parquet file that conversations are made of."""
+        """Return which of the columns `names` of a Parquet file contain conversations."""
         return conversation_columns(names)
 
     def texts(self, record: Record) -> Sequence[str]:
@@ -105,7 +107,7 @@ class ChatChoice(EncoderChoice):
         return [text for m in messages for text in (m.reasoning, m.content) if text]
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
-        """Return the built-in template's special tokens, if they are to be added."""
+        """Return the special tokens to add to the tokenizer: the built-in template's, or none."""
         if tokenizer != BPE and not self.add_tokens:
             return ()
         if self.template not in BUILT_IN:
@@ -117,7 +119,15 @@ class ChatChoice(EncoderChoice):
         return BUILT_IN[self.template].special_tokens
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatRecordEncoder":
-        """Open the encoder, and encode an example to test that tokenizer and template fit."""
+        """Open the encoder, and test that the tokenizer fits the template.
+
+        Args:
+            tokenizer: Path of a tokenizer.json. "" (the tokenizer "bytes") is refused.
+            vocabulary: Size and special tokens of the tokenizer.
+
+        Raises:
+            UserError: The tokenizer lacks a special token, or no special token ends a turn.
+        """
         if not tokenizer:
             raise UserError(
                 f"--tokenizer bytes has no special tokens, but --chat {self.template} needs "
@@ -134,11 +144,13 @@ class ChatChoice(EncoderChoice):
         """Return a `ChatFormat` as JSON values under the key "chat"."""
         encoder = self.open(tokenizer, vocabulary).encoder
         template, ends = encoder.template, [encoder.end_of(_PROBE)]
-        # Some templates end a turn with tool calls with another token. Others cannot write calls.
+        # Some templates use another token to end a turn with tool calls. Others cannot write tool
+        # calls and raise UserError.
         with suppress(UserError):
             ends.append(encoder.end_of(_CALL_PROBE))
         variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}
-        # Set eos_token for users of the model, unless the template itself uses that variable.
+        # Programs that use the model stop at eos_token, so set it to the end of a turn, unless the
+        # template itself uses that variable.
         if "eos_token" not in template.variable_names:
             variables["eos_token"] = ends[0][1]
         ids = {name: number for number, name in ends}
@@ -152,12 +164,13 @@ class ChatFormat:
 
     template: str  # the chat template in Jinja
     variables: dict[str, str]  # special tokens that the template uses, such as bos_token
-    # Id of each token that ends an assistant's turn, by its text. The first one ends an answer.
+    # Ids of the tokens that end an assistant's turn, by their texts. The first token ends an answer
+    # without tool calls.
     ends: dict[str, int]
 
 
 class ChatRecordEncoder:
-    """Turns records that are conversations into documents."""
+    """Encodes records that are conversations as documents. A long one may become several."""
 
     def __init__(self, choice: ChatChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
         self._choice = choice
@@ -167,7 +180,11 @@ class ChatRecordEncoder:
         )
 
     def encode(self, record: Record) -> Sequence[Encoded]:
-        """Return the documents of a conversation; raise `BadRecord` if nothing of it is trained."""
+        """Return the documents of a record that is a conversation.
+
+        Raises:
+            BadRecord: The record is no conversation, or no token of it is trained.
+        """
         with bad_record_for_errors(Skip.NOT_RENDERED):
             conversation = _conversation(record)
             made = self.encoder.encode(conversation)
@@ -218,7 +235,7 @@ class ChatRecordEncoder:
 def bad_record_for_errors(reason: Skip) -> Generator[None]:
     """Turn a UserError in the `with` block into a `BadRecord` with the given reason.
 
-    An `InjectedToken` always becomes one with the reason SPECIAL_TOKEN.
+    An `InjectedToken` becomes a `BadRecord` with the reason SPECIAL_TOKEN instead.
     """
     try:
         yield
@@ -230,7 +247,13 @@ def bad_record_for_errors(reason: Skip) -> Generator[None]:
 
 
 def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) -> dict[str, int]:
-    """Return the statistics of a conversation that was too long (see the module)."""
+    """Return the statistics of a conversation that was too long (listed in the module's docstring).
+
+    Args:
+        made: The encoded conversation.
+        parts: The documents that `fit` made of it.
+        too_long: How they were made.
+    """
     with_targets = [part for part in parts if part.num_targets]
     if too_long == TooLong.TRUNCATE_LEFT:
         return {
@@ -246,7 +269,7 @@ def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) ->
 
 
 def _conversation(record: Record) -> Conversation:
-    """Return the conversation in a record; raise `BadRecord` if it is not one."""
+    """Return the conversation in a record; raise `BadRecord` if the record has none."""
     if set(record) == {"text"}:
         raise BadRecord(
             Skip.NOT_A_CONVERSATION,
@@ -258,7 +281,11 @@ def _conversation(record: Record) -> Conversation:
 
 
 def _decoded(value: object) -> object:
-    """Decode all bytes in a value to text; raise `BadRecord` if some are not UTF-8."""
+    """Decode all bytes inside a JSON-like value to text.
+
+    Raises:
+        BadRecord: Some bytes are not UTF-8.
+    """
     match value:
         case bytes():
             try:

@@ -1,19 +1,17 @@
-"""Render a conversation as text, and find where its contents are and what of it is trained.
+"""Render a conversation as text, and find where its contents are and which text is trained.
 
 A chat template is a program, so where it writes the contents is found by experiment:
 
-1. The conversation is rendered as it is, and once more with marks: one character of each content
-and
-   each reasoning is replaced by a private-use character that occurs nowhere else. The marks show
-   where each field is. If the two texts differ in more than the marks, the template changes
-   contents or depends on them, and the conversation is refused.
+1. The conversation is rendered as it is, and once more with marks: in each content and each
+   reasoning, one character is replaced by a private-use character that occurs nowhere else. The
+   marks show where each content and reasoning is. If the two texts differ in more than the marks,
+   the template changes contents or depends on them, and the conversation is refused.
 2. If contents have the text of special tokens, the conversation is rendered again with "x" in place
    of that text. If the template then writes anything different outside of the contents, it copies
    text from them that would become special tokens, and the conversation is refused.
 3. Text in {% generation %} blocks is trained. Without such blocks, an assistant's reply begins
-where
-   a rendering of the earlier messages with a generation prompt ends, and its turn ends where a
-   rendering of the messages up to it ends. Both renderings must be prefixes of the whole text.
+   where a rendering of only the earlier messages with a generation prompt ends, and its turn ends
+   where a rendering without the later messages ends. Both texts must be prefixes of the whole text.
 """
 
 import json
@@ -46,15 +44,15 @@ class Turns(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The part of a rendered text that an assistant generates, as positions in the text."""
+    """A part of a rendered text that an assistant generates. Numbers are positions in the text."""
 
     start: int  # where training begins
     content_end: int  # where the content of the message ends
-    # Training ends with the special token in [content_end, stop) that ends the turn. A generation
-    # block is trained up to `stop`.
+    # Where the turn or the generation block ends. A generation block is trained up to `stop`, other
+    # replies only up to the special token in [content_end, stop) that ends the turn.
     stop: int
     has_calls: bool  # whether the message has tool calls
-    is_block: bool = False  # whether this is a {% generation %} block
+    is_block: bool = False  # whether the reply is the text of a {% generation %} block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +61,13 @@ class Rendered:
 
     text: str
     contents: tuple[tuple[int, int], ...]  # spans of the contents and reasoning, ascending
-    replies: tuple[Reply, ...]  # replies that are trained
-    turns: tuple[int, ...]  # where the second and later turns begin, as far as it is known
+    replies: tuple[Reply, ...]  # the trained parts of the text
+    turns: tuple[int, ...]  # where each turn but the first one begins, where that could be found
     prefix: int | None  # where the first turn begins; None if the system message is inside it
-    num_dropped: int = 0  # messages that are not trained, because the template drops reasoning
+    num_dropped: int = 0  # messages not trained because the template leaves out their reasoning
 
     def template_spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the spans of [start, stop) that the template wrote itself, without contents."""
+        """Yield the parts of [start, stop) that the template wrote itself, leaving out contents."""
         for a, b in self.contents:
             if b > start and a < stop:
                 if start < a:
@@ -81,37 +79,37 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MarkedText:
-    """A rendering with marks in its fields.
+    """A rendered conversation with marks in its fields, from which `Rendered` is made.
 
     Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
     """
 
     text: str
-    given: dict[str, Any]  # variables of the rendering: messages and tools
+    given: dict[str, Any]  # the variables that were rendered: messages and tools
     fields: dict[int, tuple[int, int]]  # span of each field in the text
     blocks: list[tuple[int, int]]  # spans of the generation blocks
-    lengths: list[int | None]  # for each prefix that was rendered, its length (`render_all`)
-    replaced: dict[int, str]  # for the code point of each mark, the character that it replaced
-    dropped: frozenset[int]  # messages whose reasoning the template leaves out
+    lengths: list[int | None]  # length of each rendered prefix (see `render_all`)
+    replaced: dict[int, str]  # the character that each mark replaced, by the mark's code point
+    dropped: frozenset[int]  # numbers of the messages whose reasoning the template leaves out
 
     def content_end(self, number: int) -> int:
-        """Return where the content of a message ends, or 0 if it has none."""
+        """Return the position where the content of message `number` ends, or 0 if it has none."""
         return self.fields.get(2 * number + 1, (0, 0))[1]
 
     def first_field(self, number: int) -> int | None:
-        """Return where the first field of a message begins, or None if it has no text."""
+        """Return where the text of message `number` begins (reasoning or content), or None."""
         found = [self.fields[n][0] for n in (2 * number, 2 * number + 1) if n in self.fields]
         return min(found, default=None)
 
     def messages_inside(self, start: int, stop: int) -> list[int]:
-        """Return the messages that have a field in [start, stop)."""
+        """Return the numbers of the messages with content or reasoning in [start, stop)."""
         return sorted({n // 2 for n, (a, b) in self.fields.items() if start <= a and b <= stop})
 
     def messages_around(self, start: int, stop: int, num_messages: int) -> list[int]:
-        """Return messages that may have written [start, stop), which has no field.
+        """Return the numbers of the messages to which text without content may belong.
 
-        First come the messages between the last field before the span and the first field behind
-        it, then the messages of these two fields.
+        The text is [start, stop). The likeliest messages come first: those between the last field
+        before the text and the first field after it, and then the messages of these two fields.
         """
         before = max((n // 2 for n, (_, b) in self.fields.items() if b <= start), default=0)
         after = min(
@@ -120,34 +118,35 @@ class _MarkedText:
         return [i for i in (*range(before + 1, after), before, after) if i < num_messages]
 
     def has_content(self, number: int) -> bool:
-        """Return whether a message has a content."""
+        """Return whether message `number` has a content."""
         return 2 * number + 1 in self.fields
 
 
 class InjectedToken(UserError):
-    """Text of a conversation would become a special token, which only templates may write."""
+    """Raised if text of a conversation would become a special token."""
 
 
 class ChatTemplate(TemplateSource):
-    """A chat template that renders a conversation and says what of the text is trained."""
+    """A chat template that renders a conversation and says which text is trained."""
 
     def render(
         self, conversation: Conversation, turns: Turns, special: re.Pattern[str] | None = None
     ) -> Rendered:
-        """Render a conversation.
+        """Render a conversation, and find which of its text is trained.
 
         Args:
             conversation: The conversation.
             turns: Which messages of assistants are trained.
-            special: Pattern of special tokens, which the template must not copy from contents. None
-                if the contents are known to have none.
+            special: Pattern that finds special tokens. It serves to refuse a template that copies
+                them from contents. None if the contents have no text of special tokens.
 
         Raises:
             UserError: The template refuses the conversation, or it is unclear what is trained.
         """
         conversation = conversation if self.knows_developer else conversation.as_system()
         self._check(conversation)
-        # Step 1: render the conversation, and the prefixes after which a turn may end or begin.
+        # Step 1: render the conversation, and the beginnings of it after which a turn ends or
+        # begins.
         messages, trained = conversation.messages, trained_messages(conversation, turns)
         ended = [i for i, m in enumerate(messages[:-1]) if m.role == Role.ASSISTANT or i == 0]
         prompted = [] if self.has_generation_blocks else trained
@@ -155,14 +154,15 @@ class ChatTemplate(TemplateSource):
         found = self._marked_text(conversation, asked)
         if special is not None:
             self._check_copies(conversation, found, special)
-        # Step 2: for each message the end of its turn, if the rendering up to it is a prefix.
+        # Step 2: find the end of each message's turn. It is unknown if the text of the messages up
+        # to there is not a prefix of the whole text.
         ends = {
             i: stop
             for i, stop in zip(ended, found.lengths, strict=False)
             if stop is not None and stop >= found.content_end(i)
         }
         ends[len(messages) - 1] = len(found.text)
-        # Step 3: what assistants generate.
+        # Step 3: find what assistants generate.
         trained = [i for i in trained if i not in found.dropped]
         if self.has_generation_blocks:
             replies = self._in_blocks(messages, found, trained)
@@ -170,7 +170,7 @@ class ChatTemplate(TemplateSource):
             prompts = dict(zip(prompted, found.lengths[len(ended) :], strict=True))
             begins = self._begins(messages, found, {i: prompts[i] for i in trained}, ends)
             replies = [self._reply(messages, found, i, begins[i], ends[i]) for i in trained]
-        # Step 4: where turns begin, at which a long conversation may be split.
+        # Step 4: find where turns begin, because a long conversation may be split there.
         has_system = messages[0].role in (Role.SYSTEM, Role.DEVELOPER)
         has_start = bool(self.start) and found.text.startswith(self.start)
         prefix = ends.get(0) if has_system else len(self.start) * has_start
@@ -197,9 +197,13 @@ class ChatTemplate(TemplateSource):
         Args:
             messages: All messages.
             found: The rendering with marks.
-            prompts: For each trained message, the length of the rendering of the messages before it
-                with a generation prompt. None if the whole text does not begin with that.
-            ends: For each message, where its turn ends, as far as it is known.
+            prompts: For each trained message, the length of the text of the messages before it with
+                a generation prompt. None if the whole text does not begin with that text.
+            ends: For each message, where its turn ends. Messages for which it is unknown are
+                absent.
+
+        Returns:
+            For each trained message, the position in the text where training begins.
         """
         begins: dict[int, int] = {}
         unsure: dict[int, int | None] = {}
@@ -211,8 +215,8 @@ class ChatTemplate(TemplateSource):
                     f"assistant generates into {{% generation %}} blocks, or train only the last "
                     f"turn (--turns last)"
                 )
-            # Some templates write a system message only together with the user's first message, so
-            # the prompt's rendering may end before the message that precedes the reply.
+            # Some templates write a system message only together with the user's first message.
+            # Then the text with the prompt may end before the message that precedes the reply.
             if prompt is not None and prompt < found.content_end(number - 1):
                 prompt = None
             if prompt is not None and prompt == found.first_field(number):
@@ -221,8 +225,8 @@ class ChatTemplate(TemplateSource):
                 unsure[number] = prompt
         if not unsure:
             return begins
-        # For the others, compare with renderings of other replies: an answer "x", and the message
-        # itself, each up to where its content begins.
+        # For the messages in `unsure`, render the conversation up to the message twice more: with a
+        # reply "x", and with the message itself. Training may begin where their contents begin.
         asked: list[dict[str, Any]] = []
         for number in unsure:
             bare = Message(role=Role.ASSISTANT, content="x")
@@ -232,8 +236,8 @@ class ChatTemplate(TemplateSource):
         _, lengths = self.render_all([found.given], asked)
         for i, (number, prompt) in enumerate(unsure.items()):
             without, *behind_headers = lengths[3 * i : 3 * i + 3]
-            # If the generation prompt adds nothing, as after a tool's answer, use the end of the
-            # header that the other renderings have.
+            # If the generation prompt adds nothing, as after a tool's answer, use the position
+            # where the contents begin in the other two renderings.
             candidates = [None if prompt == without else prompt, *behind_headers]
             if not found.has_content(number):
                 candidates.append(prompt)
@@ -251,7 +255,15 @@ class ChatTemplate(TemplateSource):
     def _reply(
         self, messages: Sequence[Message], found: "_MarkedText", number: int, start: int, stop: int
     ) -> Reply:
-        """Return the reply of a message that is trained from `start`, in a turn up to `stop`."""
+        """Return the reply of message `number`, whose training begins at `start`.
+
+        Args:
+            messages: All messages.
+            found: The rendering with marks.
+            number: Number of the message.
+            start: Where training begins.
+            stop: Where the turn of the message ends.
+        """
         has_calls = bool(messages[number].tool_calls)
         content_end = max(start, found.content_end(number))
         return Reply(start=start, content_end=content_end, stop=stop, has_calls=has_calls)
@@ -259,7 +271,13 @@ class ChatTemplate(TemplateSource):
     def _in_blocks(
         self, messages: Sequence[Message], found: "_MarkedText", trained: Sequence[int]
     ) -> list[Reply]:
-        """Return a reply for each generation block of a trained message."""
+        """Return a reply for each {% generation %} block that belongs to a trained message.
+
+        Args:
+            messages: All messages.
+            found: The rendering with marks.
+            trained: Numbers of the trained messages.
+        """
         replies: list[Reply] = []
         for start, stop in found.blocks:
             inside = found.messages_inside(start, stop)
@@ -271,8 +289,8 @@ class ChatTemplate(TemplateSource):
                         f"be trained; put only assistants' messages into {{% generation %}} "
                         f"blocks"
                     )
-            # A block without text of the message, such as one with only tool calls, belongs to an
-            # assistant's message between the fields around it, or to one of their messages.
+            # A block may have no content, for example only tool calls. It then belongs to the first
+            # assistant's message among those that `messages_around` returns.
             candidates = inside or found.messages_around(start, stop, len(messages))
             assistants = (i for i in candidates if messages[i].role == Role.ASSISTANT)
             owner = next(assistants, None)
@@ -291,7 +309,7 @@ class ChatTemplate(TemplateSource):
         return replies
 
     def _check(self, conversation: Conversation) -> None:
-        """Raise UserError if the text has private-use characters, or reasoning would be lost."""
+        """Raise UserError if a conversation has reserved characters or reasoning would be lost."""
         for i, message in enumerate(conversation.messages):
             if found := RESERVED.search(message.reasoning + message.content):
                 raise UserError(
@@ -322,14 +340,14 @@ class ChatTemplate(TemplateSource):
     def _marked_text(
         self, conversation: Conversation, prefixes: Sequence[dict[str, Any]]
     ) -> "_MarkedText":
-        """Render a conversation with marks, and check that nothing of it is changed or lost.
+        """Render a conversation with marks, and check that the template changes or loses nothing.
 
         Args:
             conversation: The conversation.
-            prefixes: Beginnings of it to render as well, made by `prefix_of`.
+            prefixes: Beginnings of the conversation to render too, made by `prefix_of`.
 
         Raises:
-            UserError: Contents, tool calls or tools are not in the text as they are.
+            UserError: The text lacks contents, tool calls or tools, or has them in another form.
         """
         plain = [self.message_for(message) for message in conversation.messages]
         marks = FieldMarks()
@@ -365,8 +383,8 @@ class ChatTemplate(TemplateSource):
     ) -> None:
         """Raise InjectedToken if the template copies special tokens from contents.
 
-        It does if the text outside of the contents changes when special tokens in the contents are
-        replaced by "x".
+        It copies them if the text outside of the contents changes when special tokens in the
+        contents are replaced by "x".
         """
         messages = conversation.messages
         if not any(special.search(m.reasoning) or special.search(m.content) for m in messages):
@@ -389,7 +407,15 @@ class ChatTemplate(TemplateSource):
     def _fields(
         self, conversation: Conversation, text: str, marks: "FieldMarks"
     ) -> dict[int, tuple[int, int]]:
-        """Return the span of each field in the text. Reasoning may be missing."""
+        """Return the span [start, stop) of each field in the text, by the field's number.
+
+        A template may leave out reasoning, but not a content.
+
+        Args:
+            conversation: The conversation.
+            text: The rendered text with marks.
+            marks: The marks of the fields.
+        """
         found = [(ord(m[0]) - FIRST_MARK, m.start()) for m in RESERVED.finditer(text)]
         contents = [number for number, _ in found if number % 2]
         owners = [number // 2 for number, _ in found]
@@ -428,8 +454,8 @@ class ChatTemplate(TemplateSource):
         variant renders to the same text, the template leaves out the tools or that call.
 
         Returns:
-            For each variant, what the template does in that case, for messages, and the variables
-            to render.
+            For each variant, what the template does if the text is the same (in words, for an error
+            message), and the variables to render.
         """
         made: list[tuple[str, dict[str, Any]]] = []
         if conversation.tools:
@@ -446,7 +472,8 @@ class ChatTemplate(TemplateSource):
 def trained_messages(conversation: Conversation, turns: Turns) -> list[int]:
     """Return the indices of the messages that are trained.
 
-    These are messages of assistants that have text or calls and are not marked as not trained.
+    They are the messages of assistants that have text or tool calls, except those that the record
+    marks as not trained.
     """
     messages = conversation.messages
     found = [i for i, m in enumerate(messages) if m.role == Role.ASSISTANT]

@@ -1,7 +1,8 @@
 """Parse records as conversations, which are lists of messages with roles.
 
-Records may have one of four shapes, which README.md lists. A record's text under "system" becomes a
-system message before the others. A key whose value is null counts as absent, because rows of
+Records may have one of four shapes: messages (OpenAI), conversations (ShareGPT), prompt and
+completion, or instruction and output (Alpaca). A record's text under "system" becomes a system
+message before the others. A key whose value is null counts as absent, because rows of
 Parquet have all columns. Nothing is guessed: a conversation is refused, with the number of the
 message, if messages are out of order, have no text, or have parts that would be lost.
 """
@@ -27,7 +28,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-# Roles by their names under "role", and under "from" in ShareGPT records.
+# Roles by their names: values of the key "role", and of the key "from" in ShareGPT records.
 _ROLE = {str(role): role for role in Role}
 _FROM = {
     "system": Role.SYSTEM,
@@ -41,9 +42,9 @@ _FROM = {
     "tool": Role.TOOL,
     "observation": Role.TOOL,
 }
-# A message with this value of "from" is an assistant's whose value is the JSON of tool calls.
+# If "from" has this value, an assistant wrote the message, and "value" is the JSON of tool calls.
 _CALL = "function_call"
-# After which roles each role may come. None means the start of the conversation.
+# For each role, the roles after which it may come. None means the start of the conversation.
 _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.SYSTEM: (None,),
     Role.DEVELOPER: (None,),
@@ -51,25 +52,26 @@ _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.ASSISTANT: (Role.USER, Role.TOOL),
     Role.TOOL: (Role.ASSISTANT, Role.TOOL),
 }
-# Keys of parts of a conversation that wlb cannot train. Records and messages with them are refused.
+# Keys of data that wlb cannot train. Records and messages in which they have a value are refused.
 _MORE = ("function_call", "functions", "history", "documents", "images", "audio", "videos")
 
-# Each shape of a record is named by the keys that it has.
+# Shapes of records with conversations: the keys that the record must have.
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which records and templates have the reasoning of an assistant's message."""
+"""Keys under which records and chat templates put the reasoning of an assistant's message."""
 CONTENT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
                 "</tool_response>")  # fmt: skip
-"""Tags that both templates and contents of messages may write (as in Hermes' tool calls).
+"""Tags that may come from the template or from a message's content (as in Hermes' tool calls).
 
-They end no turn. Unless the tokenizer marks them as special, contents may become these tokens.
+None of them ends a turn. Contents may be encoded as these tokens unless the tokenizer marks them as
+special.
 """
-# Fields of a tool's `Message`, and their keys in a record.
+# Fields of the `Message` of a tool, and the keys from which they are read.
 _ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
-# Keys for the text of a part of a content. LLaMA-Factory v1 writes the second one.
+# Keys under which a part of a content has its text. LLaMA-Factory v1 writes "value".
 _PART_TEXT = ("text", "value")
-# The shape of Alpaca. It is used only for records without another shape, because data sets often
-# keep these columns beside a conversation.
+# The keys of an Alpaca record. They are ignored in records that also have one of the shapes above,
+# because data sets often keep the Alpaca columns beside a conversation.
 _ALPACA = ("instruction", "output")
 _NEEDED = "messages, or conversations, or prompt and completion, or instruction and output"
 
@@ -80,17 +82,17 @@ class Message:
 
     role: Role
     content: str
-    is_trained: bool = True  # whether it may be trained. Only messages of assistants ever are.
+    is_trained: bool = True  # False if the record marks it as not trained. Only assistants' are.
     reasoning: str = ""  # what an assistant thought before its content, "" if nothing
     tool_calls: str = ""  # JSON list of an assistant's calls, "" if none
-    # Of a tool's answer: name of the tool, and id of the call that it answers. "" if absent.
+    # For a tool's answer: name of the tool, and id of the call that is answered. "" if absent.
     name: str = ""
     call_id: str = ""
-    unread: tuple[str, ...] = ()  # keys of the record's message that have a value but are not read
+    unread: tuple[str, ...] = ()  # keys of the message in the record that wlb does not read
 
     @property
     def is_empty_reply(self) -> bool:
-        """Whether this is an assistant's message without text and calls, which is not trained."""
+        """Whether this is an assistant's message with neither text nor tool calls (not trained)."""
         is_empty = not self.content.strip() and not self.tool_calls
         return self.role == Role.ASSISTANT and is_empty
 
@@ -127,7 +129,7 @@ class Conversation:
         return self.messages[0].role == Role.DEVELOPER
 
     def as_system(self) -> "Conversation":
-        """Return the conversation with the role system instead of developer."""
+        """Return the conversation with a developer's first message turned into a system message."""
         first = replace(self.messages[0], role=Role.SYSTEM)
         return replace(self, messages=(first, *self.messages[1:])) if self.has_developer else self
 
@@ -138,12 +140,12 @@ class Conversation:
 
     @property
     def num_empty_replies(self) -> int:
-        """Number of messages of assistants without text and calls."""
+        """Number of assistants' messages with neither text nor tool calls."""
         return sum(message.is_empty_reply for message in self.messages)
 
     @property
     def literals(self) -> str:
-        """All text except contents that a template may write: tools, calls, names and ids."""
+        """The text that a template may write besides contents: tools, calls, names and ids."""
         texts = [text for m in self.messages for text in (m.tool_calls, m.name, m.call_id)]
         return "\n".join(filter(None, [self.tools, *texts]))
 
@@ -152,7 +154,7 @@ def conversation_of(record: object) -> Conversation:
     """Parse a record, which is a JSON object, as a conversation.
 
     Raises:
-        UserError: The record is not a conversation, or something in it would be lost.
+        UserError: The record is not a conversation, or has data that wlb would not train.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"the record {_short(record)} must be a JSON object with messages")
@@ -181,7 +183,9 @@ def conversation_of(record: object) -> Conversation:
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of a table that `conversation_of` reads or refuses.
+    """Return the columns of a table that `conversation_of` needs to see.
+
+    They are the columns that it reads, and columns for which it refuses a record.
 
     Raises:
         UserError: The table has none of the shapes of conversations.
@@ -214,7 +218,7 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
 
 
 def _instruction_and_output(data: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Turn an Alpaca record into two messages; its input comes on a line after the instruction."""
+    """Turn an Alpaca record into two messages. "input" comes on a line after "instruction"."""
     asked = [_text(data[key], key) for key in ("instruction", "input") if data.get(key)]
     return (
         Message(role=Role.USER, content="\n".join(asked)),
@@ -268,7 +272,15 @@ def _message(value: object, name: str) -> Message:
 def _unread(
     data: dict[str, Any], name: str, keys: tuple[str, str], *, is_call: bool, role: Role
 ) -> tuple[str, ...]:
-    """Return the keys of a message, and of the parts of its content, that are not read."""
+    """Return the keys of a message, and of the parts of its content, that wlb does not read.
+
+    Args:
+        data: The message in the record.
+        name: Name of the message for error messages, such as "message 2".
+        keys: Its keys for the role and the content.
+        is_call: Whether the message consists of tool calls (role "function_call").
+        role: Its role.
+    """
     read = {*keys, *_MORE}
     if role == Role.ASSISTANT:
         read |= {*REASONING_KEYS} if is_call else {*REASONING_KEYS, "tool_calls"}
@@ -286,7 +298,7 @@ def _unread(
 
 
 def _content(value: object, name: str) -> str:
-    """Return a content as text; a list of parts becomes their texts one after the other."""
+    """Return a message's content as text, joining the texts of a list of parts."""
     if not isinstance(value, list):
         return _text(value, name)
     texts: list[str] = []
@@ -318,7 +330,11 @@ def _text(value: object, name: str) -> str:
 
 
 def _reasoning(data: dict[str, Any], role: Role, name: str) -> str:
-    """Return the reasoning of an assistant's message, or ""; refuse reasoning of other roles."""
+    """Return the reasoning of an assistant's message, or "".
+
+    Raises:
+        UserError: A message of another role has reasoning, or two keys have different texts.
+    """
     if role != Role.ASSISTANT:
         _refuse_more(data, name, REASONING_KEYS)
         return ""

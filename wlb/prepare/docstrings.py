@@ -26,7 +26,7 @@ from wlb.prepare.pipeline import prepare_store
 from wlb.prepare.request import PrepareOptions, StoreReport, report_of
 from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
-# Wordings of questions.
+# Wordings of the questions that conversations ask.
 _ABOUT_FUNCTION = (
     "What does `{name}` do?",
     "How do I use `{name}`?",
@@ -48,11 +48,12 @@ _ABOUT_METHOD = (
     "Explain `{method}` too, please.",
 )
 _SYSTEM = "You answer questions about Python's standard library from its documentation."
-# One in this many conversations has the system message.
+# One of this many conversations starts with the system message.
 _SYSTEM_SHARE = 4
 
-# Increase this when conversations change, so that old stores are not reused.
+# Increase this when the conversations change, so that old stores are not reused.
 _FORMAT = 4
+# The vocabulary must be larger than the 256 bytes and two of the three special tokens.
 _LEAST_VOCAB = 258
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -91,7 +92,10 @@ def write_docstring_conversations(path: str | Path, documents: TextDocuments | N
 def _module_of(path: str) -> str | None:
     """Return the name of the module in a file, or None for a private module or a test.
 
-    Tests are recognised by their names, so unittest and doctest count as tests.
+    Tests are recognised by their names, so the modules unittest and doctest count as tests too.
+
+    Args:
+        path: Path of the file relative to the library's folder.
     """
     parts = path.removesuffix(".py").split("/")
     if parts[-1] == "__init__":
@@ -112,7 +116,12 @@ def _parse(text: str) -> ast.Module | None:
 
 
 def _turns(module: str, node: ast.stmt) -> list[tuple[str, str]]:
-    """Return pairs of question and answer about a public function or class with a docstring."""
+    """Return (question, answer) pairs about a public function or class with a docstring.
+
+    Args:
+        module: Name of the module.
+        node: A statement of the module. Statements that define nothing public give no pairs.
+    """
     if isinstance(node, _Function):
         return _about_function(f"{module}.{node.name}", node, _ABOUT_FUNCTION)
     if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
@@ -143,7 +152,12 @@ def _about_function(
 
 
 def _arguments(node: _Function, *, bound: bool) -> str:
-    """Return the arguments in a function's signature as text; for a method without self or cls."""
+    """Return the parameters of a function's signature as source text.
+
+    Args:
+        node: The function.
+        bound: Whether it is a method, so that self or cls is left out.
+    """
     text = ast.unparse(node.args)
     first = (node.args.posonlyargs + node.args.args)[:1]
     if bound and first and first[0].arg in ("self", "cls"):
@@ -173,11 +187,13 @@ def _hash(name: str) -> int:
 def prepare_docstrings(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> StoreReport:
-    """Find or make the stores of these conversations in `folder`, and a JSONL file beside them.
+    """Make the stores of these conversations in `folder`, unless they exist already.
+
+    A JSONL file with the conversations is written beside them.
 
     Args:
-        folder: Where the stores are.
-        vocab_size: Tokens of the BPE, including the two special tokens of ChatML.
+        folder: Folder of the stores.
+        vocab_size: Vocabulary size of the BPE, including its special tokens.
         limit: The most tokens of a document. Longer conversations are split.
         heldout_fraction: Share of the conversations that are held out.
         seed: Decides which conversations are held out.
@@ -198,7 +214,7 @@ def prepare_docstrings(
         vocab_size=vocab_size,
         heldout_fraction=heldout_fraction,
         seed=seed,
-        # Replace the parts of an interrupted call, whose JSONL had another modification time.
+        # Do not resume an interrupted call: the JSONL file was written anew since then.
         overwrite=True,
     )
 
@@ -213,7 +229,10 @@ def prepare_docstrings(
 def docstring_prefix(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> Path:
-    """Return the prefix of the stores with these arguments and this version of Python."""
+    """Return the prefix of the stores that `prepare_docstrings` makes with these arguments.
+
+    It contains a hash of the arguments and of the version of Python.
+    """
     mark = digest(
         _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
     )
@@ -221,7 +240,7 @@ def docstring_prefix(
 
 
 def _find(prefix: Path, heldout_fraction: float) -> StoreReport | None:
-    """Return the report of the stores, or None if they are incomplete."""
+    """Return the report of the stores, or None if they do not exist or are incomplete."""
     try:
         train = TokenStore(prefix)
         heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None

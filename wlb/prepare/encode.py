@@ -1,8 +1,9 @@
 """Encode records as tokens, with special tokens before and after each document.
 
-A kind of records is an `EncoderChoice`. It is plain data that is sent to worker processes, where it
-opens a `RecordEncoder`; the rest of the pipeline does not know what records contain. Only the
-policy puts special tokens into text: text that looks like one is encoded as ordinary text.
+Each kind of records (plain text, conversations) has an `EncoderChoice`. It is plain data that is
+sent to worker processes and opens a `RecordEncoder` there. The rest of the pipeline does not know
+what records contain. Special tokens come only from the `DocumentPolicy`: text that looks like a
+special token is encoded as ordinary text.
 Cost: a process encodes 2 to 3 MB/s with a BPE, and needs about 100 bytes of memory per token of the
 longest piece of text.
 """
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-"""The special token of a BPE that is trained here. It ends every document."""
-# Values of --tokenizer other than a path.
+"""The special token of a BPE that wlb trains. It ends every document."""
+# Values of the option --tokenizer that are not paths.
 BYTES = "bytes"
 BPE = "bpe"
 # Tokens 0 to 255 of the tokenizer "bytes" are the bytes of the text.
@@ -43,7 +44,7 @@ _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
 
 
 class DocumentPolicy(StrEnum):
-    """Which special tokens a document gets."""
+    """Which special tokens are added to each document."""
 
     EOS_BOS = "eos_bos"  # BOS before it and EOS after it
     SEPARATOR = "separator"  # only EOS after it
@@ -55,20 +56,21 @@ class Encoded:
     """One encoded document."""
 
     tokens: TokenArray  # shape [num_tokens], at least one token
-    trained: IntArray | None = None  # half-open spans of trained tokens, shape [k, 2]; None = all
-    num_unknown: int = 0  # tokens that stand for unknown characters
+    # Half-open spans of trained tokens, shape [k, 2]. None means that all tokens are trained.
+    trained: IntArray | None = None
+    num_unknown: int = 0  # number of tokens that stand for unknown characters
     # Statistics by name, which are summed over all documents. If a record becomes several
     # documents, the record's statistics are in one of them.
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class RecordEncoder(Protocol):
-    """Turns records into documents."""
+    """Encodes records of one kind as documents."""
 
     def encode(self, record: Record) -> Sequence[Encoded]:
         """Return the documents of a record, at least one.
 
-        Either all of them are held out or none is.
+        If a record becomes several documents, either all of them are held out or none is.
 
         Raises:
             BadRecord: The record is not a document.
@@ -83,8 +85,8 @@ class Vocabulary:
     size: int
     bos_id: int | None = None
     eos_id: int | None = None
-    unknown_id: int | None = None  # token that stands for unknown characters
-    special: tuple[int, ...] = ()  # ids that ordinary text must never become
+    unknown_id: int | None = None  # id of the token that stands for unknown characters
+    special: tuple[int, ...] = ()  # ids of special tokens, which ordinary text must never become
 
 
 class EncoderChoice(Protocol):
@@ -100,7 +102,7 @@ class EncoderChoice(Protocol):
 
     @property
     def actions(self) -> Mapping[Skip, OnError]:
-        """What to do with a record for reasons that have an option `--on-<reason>`."""
+        """What to do with bad records, for each reason that has an option `--on-<reason>`."""
         return {}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -124,9 +126,10 @@ class EncoderChoice(Protocol):
         )
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
-        """Return special tokens that the tokenizer must have; those that it lacks are added.
+        """Return special tokens to add to the tokenizer if it lacks them.
 
-        tokenizer: "bpe" or a path.
+        Args:
+            tokenizer: The option --tokenizer, "bpe" or a path.
         """
         return ()
 
@@ -135,7 +138,7 @@ class EncoderChoice(Protocol):
         return None
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Return JSON values for `StoreInfo.preparation` that users of the model will need."""
+        """Return JSON values to store in `StoreInfo.preparation` for users of the trained model."""
         return {}
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:
@@ -153,13 +156,13 @@ class EncoderChoice(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChoice(EncoderChoice):
-    """Records that have their text under one key."""
+    """Records of plain text, which have their text under one key."""
 
     policy: DocumentPolicy = DocumentPolicy.SEPARATOR
     text_key: str = "text"
     # Whether to cut long text at line ends before encoding, which bounds the memory. The tokens
-    # decode to the same text, but may differ at a cut before an indented line. So this is used
-    # only with a BPE that is trained here.
+    # decode to the same text, but near a cut they may differ from the tokens of the whole text. So
+    # this is used only with a BPE that wlb trains.
     in_pieces: bool = False
 
     @property
@@ -168,13 +171,13 @@ class TextChoice(EncoderChoice):
         return {"policy": self.policy, "text_key": self.text_key}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the column of the text, and columns that may say what is trained."""
+        """Return the column of the text, and those that may say that not all text is trained."""
         if self.text_key not in names:
             raise UserError(
                 f"has no column {self.text_key!r}, but the columns {', '.join(names)}; name the "
                 f"column of the text with --text-key"
             )
-        # Read columns such as loss_mask too, to refuse records of which not all text is trained.
+        # Also read columns such as loss_mask, to refuse records of which not all text is trained.
         return (
             self.text_key,
             *(n for n in names if n.lower() in RECORD_MARKS and n != self.text_key),
@@ -194,7 +197,7 @@ class TextChoice(EncoderChoice):
 
 
 class TextEncoder:
-    """Encodes the text of a record, and puts special tokens around it as the policy says."""
+    """Encodes the text of a record, and adds the special tokens that the policy asks for."""
 
     def __init__(self, choice: TextChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
         self._key = choice.text_key
@@ -289,7 +292,8 @@ def text_of(record: Record, key: str) -> str:
     return value
 
 
-# The largest token id of a tokenizer.json. `_LARGE_ID` finds numbers that may be larger ids.
+# The largest token id that a tokenizer.json may have. `_LARGE_ID` finds numbers of 8 or more
+# digits, which may be larger ids.
 _MOST_ID = 1 << 24
 _LARGE_ID = re.compile(rb":\s*([0-9]{8,19})")
 
@@ -362,13 +366,14 @@ def _check_ids(path: Path) -> None:
 
 
 def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    # Unlike encode(), encode_batch_fast computes no offsets. With one text it uses one thread.
+    # encode_batch_fast is faster than encode(), because it computes no character offsets. With one
+    # text it uses one thread.
     encoded: Any = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoded[0].ids, np.int64)
 
 
 def _in_pieces(tokenizer: "Tokenizer", text: str) -> TokenArray:
-    """Encode a long text piece by piece, because an encoding needs 100 bytes per token."""
+    """Encode a long text piece by piece, because encoding needs 100 bytes of memory per token."""
     return np.concatenate([_whole(tokenizer, piece) for piece in text_pieces(text)])
 
 
@@ -389,7 +394,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def add_special_tokens(tokenizer: "Tokenizer", names: Sequence[str]) -> int:
-    """Add the special tokens `names` that the tokenizer lacks, and return how many were added."""
+    """Add the special tokens `names` that a tokenizer lacks; return how many were added."""
     from tokenizers import AddedToken
 
     tokens = [AddedToken(name, special=True, normalized=False) for name in names]
@@ -404,9 +409,9 @@ def read_vocabulary(
 
     Args:
         path: The tokenizer.json.
-        bos: Name of the BOS token. "" means the one that tokenizer_config.json names, or else a
-            special token with a usual name, if there is exactly one.
-        eos: Name of the EOS token, likewise.
+        bos: Text of the BOS token. "" means the token that tokenizer_config.json names. If it names
+            none, it is the only special token with a usual name such as "<s>".
+        eos: Text of the EOS token, found in the same way if "".
         folder: Folder of the tokenizer_config.json. None means the folder of `path`.
 
     Returns:
@@ -453,7 +458,11 @@ def unknown_id(tokenizer: "Tokenizer") -> int | None:
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token in a configuration, which is text or an object with "content"."""
+    """Return the text of a token in a tokenizer_config.json, or None if there is no text.
+
+    Args:
+        value: The value in the configuration: text, or an object with the key "content".
+    """
     content = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 

@@ -28,9 +28,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Lock a file for a `with` block, waiting until it is free.
+    """Lock a file for a `with` block, after waiting until no other process has the lock.
 
-    On a file system without locks it prints a warning and continues.
+    On a file system without locks, print a warning and continue without a lock.
     """
     with ExitStack() as opened:
         folder = make_and_open(path.parent)
@@ -46,7 +46,7 @@ def locked(path: Path) -> Generator[None]:
                     f"{path.parent} is on a file system without locks ({error.strerror}): make "
                     f"sure that no second process prepares {path.stem} at the same time\n"
                 )
-            # If another process removed the file before it was locked, start over.
+            # If another process removed the file before this one locked it, start over.
             if is_named(file, path, folder):
                 break
             tried.close()
@@ -56,7 +56,7 @@ def locked(path: Path) -> Generator[None]:
 
 @contextmanager
 def locked_folder(path: Path) -> Generator[None]:
-    """Create a folder and lock it for a `with` block, waiting until it is free."""
+    """Create a folder and lock it for a `with` block, after waiting for other processes."""
     with ExitStack() as opened:
         for _ in attempts(path):
             tried = opened.enter_context(ExitStack())
@@ -65,7 +65,7 @@ def locked_folder(path: Path) -> Generator[None]:
             # NFS cannot lock folders. `locked` warns if the file system has no locks at all.
             with suppress(NoLocks):
                 lock(folder, waits=True)
-            # If another process replaced the folder before it was locked, start over.
+            # If another process replaced the folder before this one locked it, start over.
             if is_named(folder, path):
                 break
             tried.close()
@@ -75,12 +75,12 @@ def locked_folder(path: Path) -> Generator[None]:
 def find_or_make(
     lock_file: Path, find: Callable[[], StoreReport | None], make: Callable[[], object]
 ) -> StoreReport:
-    """Find stores or make them, and return their report.
+    """Make stores unless they exist already, and return their report.
 
     If several processes call this at the same time, one makes the stores and the others wait.
 
     Args:
-        lock_file: File that the process which makes the stores locks.
+        lock_file: The process that makes the stores locks this file.
         find: Returns the report of the stores, or None if they do not exist.
         make: Makes the stores.
     """

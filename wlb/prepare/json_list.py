@@ -1,7 +1,7 @@
 """Parse a JSON file that is one list, item by item.
 
-The whole text is in memory, but only one parsed item at a time. A damaged item is an error of the
-whole file, because where the next item begins cannot be known.
+The whole text is in memory, but only one parsed item at a time. If an item is damaged, the rest of
+the file cannot be read, because it is unknown where the next item begins.
 """
 
 import codecs
@@ -33,7 +33,11 @@ def first_bytes(file: IO[bytes], *, most: int) -> tuple[bytes, bytes]:
 
 
 def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
-    """Yield the items of a file that is one JSON list.
+    """Yield the parsed items of a file that is one JSON list.
+
+    Args:
+        file: A binary file at its beginning.
+        most: The most bytes that the file may have.
 
     Raises:
         ValueError: The file is not such a list, or has more than `most` bytes.
@@ -75,6 +79,6 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
 
 
 def _skip_space(text: str, at: int) -> int:
-    """Return the position of the next character, from `at` on, that is not white space."""
+    """Return the position of the first character at or after `at` that is not white space."""
     found = _SPACE.match(text, at)
     return found.end() if found else at

@@ -20,7 +20,7 @@ CHATML = ChatTemplate(
     variables={},
     special_tokens=("<|im_start|>", "<|im_end|>"),
 )
-"""ChatML. It adds no system message, and the newline behind a message is not trained."""
+"""ChatML. It adds no system message, and the newline after a message is not trained."""
 
 LLAMA3 = ChatTemplate(
     "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + "
@@ -32,7 +32,7 @@ LLAMA3 = ChatTemplate(
     special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     start="<|begin_of_text|>",
 )
-"""The template of Llama 3.0. (That of 3.1 adds a date to the system message.)"""
+"""The template of Llama 3.0. (The template of Llama 3.1 adds a date to the system message.)"""
 
 BUILT_IN = {template.name: template for template in (CHATML, LLAMA3)}
 
@@ -46,7 +46,7 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
         name: "chatml", "llama3", the folder of a model (with chat_template.jinja, or with a
             tokenizer_config.json that has a chat_template), a tokenizer_config.json, or a file with
             a Jinja template.
-        variables: Further variables of the template, such as date_string.
+        variables: Values of other variables of the template, such as date_string.
 
     Raises:
         UserError: There is no such template, or it cannot be used.
@@ -73,9 +73,12 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
 
 
 def template_files(name: str | Path) -> tuple[Path, Path]:
-    """Return the file with the template, and the tokenizer_config.json beside it.
+    """Return the path of a template's file, and of the tokenizer_config.json beside it.
 
-    The second file may be absent.
+    The second path may not exist.
+
+    Args:
+        name: The folder of a model, a tokenizer_config.json, or a file with a Jinja template.
 
     Raises:
         UserError: There is no template.
@@ -92,7 +95,12 @@ def template_files(name: str | Path) -> tuple[Path, Path]:
 
 
 def _source_of(config: dict[str, Any], path: Path) -> str:
-    """Return the template in a tokenizer_config.json; of several named ones, the default."""
+    """Return the template in a tokenizer_config.json; if it has several, the one named default.
+
+    Args:
+        config: Content of the file.
+        path: The file, for error messages.
+    """
     found: Any = config.get("chat_template")
     if isinstance(found, list):
         named = {t["name"]: t["template"] for t in cast(list[dict[str, str]], found)}

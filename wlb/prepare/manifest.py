@@ -26,7 +26,10 @@ _MOST_NAMED = 5
 
 
 def manifest_of(arguments: dict[str, Any], files: Sequence[InputFile]) -> Manifest:
-    """Make a manifest of JSON values. Equal arguments and inputs give equal manifests."""
+    """Return the manifest of a preparation: its arguments and input files, as JSON values.
+
+    Equal arguments and inputs give equal manifests.
+    """
     made = {"format": _FORMAT, "arguments": arguments, "inputs": [asdict(file) for file in files]}
     return json.loads(json.dumps(made))
 
@@ -65,7 +68,7 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
 
 
 def is_manifest(path: Path, manifest: Manifest) -> bool:
-    """Return whether the file `path` has this manifest."""
+    """Return whether the file at `path` contains this manifest."""
     try:
         return json.loads(path.read_bytes()) == manifest
     except (OSError, ValueError):
@@ -73,10 +76,13 @@ def is_manifest(path: Path, manifest: Manifest) -> bool:
 
 
 def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) -> bool:
-    """Resume a folder of parts if it has this manifest; otherwise empty it and write the manifest.
+    """Prepare the folder of parts: keep parts with this manifest, or remove all parts.
+
+    Parts with an equal manifest were made with the same arguments and inputs, so they are reused.
+    Otherwise the folder is emptied and the manifest is written.
 
     Args:
-        path: The manifest's file in the folder of parts.
+        path: The file with the manifest in the folder of parts.
         manifest: The manifest of this call.
         overwrite: Whether parts with another manifest may be removed.
 
@@ -104,7 +110,7 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
         )
     if problem and not overwrite:
         raise UserError(problem)
-    # Remove parts even if there is no manifest: parts of other arguments may be left.
+    # Remove parts even if there is no manifest: they may have been made with other arguments.
     remove_parts(path.parent)
     write_text(path, json.dumps(manifest))
     return False
@@ -113,8 +119,11 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
 def remove_parts(folder: Path, *, with_manifest: bool = False) -> None:
     """Empty a folder of parts.
 
-    with_manifest: whether to remove the manifest and the folder too. The manifest is removed last:
-    if this is interrupted, it still says with which arguments the remaining parts were made.
+    Args:
+        folder: The folder.
+        with_manifest: Whether to remove the manifest and the folder too. The manifest is removed
+            last. So if the removal is interrupted, the manifest still says with which arguments
+            the remaining parts were made.
     """
     for entry in folder.iterdir():
         if entry.name != MANIFEST:

@@ -1,9 +1,9 @@
-"""Obey or refuse keys with which other trainers mark what is trained.
+"""Obey or refuse keys of records with which other trainers mark what is trained.
 
 wlb trains an assistant's message as a whole or not at all, and each record once. A key that says
 whether a whole message is trained is obeyed. A key that says anything else, such as a weight of 0.5
-or a mask of tokens, raises a UserError. So no label is trained that was marked as not trained. A
-key whose value is null counts as absent.
+or a mask of tokens, raises a UserError. So no token is trained that the data marks as not trained.
+A key whose value is null counts as absent.
 """
 
 import re
@@ -20,7 +20,7 @@ class MessageMark:
     """A key of a message whose value, 0 or 1, says whether the message is trained."""
 
     trained: int = 1  # the value that means "trained"
-    any_role: bool = False  # whether trainers with this key can train messages of users too
+    any_role: bool = False  # whether trainers with this key can also train users' messages
 
 
 # The comment behind a key names the trainers that use it.
@@ -36,13 +36,14 @@ MESSAGE_MARKS = {
     "loss_mask": MessageMark(any_role=True),
     "masked": MessageMark(trained=0, any_role=True),  # torchtune
 }
-"""Keys of a message that are obeyed. In a part of a content the same keys are refused."""
+"""Keys of a message that wlb obeys. In a part of a content the same keys are refused."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-# An unknown key is refused if a word in its name begins like this, as in axolotl's train_detail.
+# An unknown key is refused if a word of its name begins with one of these, as in train_detail of
+# axolotl.
 _OF_TRAINING = ("train", "untrain", "mask", "unmask", "loss", "weight")
-# A key whose value is not text is also refused if a word begins like one of these. With text it is
-# not, because a key such as learning_goal may contain ordinary text.
+# An unknown key is also refused if a word of its name begins with one of these and its value is not
+# text. With text it is accepted, because a key such as learning_goal may contain ordinary text.
 _OF_LEARNING = ("ignore", "learn", "supervis")
 
 
@@ -50,10 +51,10 @@ _OF_LEARNING = ("ignore", "learn", "supervis")
 class RecordMark:
     """A key of a record with which other trainers change how the record is trained."""
 
-    # Values with which a trainer does what wlb does anyway; other values are refused. None means
-    # every value except 0, for keys that many data sets use for something else.
+    # Values with which other trainers do what wlb does anyway. Records with other values are
+    # refused. None means every value except 0, for keys that many data sets use for something else.
     harmless: tuple[int, ...] | None
-    remedy: str  # end of the error message
+    remedy: str  # end of the error message: why the value is refused, and what to do
 
 
 _ASKED = RecordMark(
@@ -106,12 +107,12 @@ RECORD_MARKS = {
 
 
 def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
-    """Raise UserError if a record is marked to be trained differently from how wlb trains it.
+    """Raise UserError if keys of a record ask for a training that wlb does not do.
 
     Args:
-        record: The record. Upper and lower case of its keys are the same.
+        record: The record. The case of its keys does not matter.
         besides: For a record of plain text, the key of the text. Texts and objects under other keys
-            are then ignored: a table of products may have a column "weight" with "5 kg".
+            are then ignored, because a table of products may have a column "weight" with "5 kg".
     """
     for key, value in record.items():
         mark = RECORD_MARKS.get(key.lower())
@@ -126,11 +127,11 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
 
 
 def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> bool:
-    """Return whether a message may be trained, as its marks say.
+    """Return whether the keys of a message allow it to be trained.
 
     Args:
-        message: The message as in the record.
-        name: Its name, for messages.
+        message: The message in the record.
+        name: Name of the message for error messages, such as "message 2".
         is_assistant: Whether an assistant wrote it.
 
     Raises:
@@ -167,18 +168,19 @@ def unread_keys(
 
     Args:
         data: The message or the part.
-        name: Its name, for messages.
-        read: Keys that are read.
-        is_part: Whether this is a part of a content.
+        name: Name of the message or part for error messages.
+        read: Keys that wlb reads.
+        is_part: Whether `data` is a part of a content.
 
     Raises:
         UserError: A part is marked as not trained, or the name of an unknown key is about training.
     """
     for key, value in data.items():
-        # Null counts as absent, and messages' marks are handled by `is_trained`.
+        # A null value counts as absent. Keys that mark a message as trained are read by
+        # `is_trained`.
         if value is None or key in read or (key in MESSAGE_MARKS and not is_part):
             continue
-        # An empty value, such as an empty list of spans in a table's column, means nothing.
+        # Ignore empty values, such as an empty list of spans in a column of a table.
         if value in ("", [], {}):
             continue
         if is_part and key in MESSAGE_MARKS:

@@ -1,7 +1,7 @@
 """Read the rows of Parquet files as records, one batch of rows at a time.
 
 pyarrow is imported only when a Parquet file is read. Strings are returned as bytes, also inside
-lists and structs: a column may contain invalid UTF-8, and that must be an error of one row alone.
+lists and structs: a column may contain invalid UTF-8, and then only that row must be refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ def open_parquet(path: str) -> Any:
         file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         _check_footer(file)
         return file
-    # Names of columns in a damaged footer may be invalid UTF-8.
+    # WRONG_SHAPE includes the errors for invalid UTF-8 in names of columns, in a damaged footer.
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file, or is damaged ({describe_error(error)})"
@@ -49,7 +49,7 @@ def open_parquet(path: str) -> Any:
 
 
 def _check_footer(file: Any) -> None:
-    """Raise ValueError if the footer's counts of rows disagree, with which rows would be lost."""
+    """Raise ValueError if counts of rows in the footer disagree, because rows would be lost."""
     names, metadata = file.schema_arrow.names, file.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -61,10 +61,15 @@ def _check_footer(file: Any) -> None:
 
 
 def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
-    """Return which columns of an open file to read.
+    """Return the names of the columns of an open Parquet file to read.
+
+    Args:
+        file: The file.
+        columns: Returns which columns to read, given the names of all columns.
 
     Raises:
-        UserError: A column is absent or exists twice. The message does not have the path.
+        UserError: A column is absent or exists twice. The caller puts the path in front of the
+            message.
     """
     names: list[str] = file.schema_arrow.names
     chosen = columns(names)
@@ -76,7 +81,7 @@ def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
 
 
 def group_sizes(path: str) -> list[int]:
-    """Uncompressed bytes of each row group."""
+    """Return the uncompressed size in bytes of each row group of a file."""
     metadata = open_parquet(path).metadata
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
@@ -84,7 +89,16 @@ def group_sizes(path: str) -> list[int]:
 def parquet_records(
     path: str, *, groups: range, columns: Columns
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row in the file, values of `columns`) of the rows of row groups; text as bytes."""
+    """Yield the rows of some row groups as records.
+
+    Args:
+        path: The file.
+        groups: Numbers of the row groups.
+        columns: Returns which columns to read, given the names of all columns.
+
+    Yields:
+        The number of the row in the file, and its values by column. Strings are bytes.
+    """
     pa = _pyarrow()
     file = open_parquet(path)
     begins = [0, *accumulate(file.metadata.row_group(i).num_rows for i in range(groups.stop))]

@@ -35,15 +35,15 @@ from wlb.prepare.request import Status
 from wlb.prepare.text import MOST_EXAMPLES, Skip
 
 SIDES = ("train", "heldout")
-"""The two stores of a part. The argument `side` of functions here is an index into this."""
+"""Names of the two stores of a part. The argument `side` of functions is an index into this."""
 NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
-"""Reasons to leave out a record that never stop a preparation, because no text is lost."""
+"""Reasons for which records are always skipped without an error, because no text is lost."""
 # A worker checks after this many records whether it should stop.
 _STOP_EVERY = 64
 
 
 class Stopped(Exception):
-    """Raised in a worker to leave its shard, because another shard failed."""
+    """Raised in a worker to stop encoding its shard, because another shard failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +51,20 @@ class PartJob:
     """Settings that all shards of a preparation share."""
 
     folder: str  # where parts are written
-    choice: EncoderChoice
+    choice: EncoderChoice  # the kind of records, and how they are encoded
     tokenizer: str  # path of a tokenizer.json, "" for bytes
     vocabulary: Vocabulary
-    text_key: str  # key of the record that a text file or a line becomes
-    heldout_fraction: float
-    seed: int
-    on_error: OnError
+    text_key: str  # key of the text in the record that a text file or a line becomes
+    heldout_fraction: float  # share of the records that are held out
+    seed: int  # decides which records are held out
+    on_error: OnError  # what to do with a record that is not a document
 
     def open_encoder(self) -> RecordEncoder:
-        """Open the encoder; each worker does this once."""
+        """Open the encoder of the records. Each worker does this once."""
         return self.choice.open(self.tokenizer, self.vocabulary)
 
     def prefix(self, shard: int, side: int) -> Path:
-        """Return the prefix of a part's training store (side 0) or held-out store (side 1)."""
+        """Return the path of a part's store without suffixes: side 0 = training, 1 = held-out."""
         return Path(self.folder, f"{shard:06}-{SIDES[side]}")
 
     def summary_path(self, shard: int) -> Path:
@@ -72,7 +72,8 @@ class PartJob:
         return Path(self.folder, f"{shard:06}.json")
 
 
-# The number that `draw` gave a record, its first row in the store, and its number of documents.
+# A record: the number that `draw` gave it, the index of its first document in the store, and its
+# number of documents.
 _Nearest = tuple[float, int, int]
 _SUMMARY: Schema = {
     "shard": COUNT,
@@ -89,24 +90,25 @@ _SUMMARY: Schema = {
 
 @dataclass(slots=True, kw_only=True)
 class PartSummary:
-    """What became of one shard. It is filled in while the shard is encoded."""
+    """Statistics of one encoded shard (a part). They are collected while it is encoded."""
 
     shard: int  # number of the shard
-    size: int  # bytes of input
-    # For the training store and the held-out store.
+    size: int  # bytes of input in the shard
+    # One number for the training store and one for the held-out store.
     num_documents: list[int] = field(default_factory=lambda: [0, 0])
     num_tokens: list[int] = field(default_factory=lambda: [0, 0])
     num_unknown: int = 0  # tokens that stand for unknown characters
     counts: Counter[str] = field(default_factory=Counter[str])  # sums of `Encoded.counts`
-    skipped: Counter[str] = field(default_factory=Counter[str])  # records left out, by reason
-    # The first records that were left out, by reason.
+    skipped: Counter[str] = field(default_factory=Counter[str])  # skipped records, by reason
+    # Descriptions of the first skipped records, by reason.
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    # For each side, the record whose number is closest to the held-out fraction.
+    # For each side (training, held-out), the record whose number from `draw` is closest to the
+    # held-out fraction. It may have to change sides (`moved_record`).
     nearest: list[_Nearest | None] = field(default_factory=lambda: [None, None])
 
     @classmethod
     def read(cls, path: Path) -> "PartSummary":
-        """Read a summary; raise UserError for a damaged file."""
+        """Read a summary from a JSON file; raise UserError if the file is damaged."""
         remedy = "prepare again with --overwrite"
         with malformed(path, remedy):
             data = read_object(path)
@@ -118,7 +120,13 @@ class PartSummary:
         write_text(path, json.dumps({f.name: getattr(self, f.name) for f in fields(self)}))
 
     def leave_out(self, job: PartJob, position: RecordPosition, bad: BadRecord) -> None:
-        """Count a record that is not a document, or raise UserError if such records are errors."""
+        """Count a record that is not a document as skipped, or raise UserError.
+
+        Args:
+            job: Settings of all shards, which say whether such records are errors.
+            position: Where the record is in the inputs.
+            bad: Why the record is not a document.
+        """
         action, option = job.on_error, "--on-error"
         actions = job.choice.actions
         if bad.reason in actions:
@@ -142,17 +150,17 @@ def encode_shard(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> PartSummary:
-    """Encode a shard and write its part.
+    """Encode a shard and write the result as a part: two stores and a summary.
 
     Args:
         job: Settings of all shards.
         encoder: The opened encoder.
         number: Number of the shard.
-        shard: What to read.
-        is_stopped: Returns whether to stop early.
+        shard: The part of the input to read.
+        is_stopped: Returns whether to stop early, because another shard failed.
 
     Raises:
-        UserError: A record is not a document, and such records are errors.
+        UserError: A record is not a document, and `job` says that such records are errors.
         Stopped: `is_stopped` returned True.
     """
     summary = PartSummary(shard=number, size=shard.size)
@@ -166,7 +174,8 @@ def encode_shard(
         for position, documents in _records(job, encoder, shard, summary, is_stopped):
             drawn = draw(job.seed, position.name)
             side = int(drawn < job.heldout_fraction)
-            # Training records have numbers above the fraction, so the lowest is the nearest one.
+            # Training records have numbers above the held-out fraction, so the lowest is closest to
+            # it. Held-out records have numbers below it, so the highest is closest.
             at = summary.nearest[side]
             if at is None or (drawn > at[0] if side else drawn < at[0]):
                 summary.nearest[side] = (drawn, writers[side].num_documents, len(documents))
@@ -187,7 +196,11 @@ def _records(
     summary: PartSummary,
     is_stopped: Callable[[], bool],
 ) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
-    """Yield the position and the documents of each record that is not left out."""
+    """Yield the position and the encoded documents of each record of a shard.
+
+    Records that are not documents are counted in `summary` instead. Arguments are those of
+    `encode_shard`.
+    """
     records = read_shard(shard, text_key=job.text_key, columns=job.choice.columns)
     for number, (position, record) in enumerate(records):
         if number % _STOP_EVERY == 0 and is_stopped():
@@ -208,7 +221,7 @@ def _records(
 
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) -> None:
-    """Append a document to a store; if the store refuses it, say where the document is from."""
+    """Append a document to a store; an error message says where in the inputs it comes from."""
     try:
         writer.add(encoded.tokens, encoded.trained)
     except UserError as error:
@@ -216,7 +229,7 @@ def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) ->
 
 
 def find_part(job: PartJob, shard: int) -> PartSummary | None:
-    """Return the summary of a part that is complete and undamaged, or None if it must be made."""
+    """Return the summary of a shard's part, or None if the part is missing or damaged."""
     try:
         summary = PartSummary.read(job.summary_path(shard))
         for side in range(2):
@@ -232,7 +245,9 @@ def find_part(job: PartJob, shard: int) -> PartSummary | None:
 def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
     """Remove temporary files and folders that killed processes left in `folder`.
 
-    prefix: how the names of the files begin for which the temporary files were made.
+    Args:
+        folder: The folder.
+        prefix: Remove only temporary files of files whose names begin with this.
     """
     for entry in os.scandir(folder):
         if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
@@ -243,15 +258,16 @@ def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
 
 
 def draw(seed: int, name: str) -> float:
-    """Map (seed, name) to a number in [0, 1), which decides whether a record is held out."""
+    """Hash (seed, record name) to a number in [0, 1). Records below the fraction are held out."""
     data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
 
 def heldout_rows(names: Iterable[str], *, fraction: float, seed: int) -> BoolArray:
-    """Decide which documents are held out.
+    """Decide which documents are held out, by hashing their names.
 
-    If there are at least two documents, neither side is empty. A single document is trained.
+    If there are at least two documents, at least one is held out and at least one is trained
+    (unless `fraction` is 0). A single document is trained.
 
     Args:
         names: Names of the documents.
@@ -275,17 +291,19 @@ def heldout_rows(names: Iterable[str], *, fraction: float, seed: int) -> BoolArr
 def moved_record(
     summaries: Sequence[PartSummary], *, fraction: float
 ) -> tuple[int, int, range] | None:
-    """Find the record that must change sides so that neither store is empty.
+    """Find the record that must move to the other store so that neither store is empty.
 
-    It is the record whose number is closest to the held-out fraction, with all its documents.
+    It is the record whose number from `draw` is closest to the held-out fraction. All its documents
+    move together.
 
     Args:
         summaries: Summaries of all parts.
         fraction: Share of the records that is held out.
 
     Returns:
-        The record's shard, its present side and its rows there. None if no record must move, or if
-        there is only one record and it is trained.
+        The record's shard, the store that it leaves (0 = training, 1 = held-out), and the indices
+        of its documents there. None if no record must move, or if there is only one record and it
+        is trained.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:
@@ -312,7 +330,7 @@ def merge_parts(
         job: Settings of all shards.
         parts: Summaries of all parts, in order.
         prefixes: Prefix of the training store, and of the held-out store if there is one.
-        about: Further keyword arguments of `TokenStoreWriter`.
+        about: Other keyword arguments of `TokenStoreWriter`, for both stores.
         report: Called with the progress after each part.
     """
     vocabulary = job.vocabulary
@@ -342,7 +360,7 @@ def totals(
 
     Args:
         summaries: Summaries of all parts.
-        left_out: Number of files that were not listed as inputs, by reason.
+        left_out: Number of skipped input files, by reason.
         unreadable: The first files that cannot be read, each with the reason.
 
     Returns:

@@ -65,7 +65,8 @@ from wlb.prepare.text import Skip
 from wlb.prepare.tokenizer import prepare_tokenizer
 from wlb.prepare.workers import encode_shards
 
-# The input is divided into about 256 shards, but no smaller or larger than these bytes.
+# The input is divided into about 256 shards, so that all workers have work and an interrupted call
+# loses little. Each shard has at least 1 MiB and at most 64 MiB.
 _SHARD_BYTES = (1 << 20, 1 << 26)
 _NUM_SHARDS = 256
 
@@ -78,18 +79,20 @@ def prepare_store(
     encoder: EncoderChoice | None = None,
     progress: Progress | None = None,
 ) -> StoreReport:
-    """Write the store `options.out`, resume an interrupted call, or find the finished store.
+    """Write the store `options.out`, unless it exists already, and return its report.
+
+    If an earlier call with equal arguments was interrupted, it is resumed.
 
     Args:
-        options: What to prepare, and how.
-        encoder: How to encode records that are not text, such as `ChatChoice`. The options policy,
-            text_key and text_unit do not apply to them. None means text.
-        progress: Called repeatedly with the progress.
+        options: The inputs, the store to write, and all settings.
+        encoder: How to encode records that are not plain text, such as `ChatChoice`. The options
+            policy, text_key and text_unit do not apply to such records. None means plain text.
+        progress: Called with the progress after each step.
 
     Raises:
         UserError: An input is bad, an interrupted call had other arguments, or `options.out` is a
             store made with other arguments and overwrite is not set.
-        RuntimeError: A worker process died. Calling again resumes.
+        RuntimeError: A worker process died. Another call resumes the work.
     """
     began = time.perf_counter()
     refuse_nowhere(Path(options.out).parent)
@@ -134,7 +137,8 @@ def prepare_store(
         if found is None:
             preparation.check_heldout()
         if found is None or preparation.parts.exists():
-            # Lock the parts too: somebody may have removed the lock file of a running call.
+            # Lock the folder of parts too, because somebody may have removed the lock file while
+            # another call was running.
             with locked_folder(preparation.parts):
                 found = preparation.find_or_make()
     return replace(found, time_s=time.perf_counter() - began)
@@ -149,7 +153,7 @@ def _unreadable(examples: Sequence[str], num: int) -> UserError:
 
 
 def _mark_of(prefix: str) -> str | None:
-    """Return the digest of the manifest with which a store was made, or None if it is unknown."""
+    """Return the hash of the arguments and inputs of a store, or None if it is unknown."""
     try:
         info = TokenStore(prefix).info
     except UserError:
@@ -159,14 +163,14 @@ def _mark_of(prefix: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparation:
-    """One call of `prepare_store`."""
+    """The settings and inputs of one call of `prepare_store`, and its steps as methods."""
 
     options: PrepareOptions
     choice: EncoderChoice
     files: Sequence[InputFile]
-    left_out: dict[str, int]  # number of files that were not listed as inputs, by reason
+    left_out: dict[str, int]  # number of skipped files (such as empty ones), by reason
     unreadable: Sequence[str]  # the first files that cannot be read, each with the reason
-    manifest: Manifest
+    manifest: Manifest  # arguments and inputs, to recognise an equal call
     report: Progress  # called with the progress
 
     def check_heldout(self) -> None:
@@ -184,7 +188,7 @@ class _Preparation:
             )
 
     def finished(self) -> StoreReport | None:
-        """Return the report of a finished store with this manifest, or None if there is none.
+        """Return the report of the finished store, or None if there is no store.
 
         Raises:
             UserError: There is a store with another manifest, and overwrite is not set.
@@ -216,11 +220,11 @@ class _Preparation:
 
     @property
     def parts(self) -> Path:
-        """The folder of the parts."""
+        """The folder `<out>.parts`, which has one encoded part for each shard until the end."""
         return store_path(self.options.out, ".parts")
 
     def find_or_make(self) -> StoreReport:
-        """Make the store unless another process finished it meanwhile, and return its report."""
+        """Return the store's report, after making the store unless another process just did."""
         if (found := self.finished()) is not None:
             self.tidy()
             return found
@@ -230,16 +234,16 @@ class _Preparation:
         return replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
 
     def tidy(self) -> None:
-        """Remove the parts of a finished store, which remain if a call was killed at its end."""
+        """Remove the folder of parts of a finished store, if a call was killed before doing so."""
         folder = self.parts
         if is_manifest(folder / MANIFEST, self.manifest) or not any(folder.iterdir()):
             remove_parts(folder, with_manifest=True)
 
     def make(self) -> tuple[int, int]:
-        """Make the parts and merge them into stores.
+        """Encode the inputs into parts, and merge the parts into the stores.
 
         Returns:
-            The number of shards, and how many of their parts an interrupted call had made.
+            The number of shards, and how many of them an interrupted call had already encoded.
         """
         # Step 1: empty or resume the folder of parts, and divide the input into shards.
         options, folder = self.options, self.parts
@@ -250,7 +254,7 @@ class _Preparation:
         size = sum(file.size for file in self.files)
         shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
         shards = list_shards(self.files, shard_bytes=shard_bytes)
-        # Step 2: the tokenizer.
+        # Step 2: copy or train the tokenizer.
         self.report(Status(stage="tokenizer", size=size, done=0))
         try:
             tokenizer = prepare_tokenizer(options, self.choice, folder, shards)
@@ -259,10 +263,10 @@ class _Preparation:
             about = self.choice.about(tokenizer.path, tokenizer.vocabulary)
         except UserError:
             if not is_begun:
-                # No part of an earlier call would be lost.
+                # The folder is new, so removing it loses no part of an earlier call.
                 remove_parts(folder, with_manifest=True)
             raise
-        # Step 3: the parts. Step 4: the stores.
+        # Step 3: encode the parts. Step 4: merge them into the stores (`_publish`).
         job = PartJob(
             folder=str(folder),
             choice=self.choice,
@@ -284,7 +288,13 @@ class _Preparation:
     def _publish(
         self, job: PartJob, parts: Sequence[PartSummary], tokenizer: dict[str, Any]
     ) -> None:
-        """Write the tokenizer, and then merge the parts into the stores, which refer to it."""
+        """Write the tokenizer's file, and then merge the parts into the final stores.
+
+        Args:
+            job: Settings of all shards.
+            parts: Summaries of all parts, in order.
+            tokenizer: Entries about the tokenizer for `StoreInfo.preparation`.
+        """
         options, left_out = self.options, totals(parts, self.left_out, self.unreadable)
         inputs = ", ".join(options.inputs)
         if not any(sum(part.num_documents) for part in parts):
@@ -310,7 +320,7 @@ class _Preparation:
         }
         heldout = f"{options.out}-heldout"
         if not options.heldout_fraction:
-            # The store that is overwritten may have had a held-out store.
+            # An older store that is overwritten may have had a held-out store; remove it.
             for suffix in (".idx", ".bin", ".json", ".targets"):
                 store_path(heldout, suffix).unlink(missing_ok=True)
         prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])
@@ -332,11 +342,11 @@ def encode_parts(
         job: Settings of all shards.
         shards: The shards, in order.
         processes: Number of worker processes or threads.
-        in_threads: Whether the workers are threads.
+        in_threads: Whether the workers are threads instead of processes.
         report: Called with the progress after each shard.
 
     Returns:
-        For each shard, in order, the summary of its part and whether the part existed already.
+        For each shard, in order, the summary of its part, and whether the part existed already.
     """
     made: dict[int, tuple[PartSummary, bool]] = {}
     at = Status(stage="encode", size=sum(shard.size for shard in shards), done=0)

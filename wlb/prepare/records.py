@@ -2,15 +2,15 @@
 
 A shard is a part of the input that any process can read on its own:
 
-    JSONL and lines of text   bytes [start, stop) of one file; lines that start there belong to it
+    JSONL and lines of text   the lines that start in bytes [start, stop) of one file
     Parquet                   some row groups of one file
     text files                several whole files
     JSON list, compressed     one whole file
 
 Guarantees: the shards, in order, have every record once, in the order of the inputs. A record that
 is invalid becomes a `BadRecord`, and reading continues after it.
-Cost: reading keeps one line, list item or text file in memory, or 256 rows of Parquet. Of a JSON
-list the whole text is in memory.
+Cost: reading keeps one line or text file in memory, or 256 rows of Parquet, or the whole text of a
+JSON list.
 """
 
 import bz2
@@ -43,28 +43,30 @@ _UNREAD_SUFFIXES = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
 # The most text files in one shard.
 _MOST_FILES = 4096
-# The longest text or line in bytes. A small compressed file may contain gigabytes.
+# The longest text or line in bytes. The limit bounds the memory, because a small compressed file
+# may contain gigabytes.
 _MOST_BYTES = 1 << 28
-# The longest JSON list in bytes, because its whole text is in memory.
+# The longest JSON list in bytes. The limit is needed because its whole text is read into memory.
 _MOST_LIST_BYTES = 1 << 30
-# The most consecutive blank lines. A small compressed file may contain billions.
+# The most consecutive blank lines. A small compressed file may contain billions, which would take
+# very long to read.
 _MOST_BLANK = 1 << 20
 # The byte-order mark of UTF-8.
 _BOM = b"\xef\xbb\xbf"
 
 
 class FileKind(StrEnum):
-    """How a file is read."""
+    """The format of an input file, which says how it is read."""
 
     TEXT = "text"  # the file is one document
     LINES = "lines"  # each line of text is one document
     JSONL = "jsonl"  # each line is one record
-    JSON = "json"  # a list of records
+    JSON = "json"  # the file is a JSON list of records
     PARQUET = "parquet"  # each row is one record
 
     @property
     def is_text(self) -> bool:
-        """Whether the file is text, and not records in a format."""
+        """Whether the file is plain text instead of records (JSONL, JSON or Parquet)."""
         return self in (FileKind.TEXT, FileKind.LINES)
 
 
@@ -79,15 +81,15 @@ class OnError(StrEnum):
     """What to do with a record that is not a document."""
 
     FAIL = "fail"  # stop the preparation with an error
-    SKIP = "skip"  # leave it out and count it
+    SKIP = "skip"  # skip the record and count it in the report
 
 
 class BadRecord(UserError):
-    """A record that is not a document. Depending on `OnError` it is counted, or an error.
+    """Raised for a record that is not a document. `OnError` says whether it stops the preparation.
 
     Args:
-        reason: The reason under which it is counted.
-        detail: The reason in words, for messages.
+        reason: The reason under which reports count the record.
+        detail: What is wrong with the record, for error messages.
     """
 
     def __init__(self, reason: Skip, detail: str) -> None:
@@ -97,25 +99,25 @@ class BadRecord(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A file to read."""
+    """An input file."""
 
     path: str
-    name: str  # path relative to the input folder; records are named after it
+    name: str  # path relative to the input folder, from which names of records are made
     kind: FileKind
     size: int  # bytes
-    mtime_ns: int  # time of the last modification
+    mtime_ns: int  # time of the last modification in ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A part of one file, or several whole text files."""
+    """A part of the input that one worker encodes: a part of one file, or several text files."""
 
     files: tuple[InputFile, ...]
-    # Range within the file: bytes of a file of lines, row groups of a Parquet file. The lines that
-    # start in [start, stop) belong to the shard. Not used for whole files.
+    # The range [start, stop) of a single file: row groups of a Parquet file, or bytes of a file of
+    # lines, where the lines that start in the range belong to the shard. Not used for whole files.
     start: int = 0
     stop: int = 0
-    size: int = 0  # bytes, for the progress
+    size: int = 0  # bytes of input, for the progress report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +125,19 @@ class RecordPosition:
     """Where a record is in the inputs."""
 
     file: InputFile
-    offset: int | None = None  # byte of a line, number of a row or list item, None for a whole file
+    # First byte of a line, number of a row or of a list item. None for a whole file.
+    offset: int | None = None
 
     @property
     def name(self) -> str:
         """Name of the record, which decides whether it is held out.
 
-        It is independent of the folder of the inputs, so a copy of them has the same names.
+        It does not contain the input folder, so records of a copied folder keep their names.
         """
         return self.file.name if self.offset is None else f"{self.file.name}:{self.offset}"
 
     def describe(self) -> str:
-        """Return the path, with the line (from 1) or the row or item (from 0), for messages."""
+        """Return the path and the number of the line (from 1), row or item (from 0), in words."""
         if self.offset is None:
             return self.file.path
         if self.file.kind == FileKind.PARQUET:
@@ -146,16 +149,16 @@ class RecordPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentShard:
-    """Some consecutive documents of a `TextDocuments`."""
+    """Some consecutive documents of a `TextDocuments`, as the input of one worker."""
 
     documents: TextDocuments
-    rows: range
-    size: int  # bytes, for the progress
+    rows: range  # indices of the documents
+    size: int  # bytes of input, for the progress report
 
 
 AnyShard = Shard | DocumentShard
 Read = tuple[RecordPosition, Record | BadRecord]
-"""What reading yields: the position of a record, and the record or why it is not one."""
+"""The position of a record in the inputs, and the record, or what is wrong with it."""
 
 
 def list_inputs(
@@ -169,12 +172,12 @@ def list_inputs(
         out: Prefix of the store to write, whose files must not be inputs.
 
     Returns:
-        The files in the order of the inputs, the number of files that are left out by reason, and
-        the first files that cannot be read, each with the reason.
+        The files in the order of the inputs, the number of skipped files by reason, and the first
+        files that cannot be read, each with the reason.
 
     Raises:
-        UserError: An input does not exist, a file is named twice or is of the store, a file has an
-            unsupported format, or a folder or pattern finds both records and text.
+        UserError: An input does not exist, a file is named twice, belongs to the store or has an
+            unsupported format, or a folder or pattern contains both records and text.
     """
     files_of_out = _files_of_store(out) if out else frozenset[str]()
     found: dict[str, InputFile] = {}
@@ -211,19 +214,24 @@ def list_inputs(
 
 
 def _files_of_store(out: str) -> frozenset[str]:
-    """Return the paths of all files of a store, which an earlier call may have written."""
+    """Return the paths of all files that a store with the prefix `out` may have."""
     parts = (".bin", ".idx", ".json", ".targets")
     ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
     return frozenset(os.path.realpath(f"{out}{end}") for end in ends)
 
 
 def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
-    """Raise UserError if one input has both records and text, such as a data set's README."""
+    """Raise UserError if an input has both records and text, such as a data set's README.
+
+    Args:
+        text: The input, as the user gave it.
+        files: The files that it names.
+    """
     texts = [file for file in files if file.kind.is_text]
     records = [file for file in files if not file.kind.is_text]
     if not texts or not records:
         return
-    # Name a file of another kind than .json, which often only describes the data.
+    # As the example, prefer a file that is not .json, because such files often only describe data.
     named = min(records, key=lambda file: ".json" in Path(file.path).suffixes)
     first = Path(named.path)
     suffix = "".join(first.suffixes[-2 if first.suffix.lower() in _OPENERS else -1 :])
@@ -238,7 +246,10 @@ def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
 def _expand(text: str, skipped: Counter[Skip], examples: list[str]) -> Iterator[tuple[Path, str]]:
     """Yield the path and the name of each file that an input names.
 
-    Files that are left out are counted in `skipped`, and the unreadable ones added to `examples`.
+    Args:
+        text: The input: a path, a folder or a pattern.
+        skipped: Counts the files that are skipped, by reason. Updated in place.
+        examples: Receives descriptions of files that cannot be read.
     """
     path = Path(text)
     if path.is_dir():
@@ -328,15 +339,15 @@ def list_shards(files: Sequence[InputFile], *, shard_bytes: int) -> list[Shard]:
 def runs_of(
     sizes: Sequence[int], most_bytes: int, most_rows: int | None = None
 ) -> Iterator[tuple[range, int]]:
-    """Divide rows into runs of consecutive rows, each of about `most_bytes`.
+    """Divide a list of items into runs of consecutive items, each of about `most_bytes`.
 
     Args:
-        sizes: Bytes of each row.
-        most_bytes: A run ends with the row that brings it to this many bytes.
-        most_rows: The most rows of a run, None for any number.
+        sizes: Bytes of each item (a file, a document or a row group).
+        most_bytes: A run ends with the item that brings it to this many bytes.
+        most_rows: The most items of a run, None for any number.
 
     Yields:
-        The rows of a run, and their bytes.
+        The range of the items of a run, and their bytes.
     """
     first = total = 0
     for row, size in enumerate(sizes):
@@ -348,7 +359,7 @@ def runs_of(
 
 
 def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
-    """Divide one file, which is not a text file, into shards."""
+    """Divide one file of records or of lines into shards of about `shard_bytes` each."""
     if file.kind == FileKind.PARQUET:
         for rows, size in runs_of(group_sizes(file.path), shard_bytes):
             yield Shard(files=(file,), start=rows.start, stop=rows.stop, size=size)
@@ -372,9 +383,9 @@ def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[
     """Read all records of a shard.
 
     Args:
-        shard: What to read.
-        text_key: Key of the record that a text file or a line becomes.
-        columns: Chooses the columns of a Parquet file.
+        shard: The part of the input to read.
+        text_key: Key of the text in the record that a text file or a line becomes.
+        columns: Returns which columns of a Parquet file to read, given all their names.
 
     Yields:
         The position of each record, and the record or a `BadRecord` if it is invalid.
@@ -453,10 +464,10 @@ def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
 
 
 def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and the text of each line that starts in [start, stop)."""
+    """Yield the first byte's position and the bytes of each line that starts in [start, stop)."""
     with _unpacked(path) as file:
         offset, num_blank = start, 0
-        # The line that reaches into this range belongs to the shard before. Reading from the byte
+        # A line that begins before `start` belongs to the previous shard. Reading from the byte
         # before `start` passes over it, and over nothing if a line begins exactly at `start`.
         if start:
             file.seek(start - 1)
@@ -479,7 +490,7 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _items(path: str) -> Iterator[object]:
-    """Yield the items of a JSON list, parsing each only when it is needed."""
+    """Yield the items of a JSON list in a file, one parsed item at a time."""
     with _unpacked(path) as file:
         try:
             yield from list_items(file, most=_MOST_LIST_BYTES)
@@ -492,7 +503,7 @@ def _items(path: str) -> Iterator[object]:
 
 @contextmanager
 def _unpacked(path: str) -> Generator[IO[bytes]]:
-    """Open a file for reading, decompressed; raise UserError if it is truncated or corrupt."""
+    """Open a file, decompressing it if needed; raise UserError if it is truncated or damaged."""
     try:
         with _open(path) as file:
             yield file
@@ -530,7 +541,7 @@ def _object(value: object) -> Record | BadRecord:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Return the number, from 1, of the line at a byte offset. Reads the file up to there."""
+    """Return the number (from 1) of the line at a byte offset, by reading the file up to it."""
     number, at = 1, 0
     with _open(path) as file:
         while at < offset and (block := file.read(min(1 << 20, offset - at))):

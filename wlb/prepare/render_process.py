@@ -40,7 +40,7 @@ BEGIN, END = "\U0010fffc", "\U0010fffd"
 """Characters that mark the beginning and the end of `{% generation %}` blocks in a rendering."""
 _MARKS = re.compile(f"([{BEGIN}{END}])")
 MOST_CHARACTERS = 1 << 26
-"""The most characters of a rendering."""
+"""The most characters that a rendered text may have."""
 
 
 class Generation(Extension):
@@ -49,7 +49,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its content with a mark before and behind it."""
+        """Replace the block by its content between the marks BEGIN and END."""
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))
@@ -63,20 +63,25 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON without escaping HTML: the filter `tojson` of transformers."""
+    """Return `value` as JSON without escaping HTML, like the filter `tojson` of transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def refuse(message: str) -> None:
-    """Raise an error from a template: the function `raise_exception` of transformers."""
+    """Raise TemplateError. Templates call it as `raise_exception`, as in transformers."""
     raise TemplateError(message)
 
 
 @lru_cache(16)
 def compiled(source: str) -> tuple[Template, dict[str, Any]]:
-    """Compile a template with the settings of transformers, and say what it uses."""
+    """Compile a template with the settings of transformers.
+
+    Returns:
+        The template, and the answer about it: "generation" (whether it has generation blocks) and
+        "used" (names of its variables).
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -115,7 +120,7 @@ def rendered(template: Template, given: dict[str, Any]) -> tuple[str, list[tuple
 
 
 def answer(asked: dict[str, Any], limit: "CpuLimit") -> dict[str, Any]:
-    """Answer one request."""
+    """Return the answer to one request; the module's docstring describes both."""
     limit.start()
     try:
         template, about = compiled(asked["source"])
@@ -142,7 +147,17 @@ def answer(asked: dict[str, Any], limit: "CpuLimit") -> dict[str, Any]:
 def length_of(
     template: Template, given: dict[str, Any], prefix: dict[str, Any], whole: str
 ) -> int | None:
-    """Return the length of a prefix's text, or None if `whole` does not begin with it."""
+    """Return the length of the text of a conversation's beginning.
+
+    Args:
+        template: The chat template.
+        given: Variables of the whole conversation.
+        prefix: Describes the beginning (see "prefixes" in the module's docstring).
+        whole: Text of the whole conversation.
+
+    Returns:
+        The length, or None if `whole` does not begin with that text.
+    """
     messages = given["messages"][: prefix["upto"]] + prefix["then"]
     changed = {**given, "messages": messages, "add_generation_prompt": prefix["prompt"]}
     try:
@@ -158,21 +173,21 @@ def length_of(
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error."""
+    """Return the message of an error that a template raised."""
     if isinstance(error, MemoryError):
         return "it needs more memory than a rendering may have"
     return str(error) or type(error).__name__
 
 
 class CpuLimit:
-    """A limit on the CPU time of each rendering, at which the kernel ends this process."""
+    """Limits the CPU time of each rendering: at the limit, the kernel ends this process."""
 
     def __init__(self, seconds: int) -> None:
         self._seconds = seconds
         self._most = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
     def start(self) -> None:
-        """Allow `seconds` more from now on. Call this before each rendering."""
+        """Allow `seconds` of CPU time, counted from now. Call this before each rendering."""
         end = math.ceil(time.process_time()) + self._seconds
         soft = end if self._most == resource.RLIM_INFINITY else min(end, self._most)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, self._most))
@@ -182,12 +197,13 @@ def main(seconds: int, most_bytes: int) -> None:
     """Answer requests until stdin is closed.
 
     Args:
-        seconds: CPU time of a rendering.
-        most_bytes: Address space of this process.
+        seconds: The most CPU time of one rendering, in seconds.
+        most_bytes: The most address space of this process, in bytes.
     """
-    # Ctrl-C reaches this process too. It must not end it, because the parent handles the interrupt.
+    # Ctrl-C reaches this process too. Ignore it, because the parent process handles the interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A shell may have started us with SIGXCPU ignored. Then the limit on CPU time would not work.
+    # Restore the default action of SIGXCPU: a shell may have started this process with the signal
+    # ignored, and then the limit on CPU time would not work.
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)

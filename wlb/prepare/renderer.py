@@ -21,25 +21,25 @@ _FILE = Path(__file__).with_name("render_process.py")
 
 
 class TemplateLimit(UserError):
-    """A template needs more CPU time or memory than a rendering may have."""
+    """Raised if a template needs more CPU time or memory than a rendering may have."""
 
 
 class TemplateRenderer:
     """A process that renders templates.
 
-    It starts with the first request, and starts anew after a template exceeded a limit. It ends
-    with this process, because that closes its stdin.
+    The process starts with the first request, and again after a template exceeded a limit. It ends
+    when this process ends, because its stdin is closed then.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        # Number of the process that started it. A fork must not share the pipes of its parent, so
-        # it starts a renderer of its own.
+        # PID of the process that started the renderer. A fork must not share the pipes of its
+        # parent, so it starts another renderer.
         self._owner = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer; `render_process` describes both.
+        """Send a request and return the answer (see the docstring of `render_process`).
 
         Raises:
             TemplateLimit: The template exceeded a limit.
@@ -58,7 +58,8 @@ class TemplateRenderer:
             except BrokenPipeError:
                 answer = ""
             except BaseException:
-                # After an interrupt nobody reads the answer, so the next request would get it.
+                # Nobody reads the answer after an interrupt, so end the process. Otherwise the next
+                # request would get this answer.
                 self.close()
                 raise
             if not answer:
@@ -74,15 +75,17 @@ class TemplateRenderer:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that renders templates, if it runs."""
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
-            # communicate() reads the rest, closes the pipes and waits.
+            # communicate() reads what is left in the pipes, closes them, and waits for the process
+            # to end.
             process.communicate()
 
     def _started(self) -> "subprocess.Popen[str]":
-        # -P keeps this folder out of sys.path, where files could hide modules of the same name.
+        # -P keeps this folder out of sys.path, where its files could hide standard modules of the
+        # same names.
         command = [sys.executable, "-P", str(_FILE), str(MOST_CPU_S), str(MOST_BYTES)]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
@@ -96,7 +99,7 @@ def _why(status: int) -> str:
 
 @cache
 def renderer() -> TemplateRenderer:
-    """Return the renderer of this process."""
+    """Return the `TemplateRenderer` that all templates of this process share."""
     made = TemplateRenderer()
     atexit.register(made.close)
     return made

@@ -12,9 +12,9 @@ from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy, refuse_s
 from wlb.prepare.records import OnError, TextUnit
 
 TEXT_KEY = "text"
-"""The default key of a record's text."""
+"""The default key under which a record has its text."""
 MOST_VOCABULARY = 10**6
-"""The largest vocabulary of a BPE that is trained here; data.bpe_vocab_size has the same limit."""
+"""The largest vocabulary of a BPE that wlb trains, also the limit of data.bpe_vocab_size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +22,22 @@ class PrepareOptions:
     """Arguments of `prepare_store`. Error messages use the option names of `wlb prepare`."""
 
     inputs: tuple[str, ...]  # paths, folders and glob patterns
-    out: str  # prefix of the store
+    out: str  # prefix of the store: path of its files without their suffixes
     tokenizer: str = BPE  # "bpe", "bytes", a tokenizer.json, or a folder with one
-    # Only for training a BPE; refused with another tokenizer.
+    # The next two apply only if a BPE is trained. Other values are refused with other tokenizers.
     vocab_size: int = 32768
-    sample_bytes: int = 10_000_000  # text that the BPE is trained on
-    # Names of special tokens. "" means those that the tokenizer names.
+    sample_bytes: int = 10_000_000  # bytes of text on which the BPE is trained
+    # Texts of the BOS and EOS tokens. "" means those that the tokenizer's configuration names.
     bos: str = ""
     eos: str = ""
-    policy: DocumentPolicy = DocumentPolicy.SEPARATOR
-    text_key: str = TEXT_KEY  # key of a record's text
+    policy: DocumentPolicy = DocumentPolicy.SEPARATOR  # special tokens around each document
+    text_key: str = TEXT_KEY  # key under which a record has its text
     text_unit: TextUnit = TextUnit.FILE  # whether a text file is one document, or each line is
     heldout_fraction: float = 0.0  # share of the records that go to the held-out store
     seed: int = 0  # decides which records are held out
     on_error: OnError = OnError.FAIL  # what to do with a record that is not a document
-    processes: int = 1
-    shard_bytes: int = 0  # 0 means 1/256 of the input, but 1 to 64 MiB
+    processes: int = 1  # number of worker processes
+    shard_bytes: int = 0  # bytes of input in a shard; 0 = 1/256 of the input, from 1 to 64 MiB
     overwrite: bool = False  # whether to replace a store that was made with other arguments
 
     def __post_init__(self) -> None:
@@ -83,56 +83,56 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Progress of a preparation."""
+    """Progress of `prepare_store`."""
 
     stage: str  # "tokenizer", "encode" or "merge"
     size: int  # bytes of input
     done: int  # bytes of input that this stage has processed
     num_documents: int = 0
-    skipped: int = 0  # records left out so far
+    skipped: int = 0  # records skipped so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReport:
-    """What a preparation made, or found to be made already."""
+    """Description of the stores that `prepare_store` wrote, or that existed already."""
 
-    prefix: str  # of the training store
-    heldout: str  # prefix of the held-out store, "" if there is none
+    prefix: str  # path of the training store without the suffixes of its files
+    heldout: str  # the same path of the held-out store, "" if there is none
     tokenizer: str  # path of the tokenizer's file, "" for bytes
     vocab_size: int
-    # The training store.
+    # Size of the training store.
     num_documents: int
     num_tokens: int
-    num_targets: int  # trained tokens
-    # The held-out store.
+    num_targets: int  # tokens that are trained
+    # Size of the held-out store.
     num_heldout_documents: int
     num_heldout_tokens: int
     num_heldout_targets: int
-    # Tokens of the documents in the training store.
+    # Median, 99th percentile and maximum of the document lengths in the training store, in tokens.
     lengths_p50: int
     lengths_p99: int
     longest: int
     # Sums over both stores.
     counts: dict[str, int]  # statistics of the encoder (`Encoded.counts`)
-    skipped: dict[str, int]  # records that were left out, by reason
-    examples: dict[str, list[str]]  # the first records that were left out, by reason
+    skipped: dict[str, int]  # number of records and files that were skipped, by reason
+    examples: dict[str, list[str]]  # the first skipped records, by reason
     num_unknown: int  # tokens that stand for unknown characters
-    checksum: str  # of the training store
-    # The inputs.
+    checksum: str  # checksum of the training store's tokens
+    # Files and bytes of the inputs.
     num_files: int
     num_bytes: int
     num_text_files: int = 0  # files that were read as text and not as records
-    # This call.
+    # What this call of `prepare_store` did.
     num_shards: int = 0
-    num_kept: int = 0  # shards whose parts an interrupted call had made
+    num_kept: int = 0  # shards that an interrupted call had already encoded
     reused: bool = True  # whether the stores existed already
-    time_s: float = 0.0  # seconds
+    time_s: float = 0.0  # time of this call in seconds
 
 
 def report_of(
     train: TokenStore, heldout: TokenStore | None = None, *, num_files: int, num_bytes: int
 ) -> StoreReport:
-    """Describe stores that exist.
+    """Return the report of stores that exist already.
 
     Args:
         train: The training store.
@@ -143,7 +143,7 @@ def report_of(
     info, lengths = train.info, train.lengths
     assert info is not None
     p50, p99 = (int(x) for x in np.percentile(lengths, [50, 99]))
-    # Stores that were made by earlier versions lack the counts.
+    # Stores that earlier versions made have no such statistics.
     unknown: dict[str, Any] = {"counts": {}, "skipped": {}, "examples": {}, "num_unknown": 0}
     about: dict[str, Any] = {**unknown, **info.preparation}
     return StoreReport(
@@ -170,7 +170,7 @@ def report_of(
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:
     """Return the options on which the content of the store depends.
 
-    A tokenizer counts by the checksum of its files, so that an edited file is another argument.
+    They include a checksum of the tokenizer's files, so that an edited tokenizer is a change.
     """
     names = {f: v for f, v in asdict(options).items() if f not in ("out", "processes", "overwrite")}
     names["inputs"] = list(options.inputs)
@@ -186,7 +186,10 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
 
 
 def tokenizer_path(text: str) -> Path:
-    """Return the path of the tokenizer.json that `text` names, a file or a folder with one.
+    """Return the path of the tokenizer.json that --tokenizer names.
+
+    Args:
+        text: Path of the file, or of a folder that contains it.
 
     Raises:
         UserError: There is no such file.

@@ -19,7 +19,7 @@ from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 EOS = 256
 """The token that ends each document. Tokens below it are bytes of the text."""
 VOCAB_SIZE = 257
-# How many lengths are drawn in one call.
+# How many document lengths are drawn in one call.
 DRAWN_AT_A_TIME = 1024
 
 
@@ -33,10 +33,10 @@ def prepare_synthetic(
     overwrite: bool = False,
     documents: TextDocuments | None = None,
 ) -> StoreInfo:
-    """Write the store and return its description.
+    """Write a store with lengths of a family and real text, and return its description.
 
     Args:
-        prefix: Prefix of the store.
+        prefix: Path of the store's files without their suffixes.
         family: A name of `wlb.data.lengths.FAMILIES`, such as "wlb_paper".
         num_tokens: The store ends with the first document that brings it to this many tokens.
         window: The context window in tokens, which is also the longest document. Lengths scale with
@@ -76,7 +76,7 @@ def prepare_synthetic(
 
 
 def _lengths(family: str, window: int, seed: int) -> Iterator[int]:
-    """Yield lengths of a family without end. How many are used does not change them."""
+    """Yield document lengths of a family without end. Equal arguments give equal lengths."""
     for i in range(1 << 62):
         drawn = lengths_of_family(
             family, window=window, num_documents=DRAWN_AT_A_TIME, seed=seed * 1_000_003 + i
@@ -85,7 +85,7 @@ def _lengths(family: str, window: int, seed: int) -> Iterator[int]:
 
 
 def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
-    """Yield the bytes of one text after the other, starting over after the last one."""
+    """Yield the bytes of each document, again and again without end."""
     while True:
         found = False
         for row in range(len(documents.names)):
@@ -101,7 +101,12 @@ def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
 
 
 def _fill(out: IntArray, text: Iterator[IntArray]) -> None:
-    """Fill `out` with consecutive texts. The rest of the last text is discarded."""
+    """Fill `out` with as many texts as needed, cutting the last text.
+
+    Args:
+        out: Array to fill.
+        text: Yields the bytes of texts.
+    """
     done = 0
     while done < out.size:
         piece = next(text)[: out.size - done]

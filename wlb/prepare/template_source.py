@@ -1,7 +1,7 @@
-"""Examine and render a chat template: its variables, and the form in which it takes messages.
+"""Find out which variables and which form of messages a chat template takes, and render it.
 
-One character of each content and each reasoning can be replaced by a private-use character that
-occurs nowhere else (`FieldMarks`), so that a rendering shows where each of them is.
+In each content and each reasoning, one character can be replaced by a private-use character that
+occurs nowhere else (`FieldMarks`). The rendered text then shows where each of them is.
 """
 
 import json
@@ -17,16 +17,16 @@ from wlb.prepare.renderer import TemplateLimit, renderer
 from wlb.prepare.tool_calls import with_text_arguments
 
 MOST_SOURCE = 1 << 20
-"""The most characters of a template. Templates of models have some thousand."""
-# Code point of the mark of field 0, and the number of marks.
+"""The most characters of a template. Templates of models have a few thousand."""
+# Code point of the mark of field 0 (field i has the i-th one after it), and the number of marks.
 FIRST_MARK, MOST_MARKS = 0x100000, 0xFFF0
 RESERVED = re.compile("[\U00100000-\U0010ffff]")
-"""Characters that mark fields and generation blocks, which are Unicode's last private-use plane.
+"""Finds the characters that mark fields and generation blocks (Unicode's last private-use plane).
 
-Conversations and templates that contain one of them are refused.
+Conversations and templates that contain one of these characters are refused.
 """
 WHOLE = chr(FIRST_MARK + MOST_MARKS)
-"""The character that replaces a whole field in examples."""
+"""The character that replaces a whole content or reasoning in examples."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 _THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)</think>(.*)", re.DOTALL)
 _VISIBLE = re.compile(r"\S")
@@ -39,19 +39,20 @@ class FieldMarks:
     Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
 
     Args:
-        masked: Pattern of text in fields whose visible characters are replaced by "x" too.
+        masked: Visible characters of text in fields that matches this pattern become "x".
     """
 
     def __init__(self, masked: re.Pattern[str] | None = None) -> None:
         self._masked = masked
-        self.stripped: dict[int, str] = {}  # each marked field without white space around it
-        self.replaced: dict[int, str] = {}  # for each mark's code point, the character it replaced
+        self.stripped: dict[int, str] = {}  # marked text of each field, without space around it
+        self.replaced: dict[int, str] = {}  # character that a mark replaced, by its code point
 
     def mark(self, text: str, number: int) -> str:
-        """Return field `number` with its mark. A field of only white space gets no mark."""
+        """Return the text of field `number` with a mark. Text of only white space gets no mark."""
         if not text.strip():
             return text
-        # Mark a character before any tags at the end, because templates look for tags at both ends.
+        # Do not mark a character of tags at the end (such as </think>), because templates look for
+        # tags at both ends of the text.
         tags = _TAGS_AT_END.search(text)
         at = (tags.start() if tags and tags.start() else len(text.rstrip())) - 1
         self.replaced[FIRST_MARK + number] = text[at]
@@ -65,13 +66,13 @@ class FieldMarks:
 def prefix_of(
     upto: int, *, prompt: bool = False, then: Sequence[dict[str, Any]] = (), cut: str = ""
 ) -> dict[str, Any]:
-    """Describe a beginning of a conversation that `render_all` should render as well.
+    """Describe a beginning of a conversation, of which `render_all` returns the text's length.
 
     Args:
-        upto: How many messages of the conversation it has.
-        prompt: Whether a generation prompt follows.
-        then: Further messages behind these.
-        cut: Only the text before this string counts.
+        upto: How many messages of the conversation are rendered.
+        prompt: Whether a generation prompt follows them.
+        then: Other messages that follow them.
+        cut: If not "", only the text before this string counts.
     """
     return {"upto": upto, "prompt": prompt, "then": list(then), "cut": cut}
 
@@ -80,11 +81,12 @@ class TemplateSource:
     """A chat template with the values of its variables.
 
     Args:
-        source: The template in Jinja.
-        name: Its name, for messages.
+        source: The Jinja source of the template.
+        name: Name of the template for error messages.
         variables: Values of variables such as bos_token and date_string.
-        special_tokens: Texts that must each be one special token of the tokenizer.
-        start: Text with which renderings begin. "" means the value of bos_token, if there is one.
+        special_tokens: Texts of special tokens that the tokenizer must have.
+        start: Text with which every rendering begins. "" means the value of bos_token, if it is
+            given.
     """
 
     def __init__(
@@ -104,7 +106,11 @@ class TemplateSource:
 
     @cached_property
     def _examined(self) -> dict[str, Any]:
-        """What the render process says about the source; raises UserError if it is invalid."""
+        """The render process's answer about the source: its variables and generation blocks.
+
+        Raises:
+            UserError: The template is invalid, or a variable has no value.
+        """
         if len(self.source) > MOST_SOURCE:
             raise UserError(
                 f"chat template {self.name} has {len(self.source)} characters, but may have at "
@@ -152,8 +158,8 @@ class TemplateSource:
 
         Args:
             message: The message.
-            marks: The marks to put into its fields, and the number of the message.
-            whole: If not "", each field is replaced by this text instead.
+            marks: Marks to put into the content and reasoning, and the number of the message.
+            whole: If not "", it replaces the whole content and reasoning.
         """
 
         def field_of(text: str, which: int) -> str:
@@ -170,7 +176,7 @@ class TemplateSource:
             content = field_of(message.content, 1)
         made = self._of_role(message.role, content)
         if message.reasoning:
-            # Templates use three names for this key, so set all of them, as transformers does.
+            # Templates use different keys for reasoning, so set all three, as transformers does.
             made |= dict.fromkeys(REASONING_KEYS, field_of(message.reasoning, 0))
         made |= {"name": message.name} if message.name else {}
         made |= {"tool_call_id": message.call_id} if message.call_id else {}
@@ -188,7 +194,7 @@ class TemplateSource:
 
     @cached_property
     def _takes_content_parts(self) -> bool:
-        """Whether contents must be lists of parts, because the template refuses or drops text."""
+        """Whether contents must be lists of parts, because the template cannot take plain text."""
         said = (WHOLE, [{"type": "text", "text": WHOLE}])
         asked = [[{"role": "user", "content": content}] for content in said]
         text, parts = self._texts_of(asked)
@@ -198,7 +204,7 @@ class TemplateSource:
     def _takes_arguments_as_text(self) -> bool:
         """Whether arguments of tool calls must be JSON text.
 
-        They must if the template refuses objects, or writes them as Python's repr.
+        They must be text if the template refuses objects, or writes them as Python's repr.
         """
         function = {"name": "f", "arguments": {"wlb": "probe"}}
         calls = [{"type": "function", "function": function}]
@@ -216,7 +222,7 @@ class TemplateSource:
     def writes_reasoning(self) -> tuple[bool, bool]:
         """Whether the template writes reasoning.
 
-        The first value is about reasoning under a key such as reasoning_content, the second about
+        The first value is for reasoning under a key such as reasoning_content, the second value for
         <think>...</think> in front of the content.
         """
         answers = [
@@ -228,7 +234,7 @@ class TemplateSource:
         return WHOLE in under_key, WHOLE in in_tags
 
     def _texts_of(self, conversations: Sequence[list[dict[str, Any]]]) -> list[str]:
-        """Render conversations; "" stands for one that the template refuses."""
+        """Render conversations, and return their texts; "" if the template refuses one."""
         given = [{"messages": messages, "tools": None} for messages in conversations]
         texts, _ = self.render_all(given, may_fail=True)
         return [text or "" for text, _ in texts]
@@ -240,20 +246,21 @@ class TemplateSource:
         *,
         may_fail: bool = False,
     ) -> tuple[list[tuple[str | None, Any]], list[int | None]]:
-        """Render conversations, and beginnings of the last one, in the render process.
+        """Render conversations, and beginnings of the last conversation, in the render process.
 
         Args:
-            given: For each rendering, the variables "messages" and "tools".
+            given: For each conversation, the variables "messages" and "tools".
             prefixes: Beginnings of the last conversation, made by `prefix_of`.
-            may_fail: Whether renderings may fail.
+            may_fail: Whether the template may refuse conversations without an error.
 
         Returns:
-            For each rendering, its text and the spans of its generation blocks, or None and the
-            reason why it failed. For each prefix, the length of its text, or None if the last
-            conversation's text does not begin with it.
+            For each conversation, its text and the spans of its generation blocks, or None and the
+            reason why it cannot be rendered. For each prefix, the length of its text, or None if
+            the last conversation's text does not begin with it.
 
         Raises:
-            UserError: The first or the last rendering failed, and `may_fail` is not set.
+            UserError: The first or the last conversation cannot be rendered, and `may_fail` is
+                False.
         """
         # transformers always passes `documents`, so templates may test whether it is None.
         base = {**self.variables, "add_generation_prompt": False, "documents": None}

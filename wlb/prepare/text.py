@@ -19,7 +19,7 @@ from wlb.plan import UserError
 
 STDLIB = "stdlib"
 MOST_EXAMPLES = 3
-"""For each reason, the most files or records that a report names as examples."""
+"""The most skipped files or records that a report names as examples for each reason."""
 
 
 class Skip(StrEnum):
@@ -28,25 +28,25 @@ class Skip(StrEnum):
     EMPTY = "empty"
     UNREADABLE = "unreadable"
     NOT_UTF8 = "not_utf8"
-    HIDDEN = "hidden"
+    HIDDEN = "hidden"  # the name of the file starts with a dot
     BLANK_LINE = "blank_line"
     NOT_JSON = "not_json"
     NOT_AN_OBJECT = "not_an_object"
-    NO_TEXT = "no_text"
-    NOT_TEXT = "not_text"
-    SPECIAL_TOKEN = "special_token"
+    NO_TEXT = "no_text"  # the record has no key with text
+    NOT_TEXT = "not_text"  # the value under that key is no text that wlb can train
+    SPECIAL_TOKEN = "special_token"  # the text would become a special token
     NOT_A_CONVERSATION = "not_a_conversation"
-    NOT_RENDERED = "not_rendered"
-    UNTRAINED = "untrained"
+    NOT_RENDERED = "not_rendered"  # the chat template refuses the conversation
+    UNTRAINED = "untrained"  # no token of the conversation is trained
     TOO_LONG = "too_long"
 
 
 class TextDocuments(Protocol):
-    """A list of documents that are read one by one later."""
+    """A list of documents with their sizes. Their text is read later, one document at a time."""
 
     @property
     def description(self) -> str:
-        """What the documents are, for messages."""
+        """What the documents are, in words for error messages."""
         ...
 
     @property
@@ -61,11 +61,11 @@ class TextDocuments(Protocol):
 
     @property
     def skipped(self) -> Mapping[Skip, int]:
-        """Number of files that are not in the list, by reason."""
+        """Number of files that were skipped when the documents were listed, by reason."""
         ...
 
     def read(self, row: int) -> str | Skip:
-        """Return the text of document `row`, or the reason why it has none."""
+        """Return the text of document number `row`, or the reason why it has none."""
         ...
 
 
@@ -73,15 +73,15 @@ class TextDocuments(Protocol):
 class FileDocuments:
     """Text files under a folder, each of which is one document."""
 
-    description: str  # what they are, for messages
-    root: Path  # the folder
+    description: str  # what the files are, in words for error messages
+    root: Path  # the folder that contains the files
     names: tuple[str, ...]  # paths relative to `root`
-    sizes: tuple[int, ...]  # bytes
-    skipped: Mapping[Skip, int]  # number of files that are left out, by reason
+    sizes: tuple[int, ...]  # bytes of each file
+    skipped: Mapping[Skip, int]  # number of files that were skipped, by reason
     examples: tuple[str, ...] = ()  # the first paths that cannot be read, each with the reason
 
     def read(self, row: int) -> str | Skip:
-        """Return the text of file `row`, or the reason why it is not a document."""
+        """Return the text of file number `row`, or the reason why it is not a document."""
         try:
             data = (self.root / self.names[row]).read_bytes()
         except OSError:
@@ -98,7 +98,7 @@ def text_documents(corpus: str) -> FileDocuments:
 
 
 def stdlib_documents() -> FileDocuments:
-    """List the `.py` files of Python's standard library, with tests, without installed packages."""
+    """List the `.py` files of Python's standard library and its tests (no installed packages)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     without = {"site-packages", "dist-packages", "__pycache__"}
     about = "the Python standard library"
@@ -192,7 +192,7 @@ def size_of(path: Path) -> int:
 
 
 def reason_of(path: str | Path, error: OSError) -> str:
-    """Say in words why a path cannot be read, and where a broken link points."""
+    """Describe why a path cannot be read, and where it points if it is a broken link."""
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
         return f"a link to {os.readlink(path)}, which does not exist"
     return error.strerror or str(error)

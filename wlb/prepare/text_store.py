@@ -27,7 +27,7 @@ from wlb.prepare.request import Status, StoreReport, report_of
 from wlb.prepare.text import Skip, TextDocuments, describe_empty
 from wlb.prepare.tokenizer import sample_texts, train_bpe
 
-# Increase this when equal arguments give other stores, so that old stores are not reused.
+# Increase this when equal arguments give different stores, so that old stores are not reused.
 _FORMAT = 1
 _NUM_BYTES = 256
 _SHARD_BYTES = 1 << 22
@@ -46,14 +46,14 @@ def prepare(
     sample_bytes: int = 2_000_000,
     progress: Progress | None = None,
 ) -> StoreReport:
-    """Find or make the stores `<prefix>-train` and `<prefix>-heldout` and their tokenizer.
+    """Make the stores `<prefix>-train` and `<prefix>-heldout`, unless they exist already.
 
-    The tokenizer is a BPE in `<prefix>-tokenizer.json`.
+    Their tokenizer is a BPE in `<prefix>-tokenizer.json`.
 
     Args:
-        documents: The text.
+        documents: The text documents to encode.
         prefix: Path of the stores without the suffixes above.
-        vocab_size: Tokens of the BPE.
+        vocab_size: Vocabulary size of the BPE.
         heldout_fraction: Share of the documents that are held out.
         seed: Decides which documents are held out, and which text the BPE is trained on.
         sample_bytes: Bytes of text on which the BPE is trained.
@@ -110,9 +110,12 @@ def _paths(prefix: str | Path) -> tuple[str, str, Path]:
 
 
 def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> StoreReport | None:
-    """Return the report of the stores if they exist and were made from these inputs, else None.
+    """Return the report of the stores, or None if they must be made.
 
-    fingerprint: hash of the inputs and arguments.
+    Args:
+        documents: The text documents of which they are made.
+        prefix: Path of the stores without "-train" and "-heldout".
+        fingerprint: Hash of the inputs and arguments. Stores with another hash do not count.
     """
     *prefixes, tokenizer = _paths(prefix)
     try:
@@ -130,7 +133,7 @@ def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> Sto
 def _sample(
     documents: TextDocuments, heldout_fraction: float, seed: int, sample_bytes: int
 ) -> Iterator[str]:
-    """Yield texts of training documents until they have `sample_bytes`; the last one is cut."""
+    """Yield texts of training documents with `sample_bytes` in all; the last text is cut."""
     heldout = heldout_rows(documents.names, fraction=heldout_fraction, seed=seed)
     rows: IntArray = np.flatnonzero(~heldout)
 
@@ -152,7 +155,15 @@ def _write(
     fingerprint: str,
     progress: Progress | None,
 ) -> None:
-    """Encode the documents into parts and merge the parts into the two stores."""
+    """Encode the documents into parts, and merge the parts into the two stores.
+
+    Args:
+        documents: The text documents.
+        prefix: Path of the stores without "-train" and "-heldout".
+        job: Settings of the encoding.
+        fingerprint: Hash of the inputs and arguments, which the stores record.
+        progress: Called during encoding.
+    """
     *prefixes, tokenizer = _paths(prefix)
 
     def report(status: Status) -> None:

@@ -1,6 +1,6 @@
 """Provide the tokenizer of a preparation: copy a file, or train a BPE on a sample of the records.
 
-The sample has only training records, no held-out ones, and visits the shards in random order.
+The sample has only training records and no held-out records, and visits the shards in random order.
 """
 
 import re
@@ -37,29 +37,33 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MOST_WORD = 1000
-"""The longest word in characters on which a BPE is trained. Words of languages have below 100."""
-# Finds runs that are almost as long as MOST_WORD: of other characters than white space (a word may
-# have one space in front of it), or of white space. Python counts U+001C to U+001F as white space,
-# but the tokenizers library does not.
+"""The longest word in characters on which a BPE is trained.
+
+Words of languages are shorter than 100 characters.
+"""
+# Finds a run of at most MOST_WORD - 1 characters, either all white space or none white space. (One
+# less than MOST_WORD, because a word may have one space in front of it.) Python counts U+001C to
+# U+001F as white space, but the tokenizers library does not.
 _RUN = re.compile(rf"[\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTokenizer:
-    """The tokenizer of a preparation."""
+    """The tokenizer that `prepare_store` uses."""
 
-    path: str  # path of its file, "" for bytes
+    path: str  # path of the tokenizer.json, "" for bytes
     vocabulary: Vocabulary
-    checksum: str  # of the file
-    # Content of the tokenizer_config.json beside the file that was copied, empty if there is none.
+    checksum: str  # checksum of the tokenizer.json
+    # Content of the tokenizer_config.json beside the user's tokenizer.json, empty if there is none.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def prepare_tokenizer(
     options: PrepareOptions, choice: EncoderChoice, folder: Path, shards: Sequence[Shard]
 ) -> PreparedTokenizer:
-    """Write `folder`/tokenizer.json with all special tokens that are needed.
+    """Copy or train the tokenizer, and write it to `folder`/tokenizer.json.
 
+    Special tokens that the records need are added.
     A BPE that an interrupted call trained is reused.
 
     Args:
@@ -69,7 +73,7 @@ def prepare_tokenizer(
         shards: All shards, of which some text is read to train a BPE.
 
     Raises:
-        UserError: The tokenizer cannot be read, or lacks a special token and it cannot be added.
+        UserError: The tokenizer cannot be read, or lacks a special token that cannot be added.
     """
     if options.tokenizer == BYTES:
         return PreparedTokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
@@ -97,7 +101,7 @@ def _copied(source: Path, names: Sequence[str]) -> str:
     if names:
         from tokenizers import Tokenizer
 
-        # load_tokenizer checks the file. It changes settings, which the copy must not have.
+        # load_tokenizer checks the file, but changes settings. So load the file again for the copy.
         load_tokenizer(source)
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
@@ -108,7 +112,14 @@ def _copied(source: Path, names: Sequence[str]) -> str:
 def _trained(
     options: PrepareOptions, choice: EncoderChoice, shards: Sequence[Shard], names: Sequence[str]
 ) -> str:
-    """Train a BPE of `options.vocab_size` tokens, including the special tokens `names`."""
+    """Train a BPE of `options.vocab_size` tokens, and return its tokenizer.json.
+
+    Args:
+        options: Settings of the training, such as `sample_bytes`.
+        choice: The kind of records, which says what text they have.
+        shards: All shards, of which some text is read.
+        names: Special tokens to add, which count in `vocab_size`.
+    """
     size = options.vocab_size - len(names)
     if size <= 256:
         raise UserError(
@@ -146,7 +157,7 @@ def sample_texts(
     """Yield about `sample_bytes` of text from groups of texts, visited in random order.
 
     Args:
-        num_groups: Number of groups.
+        num_groups: Number of groups (such as shards).
         texts: Returns the texts of a group, given its number.
         seed: Seed of the order.
         sample_bytes: Bytes of text to return from all groups.
@@ -194,8 +205,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
 def cut_words(text: str) -> Iterator[str]:
     """Cut a text so that no word has more than MOST_WORD characters.
 
-    A text without longer words is one piece. A word of a byte-level BPE is a run of other
-    characters than white space, perhaps with one space in front, or a run of white space.
+    A text without longer words is returned whole. For a byte-level BPE, a word is a run of white
+    space, or a run of other characters with at most one space in front.
     """
     start = 0
     for found in _RUN.finditer(text):

@@ -1,8 +1,8 @@
 """Convert the tools and tool calls of a conversation to the JSON that chat templates take.
 
 A call becomes {"type": "function", "function": {"name", "arguments"}}, with an "id" if the record
-has one; arguments are an object. A key of a record whose value is null counts as absent, because
-rows of Parquet have all columns. In a string that contains JSON, null stays null.
+has one. The arguments are an object. A key whose value is null counts as absent, because rows of
+Parquet have all columns. But null inside a string of JSON stays null.
 """
 
 import json
@@ -18,7 +18,7 @@ def calls_text(value: object, name: str) -> str:
 
     Args:
         value: A list of calls, or JSON text of a call or of a list.
-        name: Name of the message, for messages.
+        name: Name of the message for error messages.
 
     Raises:
         UserError: `value` is anything else.
@@ -62,7 +62,7 @@ def json_text(value: object) -> str:
 
 
 def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return calls whose arguments are JSON text, for templates that take only that."""
+    """Return copies of tool calls in which the arguments are JSON text instead of objects."""
     return [
         {**call, "function": {**call["function"], "arguments": json_text(_arguments_of(call))}}
         for call in calls
@@ -70,7 +70,7 @@ def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_other_arguments(text: str) -> list[str]:
-    """Return, for each call in a JSON list of calls, the list with other arguments of that call."""
+    """Return variants of a JSON list of calls, in each of which one call has other arguments."""
     calls: list[dict[str, Any]] = json.loads(text)
     changed: list[str] = []
     for i, call in enumerate(calls):
@@ -102,7 +102,12 @@ def _call(value: object, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: object, what: str) -> object:
-    """Parse JSON text; of any other value, remove keys whose value is null."""
+    """Return the value that JSON text stands for, or another value without its null entries.
+
+    Args:
+        value: JSON text, or a value that is already parsed.
+        what: Name of the value for error messages.
+    """
     if not isinstance(value, str):
         return _without_nulls(value)
     return parse_json(value, f"{what} is text that", remedy="give its JSON", wide=True)

@@ -36,15 +36,16 @@ def encode_shards(
 ) -> Generator[PartSummary]:
     """Encode shards, and yield their summaries as they are finished, in any order.
 
-    A UserError stops all workers. If several shards fail, the error of the first one is raised.
-    Complete parts stay.
+    A UserError stops all workers. If several shards fail, the error of the first of them is raised.
+    Parts that are complete stay on disk, so that another call can resume.
 
     Args:
         job: Settings of all shards.
         shards: All shards.
         numbers: Numbers of the shards to encode.
         processes: Number of workers. With 1 the shards are encoded in this process.
-        in_threads: Whether workers are threads, which do not import the main module.
+        in_threads: Whether workers are threads, which unlike processes do not import the main
+            module.
 
     Raises:
         RuntimeError: A worker process died.
@@ -100,7 +101,7 @@ def _open_pool(
 def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
     """Return the error of the failed shard with the lowest number.
 
-    Shards start in order, so all shards before it have ended.
+    Workers take shards in order, so all shards with lower numbers have ended by then.
     """
     for future in sorted(futures, key=lambda f: futures[f]):
         if not future.cancelled() and (error := future.exception()) is not None:
@@ -108,8 +109,8 @@ def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
     raise AssertionError("no shard failed")
 
 
-# The job, the encoder and the stop event of this worker process. They are global because a pool's
-# initializer cannot hand them to the worker's calls in any other way.
+# The job, the encoder and the stop event of this worker process. They are global because there
+# is no other way to pass them from a pool's initializer to the functions that the worker runs.
 _worker: tuple[PartJob, RecordEncoder, Any] | None = None
 
 
@@ -122,7 +123,7 @@ def _start_worker(job: PartJob, stop: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent process to end, then end this one, even if the parent was killed."""
+    """End this process when its parent process ends, even if the parent is killed."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
