@@ -78,7 +78,7 @@ def test_models_that_keep_documents_apart(family: str, attention: str) -> None:
 def test_models_that_read_no_boundaries_are_refused(family: str) -> None:
     model = model_of(family)
     name, attention = type(model).__name__, model.config._attn_implementation
-    says = rf"^{name} \(attn_implementation = '{attention}'\) lets documents .* train it unpacked"
+    says = rf"^{name} \(attn_implementation = '{attention}'\) does not keep the documents .* train the model unpacked"
     with pytest.raises(UserError, match=says):
         check_documents_apart(model, batch_of(BalancedCollator.of_model(model)))
 
@@ -87,7 +87,7 @@ def test_models_that_read_no_boundaries_are_refused(family: str) -> None:
 def test_hybrid_models_are_told_of_boundaries_or_refused(family: str) -> None:
     """Transformers keeps documents apart with kernels alone, and says so if none is installed."""
     model = model_of(family)
-    says = r"takes cu_seq_lens_q, .*, seq_idx, which the collator leaves out: give PaddingFree"
+    says = r"pass cu_seq_lens_q, .*, seq_idx to its forward by PaddingFree"
     with pytest.raises(UserError, match=says):
         check_documents_apart(model, batch_of(PaddingFreeCollator()))
     batch = batch_of(BalancedCollator.of_model(model))
@@ -95,7 +95,7 @@ def test_hybrid_models_are_told_of_boundaries_or_refused(family: str) -> None:
     try:
         import causal_conv1d  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError:
-        with pytest.raises(UserError, match=r"failed on a packed row .*causal_conv1d"):
+        with pytest.raises(UserError, match=r"failed in wlb's test .*causal_conv1d"):
             check_documents_apart(model, batch)
 
 

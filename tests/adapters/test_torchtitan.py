@@ -147,9 +147,9 @@ def test_a_run_that_had_ended_goes_on_with_more_epochs(store: str) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"epochs": 2}, "epochs = 1 and cannot be resumed with 2"),
-        ({"s_max": 300}, "s_max = 384 and cannot be resumed with 300"),
-        ({"max_delay": 3}, "max_delay = 10 and cannot be resumed with 3"),
+        ({"epochs": 2}, "epochs = 1, which cannot be resumed with 2"),
+        ({"s_max": 300}, "s_max = 384, which cannot be resumed with 300"),
+        ({"max_delay": 3}, "max_delay = 10, which cannot be resumed with 3"),
     ],
 )
 def test_a_part_of_a_step_goes_on_as_it_was_planned(
@@ -194,12 +194,14 @@ def test_refusals(store: str) -> None:
         loader(store, micro_batches_per_step=0)
     with pytest.raises(ValueError, match="pad_to_multiple = 0"):
         loader(store, pad_to_multiple=0)
-    with pytest.raises(ValueError, match=r"of 2 rows of .*pipeline_parallel_microbatch_size = 1"):
+    with pytest.raises(
+        ValueError, match=r"local_batch_size = 2 .*pipeline_parallel_microbatch_size = 1"
+    ):
         BalancedDataLoader.Config(dataset_path=store, micro_batches_per_step=1).build(
             dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=8, local_batch_size=2
         )
     theirs = {"dp_rank_0": b"", "world_size": 1}
-    with pytest.raises(ValueError, match="from another dataloader"):
+    with pytest.raises(ValueError, match="another dataloader"):
         loader(store).load_state_dict(theirs)
 
 

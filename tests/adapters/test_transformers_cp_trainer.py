@@ -27,7 +27,7 @@ START: dict[str, Any] = {
         ({"average_tokens_across_devices": False}, "set average_tokens_across_devices=True"),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor = 0\.1; set it to 0"),
         ({"torch_compile": True}, "torch_compile, which is not tested; set torch_compile=False"),
-        ({}, "cp = 2 does not divide the number of processes, 1"),
+        ({}, "cp = 2 must divide the number of processes, which is 1"),
     ],
 )
 def test_options_of_a_trainer_that_do_not_go_with_cp(
@@ -54,7 +54,7 @@ def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
     for sizes, message in [
         (
             {"cp_size": 2},
-            "Balance's cp = 2 does not go with accelerate's cp_size = 2; leave cp_siz",
+            "cp = 2 of Balance does not work with accelerate's cp_size = 2; set cp_siz",
         ),
         ({"sp_size": 4}, "accelerate's sp_size = 4; leave sp_size at 1"),
         ({"tp_size": 2}, "accelerate's tp_size = 2; leave tp_size at 1"),

@@ -14,7 +14,7 @@ def test_what_is_there_is_taken() -> None:
 
 
 def test_a_missing_library_is_named_with_its_version() -> None:
-    message = r"needs no-such-library 3.1 or later, and none is installed: pip install 'no-such-"
+    message = r"needs no-such-library 3.1 or later, which is not installed: pip install 'no-such-"
     with pytest.raises(ImportError, match=message):
         require("numpy>=1.26", "no-such-library>=3.1")
 
@@ -58,4 +58,4 @@ import wlb.adapters.{module}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode
-    assert f"this adapter needs {library} or later, and none is installed" in done.stderr
+    assert f"this adapter needs {library} or later, which is not installed" in done.stderr

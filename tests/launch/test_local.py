@@ -168,7 +168,7 @@ def test_a_result_that_cannot_be_sent_is_an_error():
 def test_bad_calls_are_refused_before_any_rank_starts():
     with pytest.raises(ValueError, match="world_size = 0 must be at least 1"):
         run_local(_sum_of_ranks, 0)
-    with pytest.raises(ValueError, match="use a function at the top of a module"):
+    with pytest.raises(ValueError, match="give a function defined at the top of a module"):
         run_local(lambda world: None, 2)
 
 

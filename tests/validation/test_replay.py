@@ -187,14 +187,20 @@ SHAPE = (1, 2, 2, 1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"forward": np.zeros((2, 2))}, r"forward has shape \(2, 2\), not \[dp, n, num_stages, cp"),
+        (
+            {"forward": np.zeros((2, 2))},
+            r"forward has shape \(2, 2\), but must have shape \[dp, n, num_stages, cp",
+        ),
         (
             {"weight": np.zeros((1, 2, 3, 1))},
-            r"weight has shape \(1, 2, 3, 1\), forward has \(1, 2",
+            r"weight has shape \(1, 2, 3, 1\), but must have the shape of forward, \(1, 2",
         ),
-        ({"rows": np.array([[4, 4, 4]])}, r"rows has shape \(1, 3\), not \[dp, n\] = \(1, 2\)"),
-        ({"rows": np.array([[4, 0]])}, "rows holds 0"),
-        ({"rows": np.array([[4.0, 5.0]])}, r"rows holds 4\.0 \(float64\)"),
+        (
+            {"rows": np.array([[4, 4, 4]])},
+            r"rows has shape \(1, 3\), but must have shape \[dp, n\] = \(1, 2\)",
+        ),
+        ({"rows": np.array([[4, 0]])}, "smallest value of rows is 0"),
+        ({"rows": np.array([[4.0, 5.0]])}, r"smallest value of rows is 4\.0 \(float64\)"),
         ({"backward": np.full(SHAPE, -0.1)}, r"backward\[0, 0, 0, 0\] = -0\.1: .* at least 0"),
         ({"backward": np.full(SHAPE, np.nan)}, "= nan: a wait is a finite number"),
         ({"weight": np.full(SHAPE, np.inf)}, "= inf: a wait is a finite number"),
@@ -210,19 +216,25 @@ def test_bad_waits(change: dict[str, np.ndarray], message: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "pp", "v", "shapes", "message"),
     [
-        ("1f1b", 4, 1, [(1, 4, 2, 1)], "waits of 2 stages do not fit pp = 4 x virtual_stages = 1"),
-        ("1f1b", 2, 2, [(1, 4, 4, 1)], "virtual_stages = 2 with pp = 2 and schedule = 1f1b"),
-        ("interleaved_1f1b", 1, 2, [(1, 4, 2, 1)], "virtual_stages = 2 with pp = 1"),
+        ("1f1b", 4, 1, [(1, 4, 2, 1)], "waits of 2 stages do not fit pp x virtual_stages = 4 x 1"),
+        ("1f1b", 2, 2, [(1, 4, 4, 1)], "virtual_stages = 2 needs .* pp = 2 and schedule = 1f1b"),
+        ("interleaved_1f1b", 1, 2, [(1, 4, 2, 1)], "virtual_stages = 2 needs .* pp = 1"),
         ("interleaved_1f1b", 0, 1, [(1, 4, 2, 1)], "pp = 0 and virtual_stages = 1 must be at"),
-        ("1f1b", 4, 1, [(1, 3, 4, 1)], "step 0: 1f1b needs at least pp = 4 micro-batches per pipe"),
+        (
+            "1f1b",
+            4,
+            1,
+            [(1, 3, 4, 1)],
+            "step 0: the schedule 1f1b needs at least parallel.pp = 4 micro-batches per pipe",
+        ),
         (
             "interleaved_zero_bubble",
             2,
             1,
             [(1, 4, 2, 1), (1, 5, 2, 1)],
-            "step 1: 5 micro-batches per pipeline do not divide into 2 equal rounds over pp = 2",
+            "step 1: the number of micro-batches per pipeline, 5, does not divide into 2 equal",
         ),
-        ("1f1b", 2, 1, [(1, 4, 2, 1), (1, 4, 2, 2)], "dp = 1, cp = 2 and of dp = 1, cp = 1"),
+        ("1f1b", 2, 1, [(1, 4, 2, 1), (1, 4, 2, 2)], "dp = 1, cp = 2 and with dp = 1, cp = 1"),
     ],
 )
 def test_what_cannot_be_scheduled(

@@ -123,7 +123,10 @@ def test_the_simulator_on_waits(cp: int, dp: int) -> None:
 def test_more_processes_than_can_be_replayed_are_refused() -> None:
     ones = np.ones((5, 4, 4, 2))
     waits = StepWaits(forward=ones, backward=ones, weight=0 * ones, rows=np.ones((5, 4), np.int64))
-    with pytest.raises(ValueError, match=r"dp 5 x cp 2 x pp 4 takes 40 processes, but at most 32"):
+    with pytest.raises(
+        ValueError,
+        match=r"dp = 5, parallel.cp = 2 and parallel.pp = 4 needs 40 processes, but at most 32",
+    ):
         compare([waits], ["large"], PipelineSection(schedule=Schedule.ONE_F_ONE_B), pp=4)
 
 

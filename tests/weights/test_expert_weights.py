@@ -83,7 +83,7 @@ def test_one_expert_is_a_stack_too() -> None:
         (
             OLMOE,
             {"decoder_sparse_step": 2},
-            "an OLMoE has experts in every layer.*decoder_sparse_step = 2",
+            "decoder_sparse_step = 2.*OLMoE, which has experts in every layer",
         ),
         (QWEN, {"norm_topk_prob": 3}, "norm_topk_prob = 3 must be true or false"),
         (QWEN, {"num_local_experts": 4}, "num_experts = 3 contradicts num_local_experts = 4"),
@@ -124,14 +124,20 @@ def test_what_is_not_computed_is_refused(
         (replace(QWEN, experts=replace(EXPERTS, shared=1)), "model.experts.shared = 1"),
         (replace(QWEN, experts=replace(EXPERTS, scoring=Scoring.SIGMOID)), "scoring = sigmoid"),
         (replace(QWEN, experts=replace(EXPERTS, balance=ExpertBalance.BIAS)), "balance = bias"),
-        (replace(MIXTRAL, qkv_bias=True), "qkv_bias = true: no model .* has it beside experts"),
+        (replace(MIXTRAL, qkv_bias=True), "qkv_bias = true cannot be exported with experts"),
         (replace(MIXTRAL, experts=replace(EXPERTS, normalised=False)), "normalised = false"),
-        (replace(MIXTRAL, sliding_window=8), "Qwen3-MoE alone has windows"),
-        (replace(QWEN, sliding_window=8, full_every=2), "model.full_every = 2: no model"),
-        (replace(SPEC, qk_norm_rows=True), "qk_norm_rows = true without experts"),
+        (replace(MIXTRAL, sliding_window=8), "only Qwen3-MoE has windows"),
+        (
+            replace(QWEN, sliding_window=8, full_every=2),
+            "model.full_every = 2 cannot be exported with experts",
+        ),
+        (
+            replace(SPEC, qk_norm_rows=True),
+            "qk_norm_rows = true cannot be exported without experts",
+        ),
         (
             replace(MIXTRAL, experts=replace(EXPERTS, dense_layers=(0,))),
-            r"dense_layers = \[0\]: .* exported as Mixtral or OLMoE, which have experts",
+            r"dense_layers = \[0\]: .* Mixtral and OLMoE have experts",
         ),
     ],
 )

@@ -1,27 +1,28 @@
-"""Find which arguments of a model's forward say where the documents of a packed row begin."""
+"""Find which arguments a model's forward accepts for document boundaries in a packed row."""
 
 import inspect
 from typing import Any
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Offsets and longest length of the documents, for FlashAttention and for recurrent layers.
+"""Arguments for FlashAttention and recurrent layers: document offsets and the longest document.
 
-A model gets all four or none."""
+They are passed only together."""
 SEQ_IDX = "seq_idx"
-"""Index of each token's document, which short convolutions read."""
+"""Argument for short convolutions: for each token, the index of its document."""
 _WRAPPERS = {
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine",
 }  # fmt: skip
-"""Wrappers that keep the model in their attribute `module`.
+"""Class names of wrappers that store the model in the attribute `module`.
 
-They are compared by class name, because DeepSpeed may not be installed."""
+Names are compared instead of classes, because DeepSpeed may not be installed."""
 
 
 def boundary_keys(model: Any) -> tuple[str, ...]:
-    """Return the boundary arguments that the model's forward accepts, by name or by **kwargs.
+    """Return the arguments for document boundaries that a model's forward accepts.
 
-    Linear attention, recurrent layers and convolutions of transformers do not read position_ids.
-    Without these arguments they compute a packed row as one document. TRL passes all of them.
+    A forward with **kwargs accepts all of them. In transformers, linear attention, recurrent layers
+    and convolutions do not read position_ids. Without these arguments they treat a packed row as
+    one document. TRL passes all of them.
 
     Args:
         model: The model, which may be wrapped (see `unwrapped`).

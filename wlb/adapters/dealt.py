@@ -1,7 +1,7 @@
-"""A planner's steps as rows of a dataset: which rows make up each micro-batch of each rank.
+"""Convert a planner's steps to dataset rows: which rows are in each micro-batch of each rank.
 
-This is the form for samplers and schedulers, which address whole documents by their row in a
-dataset. It uses NumPy only.
+Samplers and schedulers need this form, because they refer to a document by its row in a dataset.
+Only NumPy is imported.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +16,15 @@ from wlb.planner import Planner
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DealtRows:
-    """All steps of a planner as dataset rows, assigned to data-parallel ranks.
+    """The dataset rows of every micro-batch of every step, for all data-parallel ranks.
 
-    Micro-batches follow each other in this order: within a step, the first micro-batch of every
+    The order of micro-batches: step after step; within a step, first the first micro-batch of every
     rank, then the second of every rank, and so on.
     """
 
-    rows: IntArray  # dataset rows of all micro-batches, one micro-batch after the other
-    offsets: IntArray  # where each micro-batch begins in `rows`, shape [num_steps * N + 1]
+    rows: IntArray  # indices of dataset rows, one micro-batch after the other
+    # Where each micro-batch begins in `rows`, and the end; shape [num_steps * N + 1].
+    offsets: IntArray
     num_ranks: int  # data-parallel ranks (dp)
     num_micro_batches: int  # N: micro-batches of a step on all ranks together
 
@@ -32,21 +33,22 @@ class DealtRows:
         """Plan all steps to the end of the data.
 
         Args:
-            planner: A planner whose data ends and whose documents are no longer than its window.
-            num_documents: Rows of the dataset.
+            planner: A planner whose data ends, with no document longer than its context window.
+            num_documents: Number of rows of the dataset.
 
         Raises:
             UserError: The data never ends (epochs = 0), or the planner cuts a document into pieces.
         """
         if getattr(planner.source, "epochs", 1) < 1:
             raise UserError(
-                "epochs = 0 repeats the data forever, so there is no last step; set epochs >= 1"
+                "epochs = 0 repeats the data without end, so the steps cannot all be planned; "
+                "set epochs to 1 or more"
             )
         return DealtSteps(planner, num_documents).all_rows()
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of all epochs."""
+        """Return the number of steps over all epochs."""
         return (self.offsets.size - 1) // self.num_micro_batches
 
     def step(self, step: int) -> Iterator[IntArray]:
@@ -56,32 +58,31 @@ class DealtRows:
             yield self.rows[self.offsets[i] : self.offsets[i + 1]]
 
     def work_ns(self, lengths: IntLike, cost: WorkloadModel) -> IntArray:
-        """Return the predicted work of each rank in each step, shape [num_steps, num_ranks].
+        """Return the predicted work of each rank in each step in ns, shape [num_steps, num_ranks].
 
         Args:
             lengths: Tokens of every row of the dataset.
-            cost: Workload model that prices the rows.
+            cost: Predicts the time of a row from its length.
         """
-        # Running sums turn each micro-batch's work into one difference.
+        # With running sums, the work of a micro-batch is the difference of two entries.
         each = np.concatenate([[0], np.cumsum(cost.workload_ns(lengths)[self.rows])])
         micro_batches = np.diff(each[self.offsets])
         return micro_batches.reshape(self.num_steps, -1, self.num_ranks).sum(1)
 
 
 class DealtSteps:
-    """The steps of a planner as dataset rows, planned on demand and kept.
+    """Plans each step when it is first requested, and stores its dataset rows.
 
-    Planning all steps at once would delay the first step of a run, and each resumption of it. So a
-    step is planned when it is first requested.
+    Planning all steps at once would delay the first step of a run, also when it resumes.
 
     Args:
-        planner: The planner. It must not cut documents.
-        num_documents: Rows of the dataset.
-        num_steps: Steps to plan at most; None means to the end of the data.
+        planner: The planner. No document may be longer than its context window.
+        num_documents: Number of rows of the dataset.
+        num_steps: Most steps to plan; None means all steps to the end of the data.
     """
 
     def __init__(self, planner: Planner, num_documents: int, num_steps: int | None = None) -> None:
-        # Nobody reads the comparison with the baseline, so do not compute it.
+        # Do not compute the comparison with the baseline loader, because it is not used here.
         self._planner = replace(planner, baseline=None)
         self._state = self._planner.start()
         self._ids = DocumentIds(num_documents=num_documents)
@@ -131,9 +132,9 @@ class DealtSteps:
             if pieces.start.any():
                 bad = int(self._ids.row(pieces.document)[pieces.start.argmax()])
                 raise UserError(
-                    f"document {bad} is longer than the context window and was cut into pieces, "
-                    f"but this loop trains whole rows; cut it in the dataset, or use a longer "
-                    f"context window"
+                    f"document {bad} was cut into pieces because it is longer than the context "
+                    "window, but this loop trains whole rows; truncate the document in the "
+                    "dataset, or raise the context window"
                 )
             made.append(self._ids.row(pieces.document))
         self._steps.append(made)
@@ -143,11 +144,11 @@ class DealtSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBalance:
-    """Balance of predicted work over ranks that wait for each other in every step."""
+    """How evenly predicted work is divided over ranks that wait for each other in every step."""
 
-    num_steps: int
-    imbalance: float  # slowest rank over mean rank, mean over the steps
-    worst: float  # slowest rank over mean rank in the worst step
+    num_steps: int  # number of steps that the figures below are computed from
+    imbalance: float  # work of the slowest rank over the mean of all ranks; mean over the steps
+    worst: float  # the same ratio in the worst step
     utilisation: float  # share of all ranks' predicted time in which they compute
 
     @classmethod
@@ -155,7 +156,7 @@ class RankBalance:
         """Compute the balance from predicted work.
 
         Args:
-            work_ns: Work of each rank in each step, shape [num_steps, num_ranks].
+            work_ns: Predicted work of each rank in each step, shape [num_steps, num_ranks].
         """
         slowest, mean = work_ns.max(1), work_ns.mean(1)
         ratio = slowest / mean
@@ -168,11 +169,11 @@ class RankBalance:
 
 
 def work_of(steps: Iterable[Sequence[Sequence[IntLike]]], cost: WorkloadModel) -> IntArray:
-    """Return the predicted work of given steps, shape [num_steps, num_ranks].
+    """Return the predicted work of each rank in each step in ns, shape [num_steps, num_ranks].
 
     Args:
         steps: `steps[i][rank]` holds the document lengths of each of the rank's micro-batches.
-        cost: Workload model that prices the documents.
+        cost: Predicts the time of a document from its length.
     """
     return np.array(
         [

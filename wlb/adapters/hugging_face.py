@@ -2,13 +2,14 @@
 
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
-The library's loop stays as it is. Its batches are replaced by padding-free rows of several
-documents. Packing balances their work over ranks and accumulation steps, and may delay long rows to
-a later step.
+The library's training loop is not changed, only its batches: each micro-batch is one padding-free
+row of several documents. Packing gives the micro-batches of a step nearly equal work, over ranks
+and gradient accumulation steps, and may delay long documents to a later step.
 
-The first training step begins with a probe, which refuses models that let documents of a row see
-each other. With `Balance(cp=2)`, two processes share each micro-batch. For your own loop, use
-`BalancedBatchSampler`, `BalancedCollator.of_model(model)` and `check_documents_apart`.
+The first training step begins with a test of whether the model keeps the documents of a row apart;
+if not, UserError is raised. With `Balance(cp=2)`, two processes share each micro-batch. For your
+own loop, use `BalancedBatchSampler`, `BalancedCollator.of_model(model)` and
+`check_documents_apart`.
 """
 
 import functools
@@ -38,22 +39,22 @@ from wlb.planner import LLAMA2_7B, Planner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Options of packing for a Trainer. They must be the same on all ranks.
+    """How dataset rows are packed into micro-batches; must be the same on all ranks.
 
-    Lengths are in tokens.
+    Each dataset row is one document. Lengths are in tokens.
     """
 
-    context_window: int  # typical length of a micro-batch, and longest row allowed
+    context_window: int  # mean length of micro-batches, and longest row allowed
     s_max: int | None = None  # longest micro-batch allowed; None means 1.5 context windows
-    # Most tokens of a step on all ranks. None means s_max for every micro-batch.
+    # Most tokens of a step on all ranks; None means s_max times the number of micro-batches.
     step_tokens: int | None = None
     max_delay: int = 10  # most steps that a row may be delayed
-    # Workload model. The default has LLaMA2-7B's ratio of attention to linear FLOPs;
-    # `wlb.workload_of` makes one for a measured GPU.
+    # Predicts the time of a document from its length. The default has LLaMA2-7B's ratio of
+    # attention FLOPs to other FLOPs; `wlb.workload_of` makes a model of a measured GPU.
     cost: WorkloadModel = LLAMA2_7B
     seed: int = 0  # seed of the shuffle
-    # Number of processes that share each micro-batch, which may then be cp times as long. It must
-    # divide the number of all processes.
+    # Context parallelism: how many processes share each micro-batch, which may then be cp times as
+    # long. It must divide the number of all processes.
     cp: int = 1
     strategy: str = "adaptive"  # sharding strategy, see `ContextSharder`; used only if cp > 1
     # Exchange of keys and values, see `ContextSharder`; used only if cp > 1.
@@ -62,7 +63,7 @@ class Balance:
     def planner(
         self, lengths: IntLike, *, num_ranks: int, accumulation_steps: int, epochs: int
     ) -> Planner:
-        """Return a planner over rows of these lengths.
+        """Return a planner that packs dataset rows of the given lengths.
 
         Args:
             lengths: Tokens of each dataset row.
@@ -73,7 +74,7 @@ class Balance:
         Raises:
             UserError: A row is longer than the context window.
         """
-        # Every field but `exchange` is a keyword argument of `Planner.for_lengths`.
+        # All fields except `exchange` are keyword arguments of `Planner.for_lengths`.
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "exchange"}
         return Planner.for_lengths(
             lengths,
@@ -94,25 +95,27 @@ class BalancedBatchSampler(Sampler[list[int]]):
     use `of_rank`. If Balance has cp > 1, each micro-batch is repeated cp times, for the consecutive
     processes that share it.
 
-    All epochs are planned as one stream. A row that is delayed at the end of an epoch is trained in
-    the next one, and every row is trained once per epoch overall. The Trainer wants epochs of equal
-    length, so an epoch has 1/epochs of all steps, rounded up. The last epochs may therefore be
-    short or empty, and a learning-rate schedule should have `num_steps` steps.
+    All epochs are planned as one stream of steps. A row that is delayed at the end of an epoch is
+    trained in the next epoch, and over the whole run every row is trained `epochs` times. The
+    Trainer requires epochs with equally many steps, so each has 1/epochs of all steps, rounded up.
+    The last epochs may therefore be short or empty. A learning-rate schedule should have
+    `num_steps` steps.
 
     Steps depend only on the lengths and the options. So a run resumes without saved state, by
-    skipping the batches that are done. Iterating past `epochs` raises IndexError.
+    skipping the batches that were trained. Iterating over more than `epochs` epochs raises
+    IndexError.
 
     Args:
         lengths: Tokens of each dataset row.
         balance: Options of packing.
-        num_ranks: Data-parallel ranks, which are the processes divided by cp.
+        num_ranks: Data-parallel ranks: the number of processes divided by cp.
         accumulation_steps: Micro-batches of a rank in each step.
         epochs: Times that the dataset is trained. Ignored if max_steps is given.
-        max_steps: Steps to train, over as many epochs as that takes. Steps are then planned one by
-            one, when their micro-batches are requested.
+        max_steps: Number of steps to train; the data is repeated as often as needed. Each step is
+            then planned only when its micro-batches are requested.
     """
 
-    # accelerate's BatchSamplerShard requires None where the sizes of batches vary.
+    # None tells accelerate's BatchSamplerShard that batches have different numbers of rows.
     batch_size = None
     drop_last = False
 
@@ -159,7 +162,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @functools.cached_property
     def dealt(self) -> DealtRows:
-        """Return all steps as rows. With max_steps, this plans every step that remains."""
+        """Return the dataset rows of all steps; plan the steps that are not planned yet."""
         return self._dealt_steps.all_rows()
 
     @property
@@ -173,11 +176,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of processes: data-parallel ranks times cp."""
+        """Return the number of processes, num_ranks * cp."""
         return self._num_ranks * self.balance.cp
 
     def __len__(self) -> int:
-        """Return the micro-batches of the chosen epoch on all processes."""
+        """Return the number of micro-batches of the chosen epoch, summed over all processes."""
         return len(self._steps()) * self._num_micro_batches * self.balance.cp
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -185,42 +188,43 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self.warn_of_empty_epochs()
         for step in self._steps():
             for rows in self._dealt_steps.step(step):
-                # One copy for each process of a CP group.
+                # All processes of a CP group get the same rows.
                 for _ in range(self.balance.cp):
                     yield rows.tolist()
 
     def of_rank(self, rank: int) -> "RankBatches":
-        """Return one process's micro-batches, for loops without accelerate."""
+        """Return a sampler of one process's micro-batches, for loops without accelerate."""
         return RankBatches(self, rank)
 
     def rank_balance(self) -> RankBalance:
-        """Return the predicted balance over all epochs."""
+        """Return how evenly predicted work is divided over data-parallel ranks, over all epochs."""
         return RankBalance.of(self.dealt.work_ns(self.lengths, self.balance.cost))
 
     def warn_of_empty_epochs(self) -> None:
-        """Warn if there are too few steps to give every epoch one."""
+        """Warn if there are fewer steps than epochs, so that the last epochs have no steps."""
         filled = ceil(self.num_steps / max(1, self.steps_per_epoch))
         if 0 < filled < self.epochs:
             warnings.warn(
-                f"{self.num_steps} steps make {filled} epochs of {self.steps_per_epoch} and leave "
-                f"none for the last {self.epochs - filled} of {self.epochs}: every row is still "
-                f"trained {self.epochs} times, but per-epoch actions run {filled} times only; for "
-                f"more steps use a shorter context_window or fewer accumulation steps",
+                f"the {self.num_steps} planned steps fill only {filled} of {self.epochs} epochs "
+                f"with {self.steps_per_epoch} steps each: every row is still trained "
+                f"{self.epochs} times, but actions at the end of an epoch run only {filled} "
+                "times; for more steps, use a shorter context_window or fewer "
+                "gradient_accumulation_steps",
                 stacklevel=2,
             )
 
     def _steps(self) -> range:
         if not 0 <= self.epoch < self.epochs:
             raise IndexError(
-                f"epoch {self.epoch} is not one of the {self.epochs} that were planned; give "
-                f"BalancedBatchSampler the number of epochs to train"
+                f"epoch {self.epoch} was not planned, because BalancedBatchSampler was made with "
+                f"{self.epochs} epochs; give it the number of epochs to train"
             )
         first = self.epoch * self.steps_per_epoch
         return range(first, min(first + self.steps_per_epoch, self.num_steps))
 
 
 class RankBatches(Sampler[list[int]]):
-    """Micro-batches of one process of a `BalancedBatchSampler`, whose epoch it shares.
+    """Batch sampler that yields one process's micro-batches of a `BalancedBatchSampler`.
 
     Args:
         batches: The sampler of all processes.
@@ -230,12 +234,13 @@ class RankBatches(Sampler[list[int]]):
     def __init__(self, batches: BalancedBatchSampler, rank: int) -> None:
         if not 0 <= rank < batches.num_processes:
             raise UserError(
-                f"rank = {rank} is not one of the {batches.num_processes} processes of the plan"
+                f"rank = {rank} must be between 0 and {batches.num_processes - 1}, because the "
+                f"sampler plans for {batches.num_processes} processes"
             )
         self.batches, self.rank = batches, rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the shared sampler."""
+        """Choose the epoch to iterate next, for the sampler of all processes."""
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -248,22 +253,25 @@ class RankBatches(Sampler[list[int]]):
 
 
 class BalancedTrainer(PlannedTrainer):
-    """Mixin that makes a Trainer train balanced batches; see `balanced`.
+    """Mixin that makes a transformers Trainer train balanced batches; see `balanced`.
 
-    Put it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. Before training, it raises
-    UserError for settings that would lose, repeat or mix rows, or train masked tokens: packed
-    datasets, loss masks outside of labels, streams, accelerate's dispatch_batches and
-    split_batches, ranks that share a sequence by other means than Balance's cp, losses that are not
-    a mean over the tokens of a step, and models that let documents see each other.
+    Put it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. It raises UserError for
+    settings with which rows would be lost, repeated or mixed, or masked tokens trained:
+
+    - datasets that are packed already or streamed, and loss masks other than labels;
+    - accelerate's dispatch_batches and split_batches;
+    - ranks that share a sequence by other means than Balance's cp;
+    - losses that are not a mean over the tokens of a step;
+    - models that do not keep the documents of a row apart.
 
     Args:
         balance: Options of packing.
-        *args: Of the Trainer.
-        **kwargs: Of the Trainer and of `PlannedTrainer`.
+        *args: Arguments of the Trainer.
+        **kwargs: Arguments of the Trainer and of `PlannedTrainer`.
     """
 
     balanced_batches: BalancedBatchSampler  # set by `get_train_dataloader`
-    context: ContextParallel | None  # None if Balance has cp = 1
+    context: ContextParallel | None  # context parallelism; None if Balance.cp is 1
 
     def __init__(self, *args: Any, balance: Balance, **kwargs: Any) -> None:
         self.balance = balance
@@ -274,8 +282,8 @@ class BalancedTrainer(PlannedTrainer):
             names = ("cp", "strategy", "exchange", "cost")
             options = {name: getattr(balance, name) for name in names}
             self.context = context_of_trainer(self, **options)
-            # CP's attention reads document boundaries from the plan, and only model families with
-            # a test are accepted. So no probe is needed.
+            # No probe is needed: attention over CP ranks reads document boundaries from the plan,
+            # and only tested model families are accepted.
             self._is_to_be_checked = False
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
@@ -283,9 +291,9 @@ class BalancedTrainer(PlannedTrainer):
         args, collator = self.args, self._collator()
         if args.auto_find_batch_size:
             raise UserError(
-                "auto_find_batch_size = True lowers per_device_train_batch_size when memory runs "
-                "out, but that does not make balanced micro-batches smaller; set it to False, and "
-                "lower Balance's context_window or s_max"
+                "auto_find_batch_size = True cannot make balanced micro-batches smaller, because "
+                "it only lowers per_device_train_batch_size; set auto_find_batch_size = False, "
+                "and lower context_window or s_max of Balance"
             )
         rows, num_ranks = self._rows(collator), self._num_ranks(cp=self.balance.cp)
         batches = BalancedBatchSampler(
@@ -304,10 +312,10 @@ class BalancedTrainer(PlannedTrainer):
         return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return the Trainer's values, with the schedule limited to the planned steps.
+        """Return the Trainer's values with max_steps limited to the number of planned steps.
 
-        The Trainer computes its last value, the steps of the learning-rate schedule, from the
-        number of batches in an epoch, and would count steps that do not exist.
+        max_steps is the last value and the length of the learning-rate schedule. The Trainer
+        computes it as steps per epoch times epochs, but the last epochs may be short or empty.
         """
         theirs = cast(Any, super())
         *values, max_steps = theirs.set_initial_training_values(args, dataloader)
@@ -321,26 +329,26 @@ def balanced(trainer: type[Any]) -> type[Any]:
 
 
 def _check_rows(lengths: IntArray, balance: Balance) -> None:
-    """Raise UserError for rows that cannot be trained whole."""
+    """Raise UserError if there are no rows, an empty row, or a row that is too long."""
     if not lengths.size:
-        raise UserError("train_dataset has no rows; give one that has some")
+        raise UserError("train_dataset has no rows; give a dataset with at least one row")
     if int(lengths.min()) < 1:
         empty = np.flatnonzero(lengths < 1)
         raise UserError(
-            f"{empty.size} rows of train_dataset have no tokens, the first is row {empty[0]}; "
-            f'remove them: train_dataset.filter(lambda row: len(row["input_ids"]) > 0)'
+            f"{empty.size} rows of train_dataset have no tokens (the first is row {empty[0]}); "
+            'remove these rows: train_dataset.filter(lambda row: len(row["input_ids"]) > 0)'
         )
     if int(lengths.max()) > balance.context_window:
         row = int(lengths.argmax())
         raise UserError(
-            f"row {row} of train_dataset has {lengths[row]} tokens, more than Balance's "
-            f"context_window = {balance.context_window}; raise it, or truncate rows (max_length of "
-            f"the tokenizer, or of SFTConfig)"
+            f"row {row} of train_dataset has {lengths[row]} tokens, more than context_window = "
+            f"{balance.context_window} of Balance; raise context_window, or truncate rows "
+            "(max_length of the tokenizer or of SFTConfig)"
         )
 
 
 def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> None:
-    """Raise UserError for limits that no step could satisfy; name the options to change."""
+    """Raise UserError for options with which some row could never be trained."""
     check_at_least("number of processes", num_ranks, 1)
     check_at_least("gradient_accumulation_steps", accumulation_steps, 1)
     check_at_least("context_window of Balance", balance.context_window, 1)
@@ -348,15 +356,14 @@ def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> N
     window = balance.context_window
     if balance.s_max is not None and balance.s_max < window:
         raise UserError(
-            f"Balance's s_max = {balance.s_max} is below its context_window = {window}, so a row "
-            f"that fills it could never be placed; raise s_max"
+            f"s_max = {balance.s_max} of Balance must be at least context_window = {window}, "
+            "because a row of context_window tokens must fit into a micro-batch; raise s_max"
         )
     tokens_read = num_ranks * accumulation_steps * window
     if balance.step_tokens is not None and balance.step_tokens <= tokens_read:
         raise UserError(
-            f"Balance's step_tokens = {balance.step_tokens} is not more than the "
-            f"{tokens_read} tokens that are read for each step ({num_ranks} processes x "
-            f"gradient_accumulation_steps = {accumulation_steps} x context_window = {window}), so "
-            f"rows that were delayed could never be trained; raise step_tokens or lower "
-            f"gradient_accumulation_steps"
+            f"step_tokens = {balance.step_tokens} of Balance must be more than the {tokens_read} "
+            f"tokens that each step reads ({num_ranks} processes x gradient_accumulation_steps = "
+            f"{accumulation_steps} x context_window = {window}), so that delayed rows can be "
+            "trained; raise step_tokens or lower gradient_accumulation_steps"
         )

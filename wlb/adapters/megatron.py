@@ -1,11 +1,16 @@
-"""Packed (THD) micro-batches from a planner's steps, and a balanced scheduler, for Megatron-Core.
+"""Balanced packed (THD) micro-batches for Megatron-Core, in three levels of integration.
 
     steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp, config=config)
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
-`next` returns what Megatron's `wrap_data_iterator` returns. Every rank plans the same steps, so
-ranks gather no lengths and send no samples. Transformer Engine (TE) shards every document over CP
-ranks by its own rule, head and tail; wlb balances only micro-batches and data-parallel ranks here.
+`PackedSteps` plans the micro-batches; `next` returns what Megatron's `wrap_data_iterator` returns.
+Every rank plans the same steps, so ranks need not exchange lengths or samples. `PlannedP2P` takes
+the shapes of pipeline messages from the plan. `BalancedScheduler` is for loops that keep Megatron's
+own sampling.
+
+Transformer Engine (TE) divides each document over CP ranks by its own rule: every rank gets one
+chunk from the first half and the mirrored chunk from the second half. So wlb balances only
+micro-batches and data-parallel ranks here.
 """
 
 import itertools
@@ -36,29 +41,33 @@ Shape = tuple[int, int, int]
 
 
 def check_loss(config: ModelParallelConfig) -> None:
-    """Raise UserError where Megatron would average the losses of micro-batches.
+    """Raise UserError if Megatron would average the losses of micro-batches.
 
-    Balanced micro-batches have different numbers of tokens, so their average would weigh tokens
-    unequally.
+    Balanced micro-batches have different numbers of tokens, so tokens of short micro-batches would
+    weigh more.
+
+    Args:
+        config: Megatron's configuration; `calculate_per_token_loss` must be True.
     """
     if getattr(config, "calculate_per_token_loss", None) is False:
         raise UserError(
-            "config.calculate_per_token_loss = False divides each micro-batch's loss by that "
-            "micro-batch's tokens, so tokens of short micro-batches would weigh more; set it to "
-            "True (--calculate-per-token-loss) and let loss_func return (sum of losses, tokens, "
-            "report)"
+            "config.calculate_per_token_loss = False divides the loss of each micro-batch by its "
+            "own number of tokens, so tokens of short micro-batches would weigh more; set "
+            "calculate_per_token_loss to True (--calculate-per-token-loss) and let loss_func "
+            "return (sum of losses, tokens, report)"
         )
 
 
 def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
-    """Return the padded length of each document, a multiple of 2 x cp (of 1 for cp = 1).
+    """Return the padded length of each document, a multiple of 2 x cp (no padding for cp = 1).
 
-    The last document gets more padding, so that each rank's rows are a multiple of tp.
+    TE divides each document into 2 x cp equal chunks. The last document gets more padding, so that
+    the tokens of each CP rank can be divided by tp.
 
     Args:
         lengths: Tokens of each document, shape [num_documents].
         cp: Context-parallel ranks.
-        tp: Tensor-parallel ranks, which divide the rows where sequence parallelism is on.
+        tp: Tensor-parallel ranks, among which sequence parallelism divides a CP rank's tokens.
     """
     multiple = 2 * cp if cp > 1 else 1
     out = -(-lengths // multiple) * multiple
@@ -70,21 +79,22 @@ def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
 def thd_batch(
     micro_batch: MicroBatch, reader: TokenReader, *, cp: int, tp: int = 1, pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """Return a micro-batch for all CP ranks, with the keys of Megatron's packed batches.
+    """Return a whole micro-batch, before it is divided over CP ranks, as a Megatron packed batch.
 
-    T counts padding. An empty micro-batch becomes one document of padding.
+    T is the number of tokens with padding. An empty micro-batch becomes one document of padding.
 
     Args:
-        micro_batch: The documents.
-        reader: Reads tokens and labels.
-        cp: Context-parallel ranks, which decide the padding.
-        tp: Tensor-parallel ranks, which decide the padding as well.
-        pad_token_id: Token of the padding.
+        micro_batch: The micro-batch of the plan.
+        reader: Reads the documents' tokens and labels.
+        cp: Context-parallel ranks; lengths are padded for them (`padded_lengths`).
+        tp: Tensor-parallel ranks; lengths are padded for them as well.
+        pad_token_id: Token that is used as padding.
 
     Returns:
         tokens, labels, position_ids: int64 [1, T].
         loss_mask: float32 [1, T], 0 on padding and on tokens that are not trained.
-        cu_seqlens, cu_seqlens_padded: int32 [num_documents + 1], without and with padding.
+        cu_seqlens, cu_seqlens_padded: int32 [num_documents + 1], document offsets without and with
+        padding.
         max_seqlen: int32 [1], the longest document with its padding.
     """
     flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
@@ -112,14 +122,15 @@ def thd_batch(
 
 
 def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
-    """Return the rows of a CP rank: chunks `rank` and 2 * cp - 1 - rank of every document.
+    """Return the indices of the tokens that a CP rank computes.
 
-    TE's `thd_get_partitioned_indices` gives the same rows.
+    Each document has 2 * cp equal chunks; a rank gets the chunks `rank` and 2 * cp - 1 - rank. TE's
+    `thd_get_partitioned_indices` returns the same indices.
 
     Args:
         cu_seqlens_padded: Offsets of the documents with padding, shape [num_documents + 1].
         cp: Context-parallel ranks.
-        rank: This rank among them.
+        rank: Rank within the CP group.
     """
     starts, lengths = cu_seqlens_padded[:-1], np.diff(cu_seqlens_padded)
     if cp == 1:
@@ -130,9 +141,14 @@ def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
 
 
 def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Tensor]:
-    """Return the batch with only the rows of a CP rank.
+    """Return the part of a whole micro-batch that one CP rank computes.
 
     cu_seqlens still describe whole documents, as TE expects.
+
+    Args:
+        batch: The whole micro-batch, from `thd_batch`.
+        cp: Context-parallel ranks.
+        rank: Rank within the CP group.
     """
     starts = batch["cu_seqlens_padded"].numpy().astype(np.int64)
     rows = torch.from_numpy(cp_rows(starts, cp=cp, rank=rank))
@@ -141,7 +157,13 @@ def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Ten
 
 
 def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
-    """Return Megatron's parameters of attention and RoPE for THD; equal on all CP ranks."""
+    """Return Megatron's description of the packed documents for attention and RoPE.
+
+    It is the same on all CP ranks.
+
+    Args:
+        batch: A batch from `thd_batch` or `on_cp_rank`.
+    """
     longest = int(batch["max_seqlen"])
     return PackedSeqParams(
         qkv_format="thd",
@@ -155,21 +177,23 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
 
 
 class PackedSteps(PlannedRank):
-    """One data-parallel rank's micro-batches of each global step.
+    """Plans every step and returns this data-parallel rank's micro-batches of it.
 
-    The saved state is the planner's and equal on all ranks, so a run resumes exactly on any number
-    of ranks.
+    `state_dict` is equal on all ranks and does not depend on their number, so a run can resume
+    exactly on any number of ranks.
 
     Args:
-        planner: A planner with dp = the data-parallel ranks, and cp = 1 because TE shards.
+        planner: A planner with dp = the number of data-parallel ranks. Its cp must be 1, because TE
+            divides documents over CP ranks, not the planner.
         reader: Reads tokens and labels.
         dp_rank: This data-parallel rank.
         cp: Context-parallel ranks.
         tp: Tensor-parallel ranks.
-        pad_token_id: Token of the padding.
-        config: Megatron's. If given, `calculate_per_token_loss` must be True, because micro-batches
-            have different numbers of tokens and Megatron's default weighs them equally. `loss_func`
-            then returns (sum of losses, tokens, report).
+        pad_token_id: Token that is used as padding.
+        config: Megatron's configuration, which is only checked: `calculate_per_token_loss` must be
+            True, because micro-batches have different numbers of tokens and Megatron's default
+            weighs micro-batches equally. `loss_func` must then return (sum of losses, tokens,
+            report).
     """
 
     def __init__(
@@ -187,22 +211,23 @@ class PackedSteps(PlannedRank):
             check_loss(config)
         super().__init__(planner, dp_rank)
         self.reader, self.cp, self.tp, self.pad_token_id = reader, cp, tp, pad_token_id
-        # The step of the last `next`, whose shapes `shapes` gives.
+        # The step that `next` returned most recently; `shapes` describes it.
         self._plan = cast(StepPlan | None, None)
 
     def next(self) -> tuple[Iterator[dict[str, Tensor]], int, float, float]:
         """Return the next step's micro-batches of this rank.
 
         Returns:
-            An iterator over THD batches in execution order, their number, the tokens of the step on
-            all ranks, and the sum of squared document lengths, from which Megatron computes FLOPs.
+            An iterator over this rank's THD batches in execution order; their number; the number of
+            tokens of the step on all ranks; and the sum of squared document lengths on all ranks,
+            from which Megatron computes attention FLOPs.
 
         Raises:
             StopIteration: The data has ended.
         """
         plan = self.planner.next(self._state)
         if plan is None:
-            raise StopIteration("the planner's data has ended; give it more epochs")
+            raise StopIteration("the planner's data has ended; set more epochs to train longer")
         self._plan, self._state = plan, plan.state
         lengths = plan.packing.pieces.length.astype(np.float64)
         batches = (
@@ -212,17 +237,22 @@ class PackedSteps(PlannedRank):
         return batches, plan.pipelines.shape[1], float(lengths.sum()), float((lengths**2).sum())
 
     def shapes(self, *, hidden_size: int, sequence_parallel: bool = False) -> list[Shape]:
-        """Return the activations' shapes between stages in the last step, for `PlannedP2P.begin`.
+        """Return the shapes of pipeline activations in the step that `next` returned most recently.
+
+        Pass them to `PlannedP2P.begin`.
 
         Args:
             hidden_size: Width of the activations.
-            sequence_parallel: Whether TP ranks divide the rows.
+            sequence_parallel: Whether tokens are divided over TP ranks.
 
         Returns:
-            One [rows, 1, hidden_size] per micro-batch, in execution order.
+            For each micro-batch of this rank, in execution order: (tokens of one rank, 1,
+            hidden_size).
         """
         if self._plan is None:
-            raise RuntimeError("there is no step to give shapes of; call next first")
+            raise RuntimeError(
+                "no step was planned yet, so there are no shapes; call next before shapes"
+            )
         parts = self.cp * (self.tp if sequence_parallel else 1)
         out: list[Shape] = []
         for m in micro_batches_of(self._plan, self.dp_rank):
@@ -233,19 +263,20 @@ class PackedSteps(PlannedRank):
 
 
 class PlannedP2P(P2PCommunicator):
-    """Megatron's pipeline communicator that takes receive shapes from the plan.
+    """Megatron's pipeline communicator, changed to take the shapes of messages from the plan.
 
-    Ranks do not exchange shapes, which saves a round trip per message. It is for 1F1B without
-    virtual stages and with `config.variable_seq_lengths = True`. Call `begin` before every
-    forward-backward with the shapes of all its micro-batches. Receiving more raises RuntimeError at
-    once; receiving fewer raises it in the next `begin`.
+    Stages then need not send shapes to each other, which saves a round trip per message. It
+    requires 1F1B without virtual stages and `config.variable_seq_lengths = True`. Call `begin`
+    before every forward-backward with the shapes of all its micro-batches. If more micro-batches
+    are received than announced, RuntimeError is raised at once; if fewer are received, the next
+    `begin` raises it.
     """
 
     _shapes: Sequence[Shape] = ()
-    _num_received: Sequence[int] = (0, 0)  # micro-batches received so far: forward, backward
+    _num_received: Sequence[int] = (0, 0)  # micro-batches received in forward and in backward
 
     def begin(self, shapes: Sequence[Shape]) -> None:
-        """Announce the next forward-backward.
+        """Announce the micro-batches of the next forward-backward.
 
         Args:
             shapes: Activation shape of each of this pipeline's micro-batches, in execution order.
@@ -253,62 +284,67 @@ class PlannedP2P(P2PCommunicator):
         check_loss(self.config)
         if not self.config.variable_seq_lengths:
             raise UserError(
-                "config.variable_seq_lengths = False assumes that every micro-batch has seq_length "
-                "tokens; set it to True"
+                "config.variable_seq_lengths = False makes Megatron expect seq_length tokens in "
+                "every micro-batch, but balanced micro-batches have different numbers; set "
+                "variable_seq_lengths to True"
             )
         if self.virtual_pipeline_model_parallel_size is not None:
             raise UserError(
-                f"virtual_pipeline_model_parallel_size = "
-                f"{self.virtual_pipeline_model_parallel_size}: stages receive in another order; "
-                f"use Megatron's P2PCommunicator, which exchanges shapes"
+                "virtual_pipeline_model_parallel_size = "
+                f"{self.virtual_pipeline_model_parallel_size} is not supported by PlannedP2P, "
+                "which expects the order of 1F1B without virtual stages; use Megatron's "
+                "P2PCommunicator, which exchanges shapes"
             )
         for received in self._num_received:
             if 0 < received < len(self._shapes):
                 raise RuntimeError(
-                    f"only {received} of the last step's {len(self._shapes)} micro-batches were "
-                    f"received; give PlannedP2P.begin the shapes of the micro-batches that run"
+                    f"only {received} of the previous step's {len(self._shapes)} micro-batches "
+                    "were received; give PlannedP2P.begin exactly the shapes of the "
+                    "micro-batches that run"
                 )
         self._shapes, self._num_received = list(shapes), [0, 0]
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Return the shapes to receive forward and backward; [0, 0, 0] where nothing is received.
+        """Return the shapes of the next activation and the next gradient to receive.
 
-        This replaces Megatron's exchange of shapes between neighbouring stages.
+        A shape is [0, 0, 0] if nothing is received in that direction. This overrides Megatron's
+        method, which exchanges shapes with the neighbouring stages.
         """
         return self._known(0, receives=recv_prev), self._known(1, receives=recv_next)
 
     def _known(self, direction: int, *, receives: bool) -> list[int]:
-        """Return the next shape to receive.
+        """Return the shape of the next message in one direction.
 
         Args:
-            direction: 0 for forward, 1 for backward.
-            receives: Whether anything is received.
+            direction: 0 for forward (activations), 1 for backward (gradients).
+            receives: Whether a message is received; otherwise the shape is [0, 0, 0].
         """
         if not receives:
             return [0, 0, 0]
         at = self._num_received[direction]
         if at >= len(self._shapes):
             raise RuntimeError(
-                "more micro-batches are received than PlannedP2P.begin got shapes for; call it "
-                "before every forward-backward with the shapes of all its micro-batches"
+                "more micro-batches were received than PlannedP2P.begin got shapes for; call "
+                "begin before every forward-backward with the shapes of all its micro-batches"
             )
         self._num_received = [n + (i == direction) for i, n in enumerate(self._num_received)]
         return list(self._shapes[at])
 
 
 class BalancedScheduler:
-    """Drop-in replacement for Megatron's schedulers of packed samples that balances work.
+    """Replaces Megatron's schedulers of packed samples; balances work instead of tokens.
 
-    It is for loops that keep Megatron's sampling and must train each step's samples in that step.
-    As it delays no sample, one that has more work than a rank's share makes the other ranks wait.
+    Use it if Megatron's sampling must stay as it is, so that each step trains exactly its samples.
+    It cannot delay a sample to a later step. So if one sample has more work than the mean of all
+    ranks, the other ranks wait for it.
 
     Args:
         dp: Data-parallel ranks.
         cp: Context-parallel ranks.
-        max_tokens: Most tokens of a micro-batch over all its CP ranks.
-        cost: Workload model that prices the samples.
+        max_tokens: Most tokens of a micro-batch, counted over all its CP ranks.
+        cost: Predicts the time of a sample from its length.
     """
 
     def __init__(
@@ -319,15 +355,17 @@ class BalancedScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> Any:
-        """Divide the samples of a step into micro-batches; there are as few as balance allows.
+        """Divide the samples of a step into micro-batches, as few as max_tokens allows.
 
         Args:
             sample_id_seqlens: Id and tokens of each sample of the step.
-            config: Megatron-Core 0.16 passes its configuration, and expects the groups twice.
+            config: Megatron's configuration, which Megatron-Core 0.16 passes. If it is given, the
+                result is the groups twice, as that version expects.
 
         Returns:
-            groups[i][r]: ids of the samples of rank r (of dp x cp) in its i-th micro-batch, never
-            empty. Ranks of a CP group have the same samples. With a config: (groups, groups).
+            groups, where groups[i][r] lists the ids of the samples (at least one) in the i-th
+            micro-batch of rank r; r counts all dp x cp ranks. Ranks of a CP group have the same
+            samples. If `config` is given, the result is (groups, groups).
 
         Raises:
             UserError: A sample is longer than max_tokens, or there are fewer samples than
@@ -337,8 +375,8 @@ class BalancedScheduler:
         if lengths.size and lengths.max() > self.max_tokens:
             bad = int(lengths.argmax())
             raise UserError(
-                f"sample {ids[bad]} has {lengths[bad]} tokens, more than a micro-batch may have "
-                f"(max_tokens = {self.max_tokens}); cut the sample or raise max_tokens"
+                f"sample {ids[bad]} has {lengths[bad]} tokens, more than max_tokens = "
+                f"{self.max_tokens} of a micro-batch; truncate the sample or raise max_tokens"
             )
         work = self.cost.workload_ns(lengths).tolist()
         parts = self._parts(lengths.tolist(), work)
@@ -350,10 +388,17 @@ class BalancedScheduler:
         return groups if config is None else (groups, groups)
 
     def _parts(self, lengths: list[int], work: list[int]) -> list[list[list[int]]]:
-        """Return indices into `lengths` by rank and micro-batch, with as few micro-batches as fit.
+        """Return the samples of each micro-batch of each rank, in as few micro-batches as possible.
 
-        Samples are balanced over ranks first and within a rank second, because ranks wait for each
-        other once per step.
+        Samples are balanced over ranks first and then within each rank, because data-parallel ranks
+        wait for each other only once per step.
+
+        Args:
+            lengths: Tokens of each sample.
+            work: Predicted time of each sample.
+
+        Returns:
+            parts[rank][i]: indices into `lengths` of the rank's i-th micro-batch.
         """
         every = list(range(len(lengths)))
         fewest = -(-sum(lengths) // (self.max_tokens * self.dp))
@@ -370,19 +415,20 @@ class BalancedScheduler:
 def spread(
     members: Sequence[int], lengths: list[int], work: list[int], *, num: int, most: int
 ) -> list[list[int]] | None:
-    """Place samples in bins of at most `most` tokens with nearly equal work.
+    """Divide samples into `num` bins of nearly equal work and at most `most` tokens each.
 
-    Algorithm 1's greedy placement, then exchanges between bins.
+    First the greedy placement of the paper's Algorithm 1 (longest sample first, into the bin with
+    least work), then swaps of samples between bins.
 
     Args:
         members: Indices of the samples to place.
-        lengths: Tokens of all samples.
-        work: Predicted time of all samples.
+        lengths: Tokens of each sample, also of samples that are not placed.
+        work: Predicted time of each of these samples.
         num: Number of bins.
         most: Most tokens of a bin.
 
     Returns:
-        Indices of samples by bin; None if a sample fits into no bin.
+        Indices of the samples in each bin; None if the samples do not fit.
     """
     order = sorted(members, key=lambda i: (-work[i], i))
     tokens, costs = [lengths[i] for i in order], [work[i] for i in order]
@@ -394,11 +440,22 @@ def spread(
 
 
 def fill_empty(parts: list[list[int]], work: list[int]) -> None:
-    """Move the lightest sample of the fullest part into each empty part, in place."""
+    """Fill each empty micro-batch with a sample of the one that has most samples, in place.
+
+    The sample with least work is moved.
+
+    Args:
+        parts: Indices of the samples of each micro-batch.
+        work: Predicted time of each sample.
+
+    Raises:
+        UserError: There are fewer samples than micro-batches.
+    """
     if sum(map(len, parts)) < len(parts):
         raise UserError(
-            f"{sum(map(len, parts))} samples cannot fill {len(parts)} micro-batches, and Megatron "
-            f"runs no empty one; give a step more samples, or fewer ranks"
+            f"a step of {sum(map(len, parts))} samples cannot fill {len(parts)} micro-batches, "
+            "and Megatron runs no empty micro-batch; give each step more samples, or use fewer "
+            "ranks"
         )
     for part in parts:
         if not part:

@@ -1,10 +1,11 @@
-"""Test whether a model keeps the documents of a packed row apart, on the model that trains.
+"""Test whether the model that trains keeps the documents of a packed row apart.
 
     check_documents_apart(model, batch)   # before the first step of your own loop, on all ranks
 
-No configuration says it: masks, short convolutions and recurrent states each read document
-boundaries in their own way or not at all. A model that ignores them trains across documents without
-an error. So the probe computes rows of two short documents and changes the first one:
+This cannot be read from a configuration: attention masks, short convolutions and recurrent states
+each read document boundaries in a different way, or not at all. A model that ignores boundaries
+trains across documents without an error. So the probe runs the model on rows of two short
+documents, and changes only the first one:
 
     row A   [first document | second document]
     row B   [other document | second document]   the second document's logits must equal row A's
@@ -25,37 +26,38 @@ from wlb.parallel.collectives import agree
 from wlb.plan import UserError
 
 LENGTH = 16
-"""Tokens of each of the two documents.
+"""Tokens of each of the probe's two documents.
 
-More than a short convolution reads, and few enough for any model's table of positions."""
+That is longer than the kernel of any short convolution, and short enough for every model's table of
+positions."""
 LEAK = 1e-4
-"""Smallest effect on the other document that is a leak, relative to the effect within one document.
+"""Smallest effect across documents that counts as a leak, relative to that within one document.
 
-The effect is the change of logits that new tokens in the first document cause."""
+The effect is how much the second document's logits change if the first document gets other tokens;
+"within one document" means that both are joined to one."""
 NOISE = 8
-"""A leak must exceed the effect of rounding by this factor.
+"""A leak must exceed the effect of rounding errors by this factor.
 
-Rounding is measured as the effect of a change on the document before it, which causal attention
-makes zero. It is not zero in numerics: matrix products of experts change their sizes, and a nearly
-tied choice of experts can flip."""
+Rounding is measured as the effect of changing the second document on the first one. With causal
+attention it should be zero. In floating point it is not: the matrix products of experts change
+their sizes, and a token may go to another expert if two have nearly equal scores."""
 TRIES = 3
-"""Number of probes that must all show a leak, because rounding differs by chance between rows."""
+"""Number of tests with different tokens, which must all show a leak, to rule out chance."""
 
 
 def check_documents_apart(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise UserError if a document's logits depend on another document of the packed row.
 
-    This is a collective call. All ranks must make it for the same model, wrapped and placed as in
-    training, and all ranks raise if one of them finds a leak. It runs a few forwards of 32 tokens
-    in evaluation mode without gradients, and restores modes, buffers and the state of random
-    numbers.
+    All ranks must call this together, with the model wrapped and placed as in training. If one rank
+    finds a leak, all ranks raise UserError. It runs a few forward passes of 32 tokens in evaluation
+    mode without gradients, and afterwards restores modes, buffers and random number generators.
 
     Args:
-        model: The model that trains, with its wrappers.
-        batch: A micro-batch as the model gets it. The probe uses its tokens and those of its keys
-            that say where documents begin. A batch of padded rows is not probed.
+        model: The model that trains, with its wrappers (DDP, FSDP, PEFT, ...).
+        batch: A micro-batch as passed to the model. The probe takes token ids from it, and passes
+            document boundaries under the same keys. For padded rows nothing is tested.
     """
-    # Ranks agree on every branch, because a wrapped model's forward may communicate.
+    # All ranks must take the same branches, because a wrapped model's forward may communicate.
     if not _anywhere(_is_packed(batch)):
         return
     problem: UserError | None = None
@@ -86,16 +88,21 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
 
 
 def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
-    """Return the effect of the first document on the second, relative to that within one document.
+    """Return how strongly the first document affects the second; 0 means not at all.
 
-    The result is 0 where the effect is not larger than rounding.
+    1 means as strongly as if both were one document. The result is 0 if the effect may be rounding.
+
+    Args:
+        model: The model.
+        batch: A micro-batch as passed to the model.
+        try_: Number of the test, which selects its tokens.
     """
     first, other, second = (_tokens(batch["input_ids"], 3 * try_ + i) for i in range(3))
     before = [_logits(model, batch, [x, second])[-LENGTH:] for x in (first, other)]
     behind = [_logits(model, batch, [second, x])[:LENGTH] for x in (first, other)]
     within = [_logits(model, batch, [x + second])[-LENGTH:] for x in (first, other)]
-    # before: the changed document precedes the one that is compared. behind: it follows it, so that
-    # only rounding can differ. within: both are one document, so that the effect is full.
+    # before: the changed document comes before the compared one. behind: it comes after, so that
+    # only rounding can differ. within: both are joined to one document, so the effect is full.
     across, rounding, within_one = _change(*before), _change(*behind), _change(*within)
     if within_one == 0:
         warnings.warn(
@@ -108,28 +115,30 @@ def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> floa
 
 
 def _change(one: Tensor, other: Tensor) -> float:
-    """Return the difference of logits at the position where it is largest.
+    """Return the difference between two tensors of logits, shape [tokens, vocabulary].
 
-    Root mean square over the vocabulary, maximum over positions: a convolution over a few tokens
-    changes only the first positions of the second document.
+    It is the root mean square over the vocabulary, at the token with the largest one. A mean over
+    tokens would hide a short convolution, which affects only the first tokens of a document.
     """
     return float((one - other).square().mean(-1).sqrt().max())
 
 
 def _tokens(input_ids: Tensor, which: int) -> list[int]:
-    """Return a document made of the batch's tokens, which are surely in the vocabulary.
+    """Return a probe document of token ids that occur in the batch, so the vocabulary has them.
 
-    Documents of different `which` differ at every position.
+    Args:
+        input_ids: Tokens of the batch.
+        which: Number of the probe document. Different documents differ at every position.
     """
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
-    if len(known) == 1:  # an id below one that occurs is in the vocabulary, too
+    if len(known) == 1:  # the id before it is in the vocabulary, too
         known.append(known[0] - 1 if known[0] else 1)
-    # Use different strides, so that one probe document is never a shift of another.
+    # Step through the ids with different strides, so that no document is a shift of another.
     return [known[(which + (1 + which // 3) * i) % len(known)] for i in range(LENGTH)]
 
 
 def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]:
-    """Return a packed row of these documents, with the batch's keys and on its device."""
+    """Return a packed row of these documents, with the same keys and device as the batch."""
     tokens, positions = batch["input_ids"], batch.get("position_ids")
     collator = PaddingFreeCollator(
         return_flash_attn_kwargs=batch.get("cu_seq_lens_q") is not None,
@@ -146,10 +155,10 @@ def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int]]) -> Tensor:
-    """Return the logits of a packed row's tokens, float32 [2 * LENGTH, vocabulary]."""
+    """Return the logits of a packed row of documents, float32 [2 * LENGTH, vocabulary]."""
     row = _row(batch, documents)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        row["use_cache"] = False  # recomputed layers of transformers have no cache
+        row["use_cache"] = False  # transformers does not support a cache with recomputation
     out: Any = model(**row)
     logits: Any = getattr(out, "logits", None)
     if logits is None and isinstance(out, Mapping):
@@ -159,15 +168,15 @@ def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int
     if isinstance(logits, Tensor) and hasattr(logits, "full_tensor"):
         logits = logits.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
-        raise UserError(f"its forward returns {type(out).__name__} without logits of each token")
+        raise UserError(f"its forward returned {type(out).__name__} without logits for each token")
     # PEFT's prompt tuning puts tokens in front of the row.
     return logits.reshape(-1, logits.shape[-1])[-2 * LENGTH :].float()
 
 
 def _callable(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP and torch.compile, which is the one to call.
+    """Remove the wrappers of DDP and torch.compile, and return the model to call.
 
-    DDP's own forward would synchronise buffers. FSDP must stay, because it gathers the parameters.
+    DDP's forward would synchronise buffers. FSDP's wrapper is kept, because it gathers parameters.
     """
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
@@ -180,7 +189,7 @@ def _callable(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluate without gradients, and restore modes, buffers and random numbers at the end."""
+    """Evaluate without gradients; restore modes, buffers and random state at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -192,10 +201,10 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     with (
         torch.random.fork_rng(devices=devices),
         torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),  # do not compile a graph just for the probe
+        torch.compiler.set_stance("force_eager"),  # compile nothing for the probe
     ):
         try:
-            # Do not call `eval()`: some libraries then merge adapters into the weights.
+            # Set the flags directly: in some libraries, `eval()` merges adapters into the weights.
             for module, _ in modes:
                 module.training = False
             yield
@@ -212,7 +221,7 @@ def _is_distributed() -> bool:
 
 
 def _anywhere(here: bool) -> bool:
-    """Return whether `here` is true on any rank."""
+    """Return whether `here` is true on at least one rank. All ranks must call this."""
     if not _is_distributed():
         return here
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -229,10 +238,10 @@ def _name(model: nn.Module) -> str:
 def _unknown(model: nn.Module, error: Exception) -> UserError:
     cause = f"{type(error).__name__}: {error}".rstrip(".")
     return UserError(
-        f"{_name(model)} failed on a packed row of two short documents, by which wlb tests whether "
-        f"it keeps documents apart: {cause}. Repair what it names; or train it unpacked by the "
-        f"library's own trainer; or, if you know that it keeps them apart, leave the test out "
-        f"(check_documents=False of the trainer, or no call of check_documents_apart)"
+        f"{_name(model)} failed in wlb's test of whether it keeps the documents of a packed row "
+        f"apart: {cause}. Fix this error; or train the model unpacked with the library's own "
+        "trainer; or, if you know that it keeps documents apart, skip the test "
+        "(check_documents=False of the trainer, or no call of check_documents_apart)"
     )
 
 
@@ -243,16 +252,19 @@ def _leak(model: nn.Module, batch: Mapping[str, Any], share: float) -> UserError
     remedies: list[str] = []
     if missing:
         remedies.append(
-            f"its forward takes {', '.join(missing)}, which the collator leaves out: give "
-            f"PaddingFreeCollator(return_flash_attn_kwargs=True, return_seq_idx=True), or none"
+            f"pass {', '.join(missing)} to its forward by "
+            "PaddingFreeCollator(return_flash_attn_kwargs=True, return_seq_idx=True), or use the "
+            "default collator"
         )
     if getattr(config, "use_cache", False):
         remedies.append("set model.config.use_cache = False")
     if "flash" not in str(getattr(config, "_attn_implementation", None)):
-        remedies.append("load it with attn_implementation='flash_attention_2' where it has that")
-    remedies.append("train it unpacked by the library's own trainer")
+        remedies.append(
+            "load the model with attn_implementation='flash_attention_2', if it supports that"
+        )
+    remedies.append("train the model unpacked with the library's own trainer")
     return UserError(
-        f"{_name(model)} lets documents of a packed row see each other: other tokens in the first "
-        f"of two change the second one's logits ({share:.2g} of what they do within one document), "
-        f"so it would train across documents; {'; or '.join(remedies)}"
+        f"{_name(model)} does not keep the documents of a packed row apart: changing the first "
+        f"document changes the logits of the second ({share:.2g} times as much as within one "
+        f"document). To fix this, {'; or '.join(remedies)}"
     )

@@ -1,11 +1,11 @@
-"""torch's context parallelism with wlb's shardings of documents of any length.
+"""Use wlb's sharding of packed documents in PyTorch's own context parallelism.
 
     balancer = ShardedLoadBalancer([sharding], seq_length=T, device="cuda")
     tokens, positions = cp._context_parallel_shard(mesh, [tokens, positions], [1, 1], balancer)
 
 Here `cp` is torch.distributed.tensor.experimental._context_parallel._attention, a private API of
-torch. The balancer permutes a row's tokens so that rank r gets entries [r * T / cp, (r + 1) * T /
-cp) of the permuted row.
+torch. PyTorch gives rank r the r-th of cp equal parts of a row. The balancer permutes the T tokens
+of the row, so that this part holds the tokens that the sharding assigns to rank r.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from wlb.plan import IntArray, ShardingPlan, UserError
 
 
 class ShardedLoadBalancer(_LoadBalancer):
-    """Load balancer for torch's context parallelism that follows a `ShardingPlan` per row.
+    """Load balancer for PyTorch's context parallelism that follows a `ShardingPlan` for each row.
 
     Args:
         shardings: One plan for each row of the batch, or a single one for all rows
             (`wlb.shard(lengths, cp=...)`).
-        seq_length: T, the tokens and padding of every row. It must be a multiple of cp, and T / cp
-            must be next_padding least the tokens of any rank; otherwise UserError.
+        seq_length: T, the length of every row with padding. It must be a multiple of cp, and T / cp
+            must be at least the number of tokens of every rank; otherwise UserError is raised.
         device: Device of the index tensors.
     """
 
@@ -36,27 +36,35 @@ class ShardedLoadBalancer(_LoadBalancer):
         self, shardings: Sequence[ShardingPlan], *, seq_length: int, device: str | torch.device
     ) -> None:
         if not shardings:
-            raise UserError("a load balancer needs the sharding of at least one row, got none")
+            raise UserError(
+                "shardings is empty, but the load balancer needs one plan for each row, or one "
+                "for all rows; give at least one"
+            )
         index = np.stack([rank_major(sharding, seq_length) for sharding in shardings])
         self._index = torch.from_numpy(index).to(device)
         self._restore = torch.from_numpy(np.argsort(index, axis=1)).to(device)
 
     def _generate_indices(self, restore: bool = False) -> torch.Tensor:
-        """Return the permutation, or its inverse with `restore`.
+        """Return the permutation that PyTorch applies to the tokens of each row.
 
-        The shape is [batch, T], or [1, T] where all rows share a plan; int64.
+        Args:
+            restore: Whether to return the inverse permutation.
+
+        Returns:
+            int64 [batch, T], or [1, T] if all rows share a plan.
         """
         return self._restore if restore else self._index
 
 
 def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
-    """Return the positions of a packed row in the order of ranks, shape [T].
+    """Return the positions of a packed row, sorted by the rank that computes them, shape [T].
 
-    The positions behind the last document are padding. They fill every rank up to T / cp entries.
+    Each rank has T / cp entries: first its tokens, then padding. Positions after the last document
+    are padding.
 
     Args:
-        sharding: Which tokens each rank gets.
-        seq_length: T, the tokens and padding of the row.
+        sharding: Which tokens each rank computes.
+        seq_length: T, the length of the row with padding.
 
     Raises:
         UserError: T is not a multiple of cp, or too short for the rank with the most tokens.
@@ -65,8 +73,10 @@ def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
     rows = seq_length // cp
     if seq_length % cp or int(sharding.tokens.max(initial=0)) > rows:
         raise UserError(
-            f"seq_length = {seq_length} must be a multiple of {cp} ranks with room for the "
-            f"{num_tokens} tokens of the documents; pad the sequence to a multiple of {cp}"
+            f"seq_length = {seq_length} must be a multiple of cp = {cp} with room for the "
+            f"{num_tokens} tokens of the documents and at least "
+            f"{int(sharding.tokens.max(initial=0))} tokens on each rank; pad the sequence to such "
+            "a length"
         )
     next_padding, out = num_tokens, np.empty(seq_length, np.int64)
     for rank in range(cp):

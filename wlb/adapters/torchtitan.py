@@ -1,14 +1,14 @@
-"""A dataloader for torchtitan whose micro-batches are packed rows, balanced over data parallelism.
+"""A dataloader for torchtitan that packs documents into micro-batches of nearly equal work.
 
     config.training.local_batch_size = 1
     config.dataloader = BalancedDataLoader.Config(dataset_path="books", micro_batches_per_step=4)
 
 A micro-batch is one row, {"input": [1, T], "positions": [1, T]} and labels [1, T], as torchtitan's
-text loader makes it, but T varies. `training.seq_len` is the context window: longer documents are
-cut.
+text loader makes it, but T varies. `training.seq_len` is the context window: a longer document is
+cut into pieces of that length.
 
-torchtitan accumulates gradients over `training.global_batch_size` / data-parallel ranks rows. With
-a pipeline, set `training.local_batch_size` to the number of its micro-batches and
+torchtitan accumulates gradients over `training.global_batch_size` / (data-parallel ranks) rows.
+With a pipeline, set `training.local_batch_size` to the number of its micro-batches and
 `parallelism.pipeline_parallel_microbatch_size` to 1 row; `equal_lengths` then pads all rows to one
 length, as torch's pipelines need.
 """
@@ -52,17 +52,17 @@ def open_store_planner(
     seed: int,
     **limits: Any,
 ) -> Planner:
-    """Return a planner over a shuffled token store.
+    """Return a planner that packs the documents of a token store in a shuffled order.
 
     Args:
-        store: Prefix of the token store.
+        store: Path of the token store, without the extensions .bin and .idx.
         dp: Data-parallel ranks.
         micro_batches_per_step: Micro-batches of each rank in a step.
-        cost: Workload model that prices the documents.
-        context_window: Length above which documents are cut, in tokens.
-        epochs: Times that the store is read; 0 means without end.
+        cost: Predicts the time of a document from its length.
+        context_window: Longest document that is not cut, in tokens.
+        epochs: How often the store is read; 0 means without end.
         seed: Seed of the document order.
-        **limits: s_max, step_tokens and max_delay of `BoundedPacker`.
+        **limits: Arguments s_max, step_tokens and max_delay of `BoundedPacker`.
     """
     options = PackerOptions(
         num_micro_batches=micro_batches_per_step * dp,
@@ -78,20 +78,22 @@ def open_store_planner(
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """torchtitan's dataloader protocol over a planner.
+    """A torchtitan dataloader that returns planned micro-batches one by one.
 
-    Put its `Config` into `Trainer.Config`. torchtitan passes the arguments of the constructor.
+    Put its `Config` into `Trainer.Config`; torchtitan then calls the constructor.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         """Settings of the dataloader.
 
-        `dataset_path` is the prefix of a token store, which `wlb prepare` makes.
+        `dataset_path` is the path of a token store made by `wlb prepare`, without extension.
         """
 
         micro_batches_per_step: int = 0
-        """Micro-batches of each data-parallel rank: accumulation steps x those of the pipeline."""
+        """Micro-batches of a data-parallel rank in a step.
+
+        That is gradient accumulation steps x micro-batches of the pipeline."""
 
         s_max: int = 0
         """Most tokens of a micro-batch; 0 means 1.5 context windows."""
@@ -103,25 +105,25 @@ class BalancedDataLoader(BaseDataLoader):
         """Most steps that a document may be delayed."""
 
         pad_to_multiple: int = 1
-        """Pad T to a multiple of this: 2 x cp for SDPA, cp x 128 for FlexAttention."""
+        """Pad T to a multiple of this; torchtitan's CP needs 2 x cp (SDPA) or cp x 128 (Flex)."""
 
         equal_lengths: bool = False
-        """Pad every micro-batch to s_max, because torch's pipelines need one shape."""
+        """Whether to pad every micro-batch to s_max, as torch's pipelines require equal shapes."""
 
         epochs: int = 1
-        """Times that the store is read; 0 means without end."""
+        """How often the store is read; 0 means without end."""
 
         seed: int = 0
-        """Seed of the document order."""
+        """Seed for the order of documents."""
 
         cost: WorkloadModel = LLAMA2_7B
-        """Workload model used for balancing; `wlb.workload_of` makes one of a measured GPU."""
+        """Predicts the time of a document; `wlb.workload_of` makes a model of a measured GPU."""
 
         num_workers: int = 0
         """Worker processes that read and collate, as in torch's DataLoader."""
 
         pin_memory: bool = False
-        """Copy batches to pinned memory, as in torch's DataLoader."""
+        """Whether batches are copied to pinned memory, as in torch's DataLoader."""
 
     def __init__(
         self,
@@ -136,8 +138,8 @@ class BalancedDataLoader(BaseDataLoader):
     ) -> None:
         _check(config, seq_len=seq_len, local_batch_size=local_batch_size)
         s_max = config.s_max or seq_len * 3 // 2
-        # These settings determine the steps (besides ranks, micro-batches, store and cost). A state
-        # inside a step can only be resumed with the same settings.
+        # A state saved in the middle of a step can only be resumed if these settings are equal,
+        # because they determine which documents are in the step.
         self._planned: dict[str, Any] = {
             "context_window": seq_len,
             "s_max": s_max,
@@ -168,11 +170,13 @@ class BalancedDataLoader(BaseDataLoader):
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
         )
-        # The position is a state before a step, and how many of its micro-batches were returned.
+        # The position in the data: the loader's state before the current step, and how many of the
+        # step's micro-batches were returned.
         self._before, self._num_returned = self._loader.state_dict(), 0
 
     def __iter__(self) -> Iterator[Batch]:
-        # If an earlier iteration stopped inside a step, the loader is past that step: go back.
+        # If an earlier iteration stopped in the middle of a step, the loader is already after that
+        # step, so move it back to the step's beginning.
         self._loader.load_state_dict(self._before)
         skip = self._num_returned
         for step in self._loader:
@@ -187,25 +191,30 @@ class BalancedDataLoader(BaseDataLoader):
             skip = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last micro-batch that was returned; equal on all ranks."""
+        """Return the position after the most recent micro-batch; it is equal on all ranks."""
         state = {"before": self._before, "given": self._num_returned}
         state |= {"dp": self._dp, "micro_batches_per_step": self._num, "planned": self._planned}
         return {"wlb": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume after the micro-batch at which the state was taken, possibly with more epochs.
+        """Resume after the micro-batch at which the state was saved.
+
+        The number of epochs may be larger than before.
+
+        Args:
+            state_dict: From `state_dict`; empty means to begin at the start of the data.
 
         Raises:
-            UserError: The state is from another dataloader. Or it was taken inside a step, which
-                torchtitan does not do, and ranks, micro-batches, epochs or packing differ now.
+            UserError: The state is from another dataloader, or it was saved in the middle of a step
+                (which torchtitan does not do) and the settings that determine the step differ.
         """
         if not state_dict:
             return
         if "wlb" not in state_dict:
             raise UserError(
-                f"the checkpoint's dataloader state has {sorted(state_dict)}, so it is from "
-                f"another dataloader than wlb's; leave it out of the load "
-                f"(checkpoint.exclude_from_loading = ['dataloader'])"
+                f"the checkpoint's dataloader state has the keys {sorted(state_dict)}, so another "
+                "dataloader than wlb's saved it; do not load it (checkpoint.exclude_from_loading "
+                "= ['dataloader'])"
             )
         state = json.loads(state_dict["wlb"])
         if state["given"]:
@@ -228,13 +237,17 @@ class BalancedDataLoader(BaseDataLoader):
         for made, now, differs in differences:
             if differs:
                 raise UserError(
-                    f"the checkpoint was made inside a step {made} and cannot be resumed with "
-                    f"{now}; use a checkpoint that was made after a step"
+                    f"the checkpoint was saved in the middle of a step {made}, which cannot be "
+                    f"resumed with {now}; use a checkpoint that was saved between steps"
                 )
 
 
 def open_reader(store: str) -> StoreReader:
-    """Return a reader of a store's tokens and labels, by the document ids of plans."""
+    """Return a reader of the tokens and labels of a token store.
+
+    Args:
+        store: Path of the token store, without the extensions .bin and .idx.
+    """
     info = TokenStore(store).info
     return StoreReader(store, info.vocab_size if info else np.iinfo(np.int32).max)
 
@@ -246,17 +259,18 @@ def as_batch(
     multiple: int = 1,
     context_window: int | None = None,
 ) -> Batch:
-    """Return a micro-batch in torchtitan's form.
+    """Return a micro-batch in the form that torchtitan's trainer expects.
 
     Args:
-        micro_batch: The documents.
-        reader: Reads tokens and labels.
-        multiple: T is padded to a multiple of this.
-        context_window: Positions stay below it, also in padding, because torchtitan's RoPE table
-            has `training.seq_len` rows.
+        micro_batch: The micro-batch of a plan.
+        reader: Reads the documents' tokens and labels.
+        multiple: The number of tokens T is padded to a multiple of this.
+        context_window: Positions of padding stay below this number, because torchtitan's RoPE table
+            has only `training.seq_len` rows. None means no limit.
 
     Returns:
-        {"input", "positions"} and labels, each of shape [1, T]. Labels are already shifted.
+        A dictionary with "input" and "positions", and the labels; each of shape [1, T]. Labels are
+        already shifted: a token's label is the next token.
     """
     options = FlatOptions(
         pad_to_multiple_of=multiple, longest_padding=context_window, next_labels=True
@@ -269,17 +283,21 @@ def as_batch(
 
 def _check(config: BalancedDataLoader.Config, *, seq_len: int, local_batch_size: int) -> None:
     if not config.dataset_path:
-        raise UserError("dataloader.dataset_path is empty; give it a store made by `wlb prepare`")
+        raise UserError(
+            "dataloader.dataset_path is empty; set it to the prefix of a token store made by "
+            "`wlb prepare`"
+        )
     if local_batch_size != 1:
         raise UserError(
-            f"a batch of {local_batch_size} rows of equal length cannot be balanced; set "
-            f"training.local_batch_size = 1 and accumulate, or, with a pipeline, "
-            f"parallelism.pipeline_parallel_microbatch_size = 1"
+            f"training.local_batch_size = {local_batch_size} makes batches of several rows of "
+            "equal length, which cannot be balanced; set training.local_batch_size = 1 and "
+            "accumulate gradients, or, with a pipeline, set "
+            "parallelism.pipeline_parallel_microbatch_size = 1"
         )
     if config.micro_batches_per_step < 1:
         raise UserError(
-            f"dataloader.micro_batches_per_step = {config.micro_batches_per_step}: torchtitan does "
-            f"not tell a dataloader how many micro-batches a step has; set it to gradient "
-            f"accumulation steps x the pipeline's micro-batches"
+            f"dataloader.micro_batches_per_step = {config.micro_batches_per_step} must be at "
+            "least 1; set it to gradient accumulation steps x micro-batches of the pipeline, "
+            "which torchtitan does not pass to a dataloader"
         )
     check_at_least("dataloader.pad_to_multiple", config.pad_to_multiple, 1)

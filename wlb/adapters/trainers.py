@@ -1,7 +1,7 @@
-"""Shared parts of the balanced trainers of transformers and TRL: checks, ranks, collator, loader.
+"""What the balanced trainers of transformers and TRL share: checks, collator and DataLoader.
 
-`PlannedTrainer` is the base of the mixins `hugging_face.BalancedTrainer`, which may delay rows, and
-`trl.BalancedSteps`, which may not.
+`PlannedTrainer` is the base class of two mixins. `hugging_face.BalancedTrainer` may delay a row to
+a later step; `trl.BalancedSteps` may not.
 """
 
 import importlib
@@ -25,17 +25,17 @@ from wlb.adapters.probe import check_documents_apart
 from wlb.plan import IGNORE, IntArray, UserError
 
 BLOCK = 1 << 16
-"""Number of dataset rows whose lengths are read in one call."""
+"""Number of dataset rows whose lengths are read in one call, which bounds memory."""
 PACKED_COLUMNS = ("seq_lengths", "lengths")
-"""Columns of document lengths. A list in a row means that the row is packed already."""
+"""Columns that hold document lengths. If they hold lists, the dataset is already packed."""
 READ = ("input_ids", "labels", "attention_mask", "position_ids")
-"""Columns that wlb's collator reads. It reads attention_mask only to refuse padded rows."""
+"""Dataset columns that wlb's collator reads (attention_mask only to detect padded rows)."""
 
 OTHER_TASKS = re.compile(
     "For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM"
     "|NextSentencePrediction|PreTraining|RewardModeling|Regression)"
 )
-"""Suffixes of the transformers classes that do not predict the next token."""
+"""Name suffixes of transformers' model classes that do not predict the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,18 @@ class BalancedCollator:
     """A `PaddingFreeCollator` that also accepts an empty micro-batch.
 
     A micro-batch is empty if fewer rows than micro-batches are left. It becomes one padding token
-    without a label. So divide the loss by the labels of all ranks, as the Trainer does, and not by
-    the labels of this rank, which may be 0.
+    without a label. Therefore divide the loss by the number of labels on all ranks, as the Trainer
+    does, and not by the number on this rank, which may be 0.
     """
 
-    collator: PaddingFreeCollator = PaddingFreeCollator()
+    collator: PaddingFreeCollator = PaddingFreeCollator()  # used for micro-batches with rows
 
     @classmethod
     def of_model(cls, model: Any) -> "BalancedCollator":
-        """Return a collator whose batches have every boundary argument that the model accepts.
+        """Return a collator that passes a model all document boundaries that its forward accepts.
 
-        Layers other than attention do not read position_ids. They find the documents by cu_seq_lens
-        and seq_idx.
+        Layers other than attention (convolutions, recurrent layers) do not read position_ids. They
+        find the documents by cu_seq_lens and seq_idx.
         """
         keys = boundary_keys(model)
         return cls(
@@ -64,7 +64,7 @@ class BalancedCollator:
         )
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the model's arguments for a micro-batch of dataset rows."""
+        """Return the arguments of the model's forward for a micro-batch of dataset rows."""
         if features:
             return self.collator(features)
         padding = [[self.collator.pad_token_id]]
@@ -76,25 +76,27 @@ class PlannedTrainer:
     """Base of the mixins that plan a Trainer's micro-batches; put it before the Trainer.
 
     Args:
-        *args: Of the Trainer.
-        check_documents: Whether the first step begins with `check_documents_apart`. Turn it off for
-            a model whose forward returns no logits, or that learns of documents in a way that the
-            probe cannot imitate, such as a mask made in compute_loss.
-        **kwargs: Of the Trainer. A `data_collator` gets an empty list for an empty micro-batch; the
-            default is `BalancedCollator.of_model(model)`.
+        *args: Arguments of the Trainer.
+        check_documents: Whether to test before the first step that the model keeps documents apart
+            (`check_documents_apart`). Turn it off for a model whose forward returns no logits, or
+            that gets document boundaries in a way that the test cannot imitate, such as a mask made
+            in compute_loss.
+        **kwargs: Arguments of the Trainer. A `data_collator` is called with an empty list for an
+            empty micro-batch; the default is `BalancedCollator.of_model(model)`.
     """
 
     def __init__(self, *args: Any, check_documents: bool = True, **kwargs: Any) -> None:
         self._is_to_be_checked = check_documents
         super().__init__(*args, **kwargs)
         chosen = cast(Any, self).data_collator
-        # A collator given by position is recognised by identity, because subclasses may take *args.
+        # A positional collator is recognised by identity, because subclasses may have other
+        # positional arguments.
         given = kwargs.get("data_collator") is not None or any(value is chosen for value in args)
-        # The Trainer's own default, which pads; `_collator` replaces it.
+        # The Trainer's own default collator pads; `_collator` replaces it.
         self._default_collator = None if given else chosen
 
     def _collator(self: Any) -> Callable[[Any], dict[str, Any]]:
-        """Return the user's collator, or a padding-free one in place of the Trainer's default."""
+        """Return the user's collator, or a padding-free one if the user gave none."""
         # The user may also set a collator after the trainer was made.
         given = None if self.data_collator is self._default_collator else self.data_collator
         if isinstance(given, PaddingFreeCollator):
@@ -102,10 +104,10 @@ class PlannedTrainer:
         return BalancedCollator.of_model(self.model) if given is None else given
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's step; before the first one, probe whether documents stay apart.
+        """Run the Trainer's step; before the first step, test that the model keeps documents apart.
 
         Raises:
-            UserError: The model lets documents of a packed row see each other.
+            UserError: A document's logits depend on another document of its row.
         """
         if self._is_to_be_checked:
             self._is_to_be_checked = False
@@ -114,17 +116,17 @@ class PlannedTrainer:
         return cast(Any, super()).training_step(model, inputs, *args, **kwargs)
 
     def _rows(self: Any, collator: Any) -> Any:
-        """Return the training rows with the columns that the collator reads.
+        """Return the training dataset with only the columns that the collator reads.
 
         Raises:
-            UserError: The rows are not tokenized documents, or the model is no causal language
+            UserError: The rows are not tokenized documents, or the model is not a causal language
                 model.
         """
         dataset = checked(self.train_dataset)
         _check_columns(dataset)
         _check_task(self.model)
-        # A `datasets.Dataset` would read all its columns. From the rows of other datasets, the
-        # collator just takes the keys that it knows.
+        # A `datasets.Dataset` reads all columns of a row, so remove those that nobody needs. In
+        # rows of other datasets, the collator ignores unknown keys.
         if not hasattr(dataset, "column_names"):
             return dataset
         if isinstance(collator, BalancedCollator):
@@ -132,17 +134,22 @@ class PlannedTrainer:
         return self._remove_unused_columns(dataset, description="training")
 
     def _num_ranks(self: Any, *, cp: int = 1) -> int:
-        """Return the number of data-parallel ranks, where `cp` processes share each micro-batch.
+        """Return the number of data-parallel ranks: processes / (tensor parallelism x cp).
+
+        Args:
+            cp: Number of processes that share each micro-batch.
 
         Raises:
-            UserError: A setting would undo what is planned for the ranks.
+            UserError: A setting of the Trainer would assign other batches to the ranks, or weigh
+                tokens unequally.
         """
         _check_accelerator(self.accelerator)
         _check_sequences(self)
         num_ranks = self.args.world_size // (self.get_tp_size() * cp)
         if num_ranks < 1:
             raise UserError(
-                f"{self.args.world_size} processes are too few for the trainer's tp and cp"
+                f"{self.args.world_size} processes are fewer than tensor parallelism x cp = "
+                f"{self.get_tp_size()} x {cp}; start more processes"
             )
         _check_loss(self, num_ranks)
         return num_ranks
@@ -152,14 +159,15 @@ class PlannedTrainer:
 
         Args:
             rows: The dataset.
-            batches: Sampler of the micro-batches of all ranks.
-            collator: Makes a micro-batch out of rows.
+            batches: Sampler that yields the dataset rows of the micro-batches of all ranks.
+            collator: Makes the model's arguments from a list of rows.
         """
         args = self.args
         if not args.dataloader_in_order:
             raise UserError(
-                "dataloader_in_order = False lets workers hand over micro-batches in another order "
-                "than planned, so that ranks would train different steps at a time; leave it True"
+                "dataloader_in_order = False lets ranks receive micro-batches in different "
+                "orders, so that they would train different steps at the same time; set "
+                "dataloader_in_order = True"
             )
         loader = self.accelerator.prepare(
             DataLoader(
@@ -173,50 +181,50 @@ class PlannedTrainer:
                 prefetch_factor=args.dataloader_prefetch_factor,
             )
         )
-        # On one process, accelerate leaves the batches as they are.
+        # accelerate wraps the sampler only if there are several processes.
         if isinstance(loader.batch_sampler, BatchSamplerShard):
             shard: Any = loader.batch_sampler
-            # accelerate's skip_first_batches looks for set_epoch here. Without it, a run that
-            # resumes in a later epoch would train the rows of the first epoch.
+            # accelerate's skip_first_batches calls `sampler.set_epoch`. Without this attribute, a
+            # run that resumes in a later epoch would train the rows of the first epoch.
             shard.sampler = batches
         return loader
 
 
 def checked(dataset: Any) -> Any:
-    """Return the dataset; raise UserError if it is a stream or its rows are packed already."""
+    """Return the dataset unchanged; raise UserError if it is streamed or already packed."""
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
-            f"balancing needs a train_dataset with a length and rows by number, not "
-            f"{type(dataset).__name__}; load it without streaming"
+            f"train_dataset is a {type(dataset).__name__}, but balancing needs a dataset with a "
+            "length and with rows accessible by index; load the dataset without streaming"
         )
     names = getattr(dataset, "column_names", None) or []
     for name in PACKED_COLUMNS:
         if name in names and len(dataset) and np.ndim(dataset[0][name]):
             raise UserError(
-                f"train_dataset has the column {name}: its rows are packed already, so their "
-                f"documents cannot be balanced one by one; use packing=False"
+                f"train_dataset has the column {name}, so its rows are already packed and their "
+                "documents cannot be balanced; set packing=False"
             )
     return dataset
 
 
 def read_by_ours(dataset: Any, *, remove: bool) -> Any:
-    """Return a `datasets.Dataset` with only the columns that wlb's collator reads, if `remove`.
+    """Remove the columns of a `datasets.Dataset` that wlb's collator does not read.
 
-    The Trainer would silently drop every column that the model's forward does not take, including a
-    padding mask or a loss mask. Here they are seen and refused.
+    The Trainer would silently remove every column that the model's forward does not accept, also a
+    loss mask. Here a loss mask without labels is an error.
 
     Args:
         dataset: The tokenized dataset.
-        remove: The Trainer's `remove_unused_columns`.
+        remove: Whether to remove columns (the Trainer's `remove_unused_columns`).
 
     Raises:
-        UserError: There is a loss mask but no labels, so that masked tokens would be trained.
+        UserError: There is a loss mask but there are no labels, so masked tokens would be trained.
     """
     names: list[str] = dataset.column_names
     masks = [name for name in LOSS_MASKS if name in names]
     if masks and "labels" not in names:
         raise UserError(
-            f"train_dataset has {masks[0]} and no labels, so masked tokens would be trained; give "
+            f"train_dataset has {masks[0]} but no labels, so masked tokens would be trained; add "
             f"labels that are {IGNORE} where nothing is trained"
         )
     if not remove or _is_transformed(dataset):
@@ -225,22 +233,22 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
 
 
 def _check_columns(dataset: Any) -> None:
-    """Raise UserError for a `datasets.Dataset` whose rows are not single tokenized documents.
+    """Raise UserError for a `datasets.Dataset` without the column input_ids.
 
-    The datasets of TRL's other trainers (DPO, KTO, rewards, GRPO) are of that kind.
+    The datasets of TRL's DPO, KTO, reward and GRPO trainers have other columns instead.
     """
     names = getattr(dataset, "column_names", None)
     if names is not None and "input_ids" not in names and not _is_transformed(dataset):
         raise UserError(
-            f"train_dataset has the columns {', '.join(names)}, and no input_ids: balanced steps "
-            f"train rows of tokens, one document each, as SFT does. Tokenize it first; preference "
-            f"and reward trainers have no such rows, for GRPOTrainer take `balanced_grpo` of "
-            f"wlb.adapters.trl"
+            f"train_dataset has the columns {', '.join(names)}, but no input_ids, and balanced "
+            "training needs one tokenized document in each row. Tokenize the dataset first; "
+            "datasets for preference or reward training cannot be balanced, and for GRPOTrainer "
+            "use `balanced_grpo` of wlb.adapters.rl.trl"
         )
 
 
 def _check_task(model: Any) -> None:
-    """Raise UserError for a classifier or an encoder, which cannot train packed rows."""
+    """Raise UserError for a model that is not a causal language model, by its class and config."""
     inner = unwrapped(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     problem = None
@@ -250,8 +258,8 @@ def _check_task(model: Any) -> None:
         problem = "it has an encoder"
     if problem is not None:
         raise UserError(
-            f"{name} is no causal language model ({problem}), and only such a model can train on "
-            f"balanced rows, which hold many documents; use the library's own trainer for it"
+            f"{name} is not a causal language model ({problem}), but only causal language models "
+            "can train on packed rows; use the library's own trainer for this model"
         )
 
 
@@ -261,9 +269,9 @@ def _is_transformed(dataset: Any) -> bool:
 
 
 def lengths_of(dataset: Any) -> IntArray:
-    """Return the tokens of each row.
+    """Return the number of tokens of each dataset row, shape [num_rows].
 
-    For a `datasets.Dataset` they come from Arrow's offsets, so that no token is read.
+    For a `datasets.Dataset` they are computed from Arrow's offsets, without reading tokens.
     """
     if not hasattr(dataset, "with_format") or _is_transformed(dataset):
         return np.array(list(_lengths_read(dataset)), np.int64)
@@ -275,8 +283,8 @@ def lengths_of(dataset: Any) -> IntArray:
         part = arrow.list_value_length(table[at : at + BLOCK]["input_ids"])
         if part.null_count:
             raise UserError(
-                f"row {at + part.is_null().to_pylist().index(True)} of train_dataset has null for "
-                f"its input_ids; remove such rows"
+                f"row {at + part.is_null().to_pylist().index(True)} of train_dataset has "
+                "input_ids = null; remove rows without input_ids"
             )
         parts.append(part.to_numpy())
     return np.concatenate(parts).astype(np.int64)
@@ -286,7 +294,8 @@ def _lengths_read(rows: Iterable[Mapping[str, Any]]) -> Iterator[int]:
     for i, row in enumerate(rows):
         if row.get("input_ids") is None:
             raise UserError(
-                f"row {i} of train_dataset has {sorted(row)}, but no input_ids; tokenize it first"
+                f"row {i} of train_dataset has the keys {sorted(row)}, but no input_ids; tokenize "
+                "the dataset first"
             )
         yield len(row["input_ids"])
 
@@ -295,55 +304,69 @@ def _check_accelerator(accelerator: Any) -> None:
     given = accelerator.dataloader_config
     if given.dispatch_batches:
         raise UserError(
-            "accelerator_config.dispatch_batches = True: a run that resumes would skip one rank's "
-            "share of what was trained; leave it False, every process plans the same batches and "
-            "reads its own. In a loop of your own it works where pad_to_multiple_of is s_max"
+            "accelerator_config.dispatch_batches = True would make a resumed run skip a part of "
+            "the data; set dispatch_batches = False, because every process plans the same "
+            "batches and reads only its part"
         )
     if given.split_batches:
         raise UserError(
-            "accelerator_config.split_batches = True cuts rows of a batch apart, and a batch here "
-            "is one row of many documents; leave it False"
+            "accelerator_config.split_batches = True would divide the rows of a batch over "
+            "processes, but a balanced batch is one row of many documents; set split_batches = "
+            "False"
         )
 
 
 def _check_sequences(trainer: Any) -> None:
-    """Raise UserError for sequence sharding over ranks that ignores document boundaries."""
+    """Raise UserError if accelerate divides sequences over ranks, which ignores documents."""
     sp, cp = trainer.get_sp_size(), trainer.get_cp_size()
     if sp > 1:
         raise UserError(
-            f"sequence parallelism of {sp} distributes its own batches; balance without it"
+            f"sequence parallelism (sp_size = {sp}) distributes batches by its own rule, so they "
+            "cannot be balanced; set sp_size = 1"
         )
     if cp > 1:
         raise UserError(
-            f"accelerate's cp_size = {cp} removes the mask of attention, so documents of a "
-            f"micro-batch would see each other; leave cp_size at 1 and use Balance(cp={cp}) with "
-            f"`balanced` of wlb.adapters.hugging_face (the other trainers of wlb have no CP)"
+            f"accelerate's cp_size = {cp} removes the attention mask, so documents of a "
+            f"micro-batch would see each other; set cp_size = 1 and use Balance(cp={cp}) with "
+            "`balanced` of wlb.adapters.hugging_face (no other trainer of wlb supports context "
+            "parallelism)"
         )
 
 
 def _check_loss(trainer: Any, num_ranks: int) -> None:
-    """Raise UserError for a loss that averages over the tokens of only a part of the step.
+    """Raise UserError unless the loss is a mean over the tokens of the whole step.
 
-    Balanced micro-batches and ranks have different numbers of tokens. A mean over one of them would
-    give its tokens more weight if it has fewer.
+    Balanced micro-batches have different numbers of tokens. If each were averaged by itself, tokens
+    of short micro-batches would weigh more.
+
+    Args:
+        trainer: The Trainer.
+        num_ranks: Data-parallel ranks.
     """
     args = trainer.args
     if num_ranks > 1 and not args.average_tokens_across_devices:
         raise UserError(
-            "average_tokens_across_devices = False divides each rank's loss by the rank's tokens, "
-            "and ranks of a balanced step have different numbers of them; set it to True"
+            "average_tokens_across_devices = False divides each rank's loss by its own number of "
+            "tokens, which differs between ranks of a balanced step; set "
+            "average_tokens_across_devices = True"
         )
-    is_scaled, remedy = trainer.loss_is_scaled_for_ga, "divide by the step's, and set it to True"
+    is_scaled, remedy = (
+        trainer.loss_is_scaled_for_ga,
+        (
+            "let the loss divide by the tokens of the whole step, and set loss_is_scaled_for_ga = "
+            "True"
+        ),
+    )
     why = "loss_is_scaled_for_ga = False says that"
     if is_scaled is None:
-        # Decide by the same rule as the Trainer.
+        # If the user did not say it, decide by the same rule as the Trainer.
         is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        why = f"{type(trainer.model).__name__} takes no num_items_in_batch, so"
-        remedy = "give compute_loss_func, which divides by the step's"
+        why = f"{type(trainer.model).__name__} does not accept num_items_in_batch, so"
+        remedy = "give a compute_loss_func that divides by the tokens of the whole step"
     accumulated = args.gradient_accumulation_steps
     if not is_scaled and num_ranks * accumulated > 1:
         raise UserError(
-            f"{why} the loss of each of a step's {num_ranks} x {accumulated} micro-batches (ranks "
-            f"x gradient_accumulation_steps) is a mean over the tokens of that micro-batch, and "
-            f"balanced micro-batches have different numbers of them; {remedy}"
+            f"{why} the loss of each micro-batch is a mean over its own tokens, but the step's "
+            f"{num_ranks} x {accumulated} balanced micro-batches (ranks x "
+            f"gradient_accumulation_steps) have different numbers of tokens; {remedy}"
         )

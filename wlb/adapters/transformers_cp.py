@@ -1,15 +1,15 @@
-"""Context parallelism of packed documents in transformers.
+"""Context parallelism of packed documents for models of Hugging Face transformers.
 
     context = ContextParallel(model, cp=2)
     loader = DataLoader(rows, batch_sampler=..., collate_fn=context.collator(PaddingFreeCollator()))
     loss = model(**batch, num_items_in_batch=labels_of_all_ranks).loss * world_size
 
-Documents may have any lengths, and none attends to another. With transformers' Trainer or TRL,
-write `balanced(SFTTrainer)(..., balance=Balance(..., cp=2))` instead.
+Documents may have any lengths, and no document attends to another. With transformers' Trainer or
+TRL, write `balanced(SFTTrainer)(..., balance=Balance(..., cp=2))` instead.
 
-Each batch brings a plan that says which rows this rank computes. The plan is an argument of the
-decoder's forward, which passes it on to every layer. So layers that are recomputed in backward use
-the plan of their micro-batch even if another micro-batch has begun since.
+Each batch contains a plan that says which tokens this rank computes. The plan is an argument of the
+decoder's forward, which passes it on to every layer. So a layer that is recomputed in backward uses
+the plan of its own micro-batch, even if another micro-batch has begun in the meantime.
 """
 
 import sys
@@ -38,32 +38,34 @@ from wlb.plan import UserError, check_at_least
 from wlb.spec import AttentionBackend, FusedKernels
 
 NAME = "wlb_context"
-"""Value of `attn_implementation`, registered in transformers' tables of attention functions."""
+"""Name of wlb's attention function in transformers, a value of `attn_implementation`."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-"""model_type of the families that are supported. Each is tested against one process."""
+"""Supported values of a config's model_type.
+
+Tests compare each family on several CP ranks with the same model on one process."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Entries of a config's layer_types that are supported."""
 _LOCAL_ROPE = ("dynamic", "longrope")
-"""RoPE types that are refused.
+"""RoPE types that are not supported.
 
-They depend on the largest position in the input, which differs between CP ranks."""
+They depend on the largest position in a rank's input, and CP ranks have different positions."""
 
 
 class RowsAttention:
-    """Attention of one micro-batch on this rank, for all layers of a model.
+    """Computes the attention of all layers of a model for one micro-batch on one CP rank.
 
-    Layers that differ in heads, window or soft cap get a `ContextAttention` each. All of them share
-    the index tensors.
+    Layers with equal heads, window and soft cap share a `ContextAttention`. All layers share the
+    index tensors that say which keys and values the CP ranks exchange.
 
-    This is no dataclass, because FSDP2 with mixed precision would copy a dataclass field by field
-    in every layer.
+    This is not a dataclass, because FSDP2 with mixed precision would copy a dataclass field by
+    field in every layer.
 
     Args:
-        host: The micro-batch's plan and index arrays, on the host.
-        group: CP group of this rank; None for cp = 1.
+        host: The micro-batch's sharding plan and its index arrays, in CPU memory.
+        group: CP group of this rank; None if cp = 1.
         device: Device of the model's activations.
-        keep_gathered_kv: Keep the gathered keys and values for backward. Set where layers are
-            recomputed, so that keys and values are gathered only once.
+        keep_gathered_kv: Whether to keep the gathered keys and values for backward. With activation
+            recomputation this saves gathering them twice.
     """
 
     def __init__(
@@ -88,18 +90,19 @@ class RowsAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Return attention's output, shape [T, H, D].
+        """Return the attention output of this rank's tokens, shape [T, H, D].
 
-        Scores are scaled by 1 / sqrt(D).
+        Scores are scaled by 1 / sqrt(D). T counts this rank's tokens, with padding.
 
         Args:
-            q_THD: Queries of this rank's T rows.
-            k_TGD: Keys of this rank's rows.
-            v_TGD: Values of this rank's rows.
-            window: Keys that a query sees, itself included; None means all earlier ones.
+            q_THD: Queries of this rank's tokens, H heads of size D.
+            k_TGD: Keys of this rank's tokens, G key-value heads.
+            v_TGD: Values of this rank's tokens.
+            window: Number of latest keys that a query attends to, including its own token's; None
+                means all keys up to its own.
             softcap: Soft cap of the scores; None means no cap.
         """
-        # A window as long as the longest document masks nothing.
+        # A window that is as long as the longest document excludes no key, so use plain attention.
         if window is not None and window >= self.host.longest:
             window = None
         scores = Scores(sliding=window or 0, softcap=softcap or 0.0)
@@ -148,23 +151,25 @@ def context_attention(
     wlb_context: RowsAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function with transformers' signature.
+    """Compute attention over the CP group; this is the function that transformers' layers call.
 
-    Without a plan, in evaluation and generation, it computes what the model computes on one
-    process.
+    In evaluation and generation there is no `wlb_context`. Then it computes the usual attention of
+    this process's tokens alone.
 
     Args:
         module: The attention layer.
-        query: Shape [1, H, T, D].
-        key: Shape [1, G, T, D].
-        value: Shape [1, G, T, D].
-        attention_mask: Used only without a plan.
+        query: Queries of this rank's tokens, shape [1, H, T, D].
+        key: Keys of this rank's tokens, shape [1, G, T, D].
+        value: Values of this rank's tokens, shape [1, G, T, D].
+        attention_mask: Used only if `wlb_context` is None.
         scaling: Factor of the scores; None means 1 / sqrt(D).
-        dropout: Must be 0 with a plan.
-        sliding_window: Keys that a query sees; None means all earlier ones.
+        dropout: Must be 0 unless `wlb_context` is None.
+        sliding_window: Number of latest keys that a query attends to, including its own token's;
+            None means all keys up to its own.
         softcap: Soft cap of the scores, or None.
-        wlb_context: This micro-batch's attention over the CP group; None without a plan.
-        **kwargs: Further arguments of transformers.
+        wlb_context: Computes this micro-batch's attention over the CP group; None in evaluation and
+            generation.
+        **kwargs: Further arguments that transformers passes to attention functions.
 
     Returns:
         The output, shape [1, T, H, D], and None in place of attention weights.
@@ -179,18 +184,22 @@ def context_attention(
         unsupported = (
             "output_attentions" if kwargs.get("output_attentions") else f"dropout = {dropout}"
         )
-        raise UserError(f"attention with {unsupported} is not computed over CP ranks; leave it off")
+        raise UserError(
+            f"attention with {unsupported} is not supported with context parallelism; turn it off"
+        )
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(
-                f"{type(module).__name__} adds {name} to attention, which is not covered"
+                f"{type(module).__name__} passes {name} to attention, which is not supported with "
+                "context parallelism; train the model with cp = 1"
             )
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1).to(dtype).contiguous() for x in (query, key, value))
     head_dim = query.shape[-1]
-    # The kernels scale by 1 / sqrt(D), so put any other scale into the queries.
+    # The kernels always scale scores by 1 / sqrt(D), so multiply the queries by the rest of another
+    # scale.
     if scaling is not None and scaling != head_dim**-0.5:
         q_THD = q_THD * (scaling * head_dim**0.5)
     out = wlb_context.attend(q_THD, k_TGD, v_TGD, window=sliding_window, softcap=softcap)
@@ -198,9 +207,15 @@ def context_attention(
 
 
 def context_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """Return the mask of a forward without a plan, as sdpa or eager attention (soft cap) wants it.
+    """Return the attention mask for evaluation and generation; transformers calls this.
 
-    A forward with a plan does not call this, because `ContextParallel` passes a ready-made mask.
+    It is a mask for eager attention if the model has a soft cap, and for SDPA otherwise. In
+    training over CP ranks it is not called, because `ContextParallel` passes a ready-made mask.
+
+    Args:
+        *args: transformers' arguments of mask functions.
+        config: The model's configuration.
+        **kwargs: transformers' arguments of mask functions.
     """
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return eager_mask(*args, config=config, **kwargs)
@@ -212,25 +227,26 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
 
 
 class ContextParallel:
-    """Makes a transformers model attend over CP groups of consecutive ranks in training.
+    """Makes a transformers model compute attention over groups of CP ranks in training.
 
-    Creating it is a collective call: all ranks do it for the same model. Batches made by `collator`
-    (or by a `ContextSharder`) bring their plan. A batch without a plan is computed by each rank
-    alone, which is for evaluation and generation; in training it raises UserError. The ranks of a
+    A group consists of `cp` consecutive ranks. All ranks must create this object at the same time,
+    for the same model. Batches made by `collator` (or by a `ContextSharder`) contain a plan, which
+    says which tokens each rank computes. A batch without a plan is computed by each rank alone,
+    which is meant for evaluation and generation; in training it raises UserError. The ranks of a
     group must get the same documents, which is checked for the first micro-batch.
 
-    The loss of a rank is the sum over the labels of its rows, and gradients of K and V are added up
-    over the group. So the gradient of a parameter is the sum over all dp x cp ranks. DDP and FSDP
-    compute the average instead. Therefore divide by the labels of all ranks (each rank counts its
-    `shift_labels`) and multiply by the number of ranks, as transformers' Trainer does.
+    How to scale the loss: a rank's loss is the sum over the labels of its tokens, so the gradient
+    of a parameter should be the sum over all dp x cp ranks. DDP and FSDP compute the average
+    instead. Therefore divide the loss by the number of labels on all ranks (each rank counts its
+    `shift_labels`) and multiply it by the number of ranks, as transformers' Trainer does.
 
-    Layers with a sliding window exchange the keys of whole documents, like all other layers.
+    Layers with a sliding window exchange the keys of whole documents, although they need fewer.
 
     Args:
-        model: The model. A model that is not supported raises UserError, and so does a window or a
-            soft cap that no kernel here computes.
-        cp: Ranks that share a micro-batch.
-        **options: Further fields of `ContextSharder`.
+        model: The model. UserError is raised if it is not supported, or if no attention kernel on
+            this machine supports its window or soft cap.
+        cp: Number of ranks that share a micro-batch.
+        **options: Fields of `ContextSharder`, such as `strategy`.
     """
 
     def __init__(self, model: Any, *, cp: int, **options: Any) -> None:
@@ -245,24 +261,29 @@ class ContextParallel:
         self._hook = decoder.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
 
     def collator(self, collator: Callable[[Any], Any]) -> ContextCollator:
-        """Return a collator that cuts each batch of a padding-free collator for this rank."""
+        """Return a collator that keeps only this rank's tokens of each batch.
+
+        Args:
+            collator: Makes padding-free batches for the whole CP group (`PaddingFreeCollator`).
+        """
         return ContextCollator(collator=collator, sharder=self.sharder)
 
     def close(self) -> None:
-        """Restore the model."""
+        """Restore the model's own attention and remove the hook."""
         self._hook.remove()
         self.model.set_attn_implementation(self._was)
 
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the batch's plan by a `RowsAttention`, once per micro-batch."""
+        """Before the decoder's forward, replace the plan in its arguments by a `RowsAttention`."""
         host = kwargs.get(ROWS_KEY)
         if host is None:
             if decoder.training and torch.is_grad_enabled():
                 raise UserError(
-                    f"a training batch came without {ROWS_KEY}, its plan over CP ranks; make "
-                    f"batches by ContextParallel.collator, or call model.eval()"
+                    f"a training batch has no {ROWS_KEY}, which says which tokens each CP rank "
+                    "computes; make batches with ContextParallel.collator, or call model.eval() "
+                    "for evaluation"
                 )
             kwargs.pop(ROWS_KEY, None)
             return args, kwargs
@@ -276,51 +297,63 @@ class ContextParallel:
             device=tokens.device,
             keep_gathered_kv=decoder.training and _is_recomputed(decoder),
         )
-        # transformers uses a mask with four axes as it is. An empty one keeps it from making a mask
-        # of T x T values.
+        # Pass an empty mask with four axes. transformers uses such a mask unchanged
+        # instead of building a mask of T x T values.
         mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
         return args, kwargs | {ROWS_KEY: attention, "attention_mask": mask, "use_cache": False}
 
     def _check(self, host: ContextRows, tokens: Tensor, kwargs: dict[str, Any]) -> None:
-        """Raise UserError for a batch that does not fit this rank, its plan or its group."""
+        """Raise UserError unless the batch is for this rank and unchanged since the collator.
+
+        For the first micro-batch, also check that all ranks of the group have the same documents.
+
+        Args:
+            host: The batch's plan.
+            tokens: The batch's input_ids or inputs_embeds, shape [1, T, ...].
+            kwargs: Keyword arguments of the decoder's forward.
+        """
         if not self._has_compared:
             self._has_compared = True
             agree({"documents of the micro-batch": host.documents}, None, group=self.group)
         if kwargs.get("attention_mask") is not None:
             raise UserError(
-                "the model got an attention_mask and a plan; leave the mask out, documents are "
-                "kept apart by the plan"
+                f"the model got an attention_mask together with {ROWS_KEY}, which already keeps "
+                "documents apart; remove the attention_mask"
             )
         if kwargs.get("position_ids") is None:
-            raise UserError("the model got a plan without position_ids; pass the batch as it came")
+            raise UserError(
+                f"the model got {ROWS_KEY} without position_ids; pass the batch to the model "
+                "unchanged"
+            )
         num_rows, sharder = host.rows.positions.size, self.sharder
         if (host.plan.cp, host.rank) != (sharder.cp, sharder.rank):
             raise UserError(
-                f"the batch was cut for rank {host.rank} of {host.plan.cp}, this is rank "
-                f"{sharder.rank} of {sharder.cp}; use this rank's ContextParallel.collator"
+                f"the batch was made for CP rank {host.rank} of {host.plan.cp}, but this is CP "
+                f"rank {sharder.rank} of {sharder.cp}; use the ContextParallel.collator of this "
+                "rank"
             )
         if tuple(tokens.shape[:2]) != (1, num_rows):
             raise UserError(
-                f"input_ids have shape {tuple(tokens.shape)}, the plan has [1, {num_rows}]; pass "
-                f"the batch as it came"
+                f"input_ids have shape {tuple(tokens.shape)}, but the batch's plan expects [1, "
+                f"{num_rows}]; pass the batch to the model unchanged"
             )
 
 
 def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
-    """Return this rank's CP group of `cp` consecutive ranks, and its place in it.
+    """Create CP groups of `cp` consecutive ranks; return this rank's group and its rank in it.
 
-    This is a collective call. The group is None for cp = 1.
+    All ranks must call this together. For cp = 1, the group is None and the rank 0.
     """
     check_at_least("cp", cp, 1)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks % cp:
         raise UserError(
-            f"cp = {cp} does not divide the number of processes, {num_ranks}; start a multiple of "
-            f"cp (torchrun --nproc-per-node), or choose another cp"
+            f"cp = {cp} must divide the number of processes, which is {num_ranks}; start a "
+            "multiple of cp processes (torchrun --nproc-per-node), or set another cp"
         )
     if cp == 1:
         return None, 0
-    # Every rank must take part in making every group.
+    # torch requires that every rank calls new_group for every group, also for groups of others.
     mine, rank = None, dist.get_rank()
     for first in range(0, num_ranks, cp):
         group = dist.new_group(list(range(first, first + cp)))
@@ -330,12 +363,12 @@ def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
 
 
 def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParallel:
-    """Set up context parallelism for the model of a transformers Trainer, before training.
+    """Set up context parallelism for the model of a transformers Trainer; call it before training.
 
     Args:
         trainer: The Trainer.
-        cp: Ranks that share a micro-batch.
-        **options: Further fields of `ContextSharder`.
+        cp: Number of ranks that share a micro-batch.
+        **options: Fields of `ContextSharder`, such as `strategy`.
 
     Raises:
         UserError: A setting of the Trainer is not supported with context parallelism.
@@ -343,7 +376,7 @@ def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParal
     args = trainer.args
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     found = {
-        f"accelerate's {name} = {getattr(parallel, name)}": f"leave {name} at 1"
+        f"accelerate's {name} = {getattr(parallel, name)}": f"set {name} = 1"
         for name in ("tp_size", "cp_size", "sp_size")
         if parallel is not None and getattr(parallel, name) > 1
     }
@@ -361,27 +394,32 @@ def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParal
         if getattr(args, name, False):
             found[f"{name}, which is not tested"] = f"set {name}=False"
     for problem, remedy in found.items():
-        raise UserError(f"Balance's cp = {cp} does not go with {problem}; {remedy}")
+        raise UserError(f"cp = {cp} of Balance does not work with {problem}; {remedy}")
     return ContextParallel(trainer.model, cp=cp, **options)
 
 
 def check_model(model: Any) -> None:
-    """Raise UserError for a model whose attention CP ranks cannot compute."""
+    """Raise UserError for a model that is not supported with context parallelism."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
-        raise UserError(f"{type(model).__name__} is not a transformers model with a decoder")
+        raise UserError(
+            f"{type(model).__name__} is not a transformers model with a decoder (get_decoder); "
+            "give a causal language model of transformers"
+        )
     name = f"{type(model).__name__} (model_type {config.model_type!r})"
     if config.model_type not in FAMILIES:
         raise UserError(
-            f"{name} is not one of the families that context parallelism supports "
-            f"({', '.join(FAMILIES)}); train it with cp = 1"
+            f"{name} is not supported with context parallelism, but only the families "
+            f"{', '.join(FAMILIES)}; set cp = 1"
         )
     for problem, remedy in _problems(config):
-        raise UserError(f"{name} has {problem}, which is not computed over CP ranks; {remedy}")
+        raise UserError(
+            f"{name} has {problem}, which is not supported with context parallelism; {remedy}"
+        )
 
 
 def _problems(config: Any) -> Iterable[tuple[str, str]]:
-    """Yield each unsupported property of a config, with its remedy."""
+    """Yield each property of a model's config that CP does not support, and what to do about it."""
     one = "train it with cp = 1"
     if getattr(config, "attention_dropout", 0):
         yield f"attention_dropout = {config.attention_dropout}", "set it to 0 in its config"
@@ -399,10 +437,16 @@ def _problems(config: Any) -> Iterable[tuple[str, str]]:
 
 
 def _is_recomputed(decoder: nn.Module) -> bool:
-    """Return whether backward recomputes layers: transformers marks each such layer."""
+    """Return whether backward recomputes activations (transformers' gradient_checkpointing)."""
     return any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
 
 
 def _eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """Return the eager attention of the module's file, because sdpa has no soft cap."""
+    """Return the model family's own eager attention function.
+
+    It is needed for a soft cap, which SDPA does not support.
+
+    Args:
+        module: An attention layer; the function is in the same Python file.
+    """
     return sys.modules[type(module).__module__].eager_attention_forward

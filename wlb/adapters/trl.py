@@ -1,10 +1,10 @@
-"""Balanced optimiser steps for TRL's SFTTrainer that delay no row.
+"""Balanced optimiser steps for TRL's SFTTrainer that do not delay any row to a later step.
 
     class Mine(BalancedSteps, SFTTrainer): ...   # or balanced_steps(SFTTrainer)(..., max_tokens=n)
 
-Every step trains the rows that it would train anyway; only their division into micro-batches and
-over ranks changes. Micro-batches have no padding. Steps that may delay rows
-(`hugging_face.balanced`) are balanced better. GRPO is in `wlb.adapters.rl.trl`.
+Every step trains as many rows as without wlb, in a random order. Only the division of a step's rows
+into micro-batches and over ranks changes, and micro-batches have no padding. If rows may be delayed
+to later steps (`hugging_face.balanced`), the balance is better. For GRPO see `wlb.adapters.rl.trl`.
 """
 
 import functools
@@ -25,25 +25,26 @@ from wlb.planner import LLAMA2_7B
 
 
 class BalancedStep(Sampler[list[int]]):
-    """Batch sampler that yields the micro-batches of all ranks, step after step, as dataset rows.
+    """Batch sampler that yields the micro-batches of all ranks, as lists of dataset rows.
 
     Each step trains the next `samples_per_step` rows of the shuffled epoch. Micro-batch i belongs
-    to rank i % num_ranks, which is accelerate's order. The last rows of an epoch, which do not fill
-    a step, are left out, as by a Trainer with drop_last. Iterating raises UserError for a step that
-    does not fit into its micro-batches.
+    to rank i % num_ranks, which is accelerate's order. The last rows of an epoch are not trained if
+    they do not fill a step, as in a Trainer with drop_last. Iterating raises UserError if the rows
+    of a step do not fit into its micro-batches.
 
     Args:
         lengths: Tokens of each dataset row.
-        samples_per_step: Rows of a step on all ranks.
-        max_tokens: Most tokens of a micro-batch. A longer row is a UserError.
+        samples_per_step: Number of rows of a step, summed over all ranks.
+        max_tokens: Most tokens of a micro-batch. A longer row raises UserError.
         num_ranks: Data-parallel ranks.
         accumulation_steps: Micro-batches of each rank in a step.
-        cost: Workload model that prices the rows.
-        wait: Whether ranks wait for each other per step or per micro-batch, see `balance_step`.
+        cost: Predicts the time of a row from its length.
+        wait: When ranks wait for each other: once per step ("step") or in every micro-batch; see
+            `balance_step`.
         seed: Seed of the shuffle.
     """
 
-    # accelerate's BatchSamplerShard requires None where the sizes of batches vary.
+    # None tells accelerate's BatchSamplerShard that batches have different numbers of rows.
     batch_size = None
     drop_last = False
 
@@ -68,14 +69,14 @@ class BalancedStep(Sampler[list[int]]):
             check_at_least(name, value, 1)
         if samples_per_step > self.lengths.size:
             raise UserError(
-                f"samples_per_step = {samples_per_step} is more than the dataset's "
-                f"{self.lengths.size} rows; lower it"
+                f"samples_per_step = {samples_per_step} must be at most the {self.lengths.size} "
+                "rows of the dataset; lower samples_per_step"
             )
         if self.lengths.max() > max_tokens:
             row = int(self.lengths.argmax())
             raise UserError(
-                f"row {row} has {self.lengths[row]} tokens, and a micro-batch at most max_tokens = "
-                f"{max_tokens}; raise max_tokens, or truncate rows (max_length of SFTConfig)"
+                f"row {row} has {self.lengths[row]} tokens, more than max_tokens = {max_tokens} "
+                "of a micro-batch; raise max_tokens, or truncate rows (max_length of SFTConfig)"
             )
         self.samples_per_step, self.num_ranks, self.seed = samples_per_step, num_ranks, seed
         self.accumulation_steps, self.epoch = accumulation_steps, 0
@@ -103,9 +104,9 @@ class BalancedStep(Sampler[list[int]]):
         return self.num_steps * self.num_ranks * self.accumulation_steps
 
     def steps(self) -> Iterator[tuple[IntArray, StepBalance]]:
-        """Yield the dataset rows of each step of the epoch, and their division.
+        """Yield each step of the epoch: its dataset rows, and their division into micro-batches.
 
-        The division (`StepBalance`) has indices into the step's rows.
+        The `StepBalance` contains indices into the step's rows, not dataset rows.
         """
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.lengths.size)
         for step in range(self.num_steps):
@@ -113,9 +114,11 @@ class BalancedStep(Sampler[list[int]]):
             try:
                 yield rows, self._balance(self.lengths[rows])
             except UserError as error:
-                # Name the option as the Trainer calls it.
+                # Use the Trainer's name of the option in the message.
                 message = str(error).replace("num_micro_batches", "gradient_accumulation_steps")
-                raise UserError(f"a step of {rows.size} rows of train_dataset: {message}") from None
+                raise UserError(
+                    f"in a step of {rows.size} rows of train_dataset: {message}"
+                ) from None
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows, balance in self.steps():
@@ -127,15 +130,15 @@ class BalancedStep(Sampler[list[int]]):
 class BalancedSteps(PlannedTrainer):
     """Mixin that makes TRL's SFTTrainer train balanced steps; see `balanced_steps`.
 
-    Put it before the trainer. A step trains as many rows as the arguments say
-    (per_device_train_batch_size x gradient_accumulation_steps x ranks), but they are divided by
-    work instead of by number.
+    Put it before the trainer: `class Mine(BalancedSteps, SFTTrainer)`. A step trains
+    per_device_train_batch_size x gradient_accumulation_steps x ranks rows, as without this mixin,
+    but micro-batches have nearly equal work instead of equal numbers of rows.
 
     Args:
-        *args: Of the trainer.
+        *args: Arguments of the trainer.
         max_tokens: Most tokens of a micro-batch.
-        cost: Workload model that prices the rows.
-        **kwargs: Of the trainer and of `PlannedTrainer`.
+        cost: Predicts the time of a row from its length.
+        **kwargs: Arguments of the trainer and of `PlannedTrainer`.
     """
 
     def __init__(self, *args: Any, max_tokens: int, cost: Cost = LLAMA2_7B, **kwargs: Any) -> None:
@@ -146,8 +149,8 @@ class BalancedSteps(PlannedTrainer):
         """Return TRL's DataLoader over balanced steps, prepared by its accelerator.
 
         Raises:
-            UserError: A setting would undo the steps, or the loss is not a mean over a step's
-                tokens.
+            UserError: A setting of the trainer would divide batches by another rule, or the loss is
+                not a mean over the tokens of a step.
         """
         args = self.args
         num_ranks, accumulated = self._num_ranks(), args.gradient_accumulation_steps
@@ -156,9 +159,10 @@ class BalancedSteps(PlannedTrainer):
         wanted = args.per_device_train_batch_size * accumulated * num_ranks
         if wanted > len(rows):
             raise UserError(
-                f"a step takes per_device_train_batch_size = {args.per_device_train_batch_size} x "
-                f"gradient_accumulation_steps = {accumulated} x {num_ranks} ranks = {wanted} "
-                f"rows, more than the {len(rows)} of train_dataset; lower one of them"
+                f"a step takes {wanted} rows (per_device_train_batch_size = "
+                f"{args.per_device_train_batch_size} x gradient_accumulation_steps = "
+                f"{accumulated} x {num_ranks} ranks), but train_dataset has only {len(rows)}; "
+                "lower per_device_train_batch_size or gradient_accumulation_steps"
             )
         batches = BalancedStep(
             lengths_of(rows),

@@ -1,4 +1,4 @@
-"""Check that the library that an adapter needs is installed and recent enough. Imports no torch."""
+"""Check that the library that an adapter needs is installed and recent enough."""
 
 import re
 from importlib import metadata
@@ -16,17 +16,17 @@ def require(*needs: str) -> None:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             raise ImportError(
-                f"this adapter needs {name} {least} or later, and none is installed: "
-                f"pip install '{need}'"
+                f"this adapter needs {name} {least} or later, which is not installed; run: pip "
+                f"install '{need}'"
             ) from None
         if _numbers(found) < _numbers(least):
             raise ImportError(
-                f"this adapter needs {name} {least} or later, {found} is installed: "
-                f"pip install '{need}'"
+                f"this adapter needs {name} {least} or later, but {found} is installed; run: pip "
+                f"install '{need}'"
             )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version's release part: "5.23.0rc1" gives (5, 23, 0)."""
+    """Return the numeric parts of a version without suffix: "5.23.0rc1" gives (5, 23, 0)."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release[0].split(".")) if release else ()

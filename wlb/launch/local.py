@@ -186,8 +186,9 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
-            f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to ranks: "
-            f"{error}; use a function at the top of a module and plain arguments"
+            f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be pickled to send them "
+            f"to the ranks: {error}; give a function defined at the top of a module and plain "
+            "arguments"
         ) from error
 
 

@@ -96,13 +96,16 @@ def simulate_recorded(
     since_start = [s.measured for s in records.steps if s.step in records.since_start]
     metrics = [measured for measured in since_start if measured.num_targets][left_out:]
     if not metrics:
-        raise UserError(f"{written} has no step after the first {left_out}")
+        raise UserError(
+            f"{written} has no step left to compare after the first {left_out} steps, which are "
+            "skipped; skip fewer steps, or train longer"
+        )
     remark, first = "", records.learned_from
     if first is not None:
         remark = learned_remark(first)
         metrics = [measured for measured in metrics if measured.step < first.step]
     if not metrics:
-        raise UserError(f"{written}: {remark}")
+        raise UserError(f"{written} has no step to compare: {remark}")
     stores = open_stores(spec, console or Console(quiet=True))
     spec = ready(spec, stores, spec.parallel.world_size)
     device = records.starts[-1].get("device") if records.starts else None

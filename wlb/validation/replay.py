@@ -65,17 +65,21 @@ class StepWaits:
     def __post_init__(self) -> None:
         shape = self.forward.shape
         if len(shape) != 4 or 0 in shape:
-            raise ValueError(f"forward has shape {shape}, not [dp, n, num_stages, cp]")
+            raise ValueError(
+                f"forward has shape {shape}, but must have shape [dp, n, num_stages, cp] with no "
+                "axis of size 0"
+            )
         for name in ("forward", "backward", "weight"):
             _check_waits(name, getattr(self, name), shape)
         if self.rows.shape != shape[:2]:
             raise ValueError(
-                f"rows has shape {self.rows.shape}, not [dp, n] = {shape[:2]} as forward has"
+                f"rows has shape {self.rows.shape}, but must have shape [dp, n] = {shape[:2]}, "
+                "the first two axes of forward"
             )
         if self.rows.dtype.kind not in "iu" or self.rows.min() < 1:
             raise ValueError(
-                f"rows holds {self.rows.min()} ({self.rows.dtype}); it must hold whole numbers of "
-                "at least 1"
+                f"the smallest value of rows is {self.rows.min()} ({self.rows.dtype}), but all "
+                "must be whole numbers of at least 1"
             )
 
     @property
@@ -103,9 +107,14 @@ class StepWaits:
 def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
     """Raise ValueError for waits of a wrong shape, negative waits and waits that are too short."""
     if waits.shape != shape:
-        raise ValueError(f"{name} has shape {waits.shape}, forward has {shape}; they must be equal")
+        raise ValueError(
+            f"{name} has shape {waits.shape}, but must have the shape of forward, {shape}"
+        )
     for wrong, remedy in (
-        (~(np.isfinite(waits) & (waits >= 0)), "a wait is a finite number of seconds, at least 0"),
+        (
+            ~(np.isfinite(waits) & (waits >= 0)),
+            ("a wait must be a finite number of seconds, at least 0"),
+        ),
         ((waits > 0) & (waits < MIN_WAIT_S), TOO_SHORT),
     ):
         if wrong.any():
@@ -189,17 +198,18 @@ def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, 
     dp, _, num_stages, cp = step.shape
     if num_stages != pp * virtual_stages:
         raise ValueError(
-            f"waits of {num_stages} stages do not fit pp = {pp} x virtual_stages = {virtual_stages}"
+            f"waits of {num_stages} stages do not fit pp x virtual_stages = {pp} x "
+            f"{virtual_stages}; give waits for {pp * virtual_stages} stages"
         )
     if (dp, cp) != (first.shape[0], first.shape[3]):
         raise ValueError(
-            f"steps of dp = {dp}, cp = {cp} and of dp = {first.shape[0]}, cp = {first.shape[3]} "
-            "cannot be replayed together"
+            f"steps with dp = {dp}, cp = {cp} and with dp = {first.shape[0]}, cp = "
+            f"{first.shape[3]} cannot be replayed together; replay them in separate calls"
         )
     if virtual_stages > 1 and (pp == 1 or schedule == Schedule.ONE_F_ONE_B):
         raise ValueError(
-            f"virtual_stages = {virtual_stages} with pp = {pp} and schedule = {schedule}: only the "
-            "interleaved schedules, with pp > 1, run several stages a rank"
+            f"virtual_stages = {virtual_stages} needs pp > 1 and an interleaved schedule, but pp "
+            f"= {pp} and schedule = {schedule}; set virtual_stages = 1"
         )
 
 

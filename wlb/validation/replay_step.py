@@ -105,8 +105,9 @@ def compare(
     dp, _, _, cp = waits[0].shape
     if dp * pp * cp > MOST_PROCESSES:
         raise UserError(
-            f"a replay of dp {dp} x cp {cp} x pp {pp} takes {dp * pp * cp} processes, but at most "
-            f"{MOST_PROCESSES} are allowed; lower parallel.dp, cp or pp"
+            f"a replay of parallel.dp = {dp}, parallel.cp = {cp} and parallel.pp = {pp} needs "
+            f"{dp * pp * cp} processes, but at most {MOST_PROCESSES} are allowed; lower "
+            "parallel.dp, parallel.cp or parallel.pp"
         )
     runs = replay(waits, pipeline, pp=pp)
     return [

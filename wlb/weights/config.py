@@ -141,7 +141,7 @@ def read_config(path: Path) -> HubModel:
     try:
         spec.check()
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path} describes a model that wlb does not support: {error}") from None
     made = HubModel(spec=spec, model_type=model_type, max_positions=max_positions)
     return _with_tokens(made, keys, usual)
 
@@ -304,21 +304,24 @@ def _type_of(spec: ModelSpec, preferred: str = "") -> str:
         return expert_weights.type_of(spec)
     if spec.qk_norm_rows:
         raise UserError(
-            "model.qk_norm_rows = true without experts: of the supported families only OLMoE has "
-            "it, and an OLMoE has experts; this model cannot be exported"
+            "model.qk_norm_rows = true cannot be exported without experts, because only OLMoE, "
+            "which has experts, supports it; train with model.qk_norm_rows = false or with "
+            "experts"
         )
     if is_gemma(spec):
         return gemma_type(spec)
     if spec.qkv_bias and spec.qk_norm:
         raise UserError(
-            "model.qkv_bias = true and model.qk_norm = true: no model of transformers has biases "
-            "of Q, K and V alone together with norms of heads; export a model with one of them"
+            "model.qkv_bias = true and model.qk_norm = true cannot be exported together, because "
+            "no supported model type of Hugging Face has both; train with one of them"
         )
     if spec.qkv_bias:
         if spec.head_dim not in (0, spec.hidden_size // spec.num_heads):
             raise UserError(
-                f"model.head_dim = {spec.head_dim}: heads of Qwen2, which has qkv_bias, are "
-                f"hidden_size / num_heads = {spec.hidden_size // spec.num_heads} wide"
+                f"model.head_dim = {spec.head_dim} cannot be exported as Qwen2 (model.qkv_bias = "
+                "true), which requires hidden_size / num_heads = "
+                f"{spec.hidden_size // spec.num_heads}; train with model.head_dim = "
+                f"{spec.hidden_size // spec.num_heads}"
             )
         return "qwen2"
     if spec.qk_norm:
@@ -413,9 +416,9 @@ def _rope(
     ]
     if read[0] != read[-1]:
         raise UserError(
-            f"{keys.where}: rope_parameters = {values['rope_parameters']} and rope_scaling = "
-            f"{values['rope_scaling']} (rope_theta = {values.get('rope_theta')}) contradict each "
-            f"other; remove the wrong one"
+            f"{keys.where}: rope_parameters = {values['rope_parameters']} contradicts "
+            f"rope_scaling = {values['rope_scaling']} with rope_theta = "
+            f"{values.get('rope_theta')}; remove the wrong one"
         )
     return read[0]
 
@@ -455,8 +458,8 @@ def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
         return RopeScaling()
     if kind not in list(RopeKind):
         raise UserError(
-            f"{rope.where}: rope_type = {kind!r} is not known here; wlb computes default, "
-            f"{', '.join(RopeKind)}"
+            f"{rope.where}: rope_type = {kind!r} is not supported, so this model cannot be "
+            f"imported; supported types are default, {', '.join(RopeKind)}"
         )
     return _scaling(RopeKind(kind), rope, max_positions)
 

@@ -58,9 +58,9 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
     where = layers_with_experts(keys)
     if is_olmoe and where != {"every": 1, "dense_layers": ()}:
         raise UserError(
-            f"{keys.where}: an OLMoE has experts in every layer, but this config.json has "
-            f"Qwen3-MoE's decoder_sparse_step = {where['every']} and mlp_only_layers = "
-            f"{list(where['dense_layers'])}; remove them"
+            f"{keys.where}: decoder_sparse_step = {where['every']} and mlp_only_layers = "
+            f"{list(where['dense_layers'])} do not fit OLMoE, which has experts in every layer; "
+            "remove these keys"
         )
     return ExpertsSpec(
         num=_number(keys, 64 if is_olmoe else 128),
@@ -107,22 +107,27 @@ def type_of(spec: ModelSpec) -> str:
     for name, value in usual.items():
         if getattr(experts, name) != value:
             raise UserError(
-                f"model.experts.{name} = {getattr(experts, name)}: Qwen3-MoE, Mixtral and OLMoE "
-                f"have {value}; this model cannot be exported"
+                f"model.experts.{name} = {getattr(experts, name)} cannot be exported, because "
+                f"Qwen3-MoE, Mixtral and OLMoE always have {value}; train with "
+                f"model.experts.{name} = {value}"
             )
     if experts.balance == ExpertBalance.BIAS:
         raise UserError(
-            "model.experts.balance = bias: Qwen3-MoE, Mixtral and OLMoE have no biases of experts, "
-            "by which this model chooses them; train with aux_loss or none for an export"
+            "model.experts.balance = bias cannot be exported, because Qwen3-MoE, Mixtral and "
+            "OLMoE do not choose experts by biases; train with model.experts.balance = aux_loss "
+            "or none"
         )
     for name in _UNSUPPORTED:
         if value := getattr(spec, name):
             raise UserError(
-                f"model.{name} = {value}: no model of transformers that wlb writes has it beside "
-                f"experts; this model cannot be exported"
+                f"model.{name} = {value} cannot be exported with experts, because no supported "
+                f"model type of Hugging Face has both; train without model.{name}"
             )
     if spec.qkv_bias:
-        raise UserError("model.qkv_bias = true: no model of transformers has it beside experts")
+        raise UserError(
+            "model.qkv_bias = true cannot be exported with experts, because no supported model "
+            "type of Hugging Face has both; train with model.qkv_bias = false"
+        )
     return "qwen3_moe" if spec.qk_norm else _type_without_head_norms(spec)
 
 
@@ -131,22 +136,24 @@ def _type_without_head_norms(spec: ModelSpec) -> str:
     experts = spec.experts
     if spec.sliding_window:
         raise UserError(
-            f"model.sliding_window = {spec.sliding_window}: of the models with experts that wlb "
-            f"writes, Qwen3-MoE alone has windows; this model, which has no qk_norm, cannot be "
-            f"exported"
+            f"model.sliding_window = {spec.sliding_window} cannot be exported with experts but "
+            "without model.qk_norm, because of the supported models with experts only Qwen3-MoE "
+            "has windows; train with model.qk_norm = true or without windows"
         )
     if spec.num_expert_layers < spec.num_layers:
         raise UserError(
             f"model.experts.every = {experts.every} and model.experts.dense_layers = "
-            f"{list(experts.dense_layers)}: a model without qk_norm is exported as Mixtral or "
-            f"OLMoE, which have experts in every layer; this model cannot be exported"
+            f"{list(experts.dense_layers)} cannot be exported without model.qk_norm, because "
+            "Mixtral and OLMoE have experts in every layer; train with model.qk_norm = true or "
+            "with experts in every layer"
         )
     if spec.qk_norm_rows:
         return "olmoe"
     if not experts.normalised:
         raise UserError(
-            "model.experts.normalised = false: a model without qk_norm is exported as Mixtral, "
-            "which divides scores by their sum; train with true for an export"
+            "model.experts.normalised = false cannot be exported without model.qk_norm, because "
+            "Mixtral divides expert scores by their sum; train with model.experts.normalised = "
+            "true"
         )
     return "mixtral"
 

@@ -15,7 +15,7 @@ def refuse_existing(out: Path) -> None:
     """Raise UserError if `out` exists or cannot be created."""
     # A broken link counts as existing, too.
     if os.path.lexists(out):
-        raise UserError(f"--out {out} exists already; remove it or give another folder")
+        raise UserError(f"--out {out} already exists; remove it or give another folder")
     refuse_nowhere(out.parent)
 
 

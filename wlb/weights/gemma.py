@@ -121,8 +121,9 @@ def gemma_type(spec: ModelSpec) -> str:
         words += " and " if lacking and found else ""
         words += f"has model.{', model.'.join(found)}" if found else ""
         raise UserError(
-            f"the model has parts that only Gemma has, but as a {model_type} of transformers it "
-            f"{words}"
+            f"the model {words}, so it cannot be exported as {model_type}, and no other model "
+            "type of Hugging Face has its other parts; train with exactly the parts of "
+            f"{model_type}"
         )
     return model_type
 
@@ -141,8 +142,9 @@ def gemma_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) ->
         local = spec.sliding_rope_theta or spec.rope_theta
         if not spec.sliding_rope_theta and spec.rope_scaling.is_on:
             raise UserError(
-                "model.sliding_rope_theta = 0 with model.rope_scaling: transformers does not scale "
-                "RoPE in the sliding layers of Gemma 3"
+                "model.sliding_rope_theta = 0 with model.rope_scaling cannot be exported, "
+                "because Gemma 3 does not scale RoPE in its sliding layers; train with "
+                "model.sliding_rope_theta set"
             )
         full = {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})}
         sliding = {"rope_theta": local, "rope_type": "default"}

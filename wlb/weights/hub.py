@@ -96,8 +96,8 @@ def open_tensors(
         header = _header(path)
         if absent := sorted((listed or set()) - header.keys()):
             raise UserError(
-                f"{path} does not have {_some(absent)}, which {folder / INDEX} says it has; "
-                f"download the folder again"
+                f"{path} does not contain tensors that {folder / INDEX} places there: "
+                f"{_some(absent)}; download the folder again"
             )
         tensors |= header if listed is None else {name: header[name] for name in listed}
     tensors = {n: t for n, t in tensors.items() if not n.endswith(NOT_WEIGHTS)}
@@ -109,18 +109,25 @@ def open_tensors(
     if missing := [name for name in expected if name not in tensors]:
         hint = ""
         if missing == [HEAD]:
-            hint = "; if the head is the embedding, set tie_word_embeddings = true in config.json"
-        raise UserError(f"{folder} lacks {_some(missing)} of the model of {config}{hint}")
+            hint = (
+                "; if the output head shares the embedding's weights, set tie_word_embeddings = "
+                "true in config.json"
+            )
+        raise UserError(
+            f"{folder} does not contain tensors that the model of {config} requires: "
+            f"{_some(missing)}{hint}"
+        )
     if unknown := sorted(tensors.keys() - expected.keys()):
         raise UserError(
-            f"{folder} has {_some(unknown)}, which the model of {config} does not; its "
-            f"config.json describes another architecture"
+            f"{folder} contains tensors that the model of {config} does not have: "
+            f"{_some(unknown)}; correct config.json, which describes another architecture"
         )
     for name, stored in tensors.items():
         if stored.shape != expected[name].shape_in_files:
             raise UserError(
-                f"{stored.file}: {name} has shape {list(stored.shape)}, the model of {config} "
-                f"wants {list(expected[name].shape_in_files)}"
+                f"{stored.file}: {name} has shape {list(stored.shape)}, but {config} requires "
+                f"{list(expected[name].shape_in_files)}; download the folder again or correct "
+                "config.json"
             )
     return HubTensors(tensors=tensors, left_out=left_out)
 
@@ -173,8 +180,9 @@ def _drop_tied_head(tensors: dict[str, StoredTensor], config: Path) -> None:
     found = HubTensors(tensors=tensors)
     if EMBEDDING in tensors and not torch.equal(found.read(HEAD), found.read(EMBEDDING)):
         raise UserError(
-            f"{config}: tie_word_embeddings = true, but {HEAD} in {tensors[HEAD].file} is not "
-            f"equal to {EMBEDDING}; set it to false if the head was trained separately"
+            f"{config} has tie_word_embeddings = true, but {HEAD} in {tensors[HEAD].file} is not "
+            f"equal to {EMBEDDING}; set tie_word_embeddings to false if the head was trained "
+            "separately"
         )
     del tensors[HEAD]
 
@@ -188,29 +196,48 @@ def _files(folder: Path) -> Mapping[Path, set[str] | None]:
     pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
     if pickled:
         raise UserError(
-            f"{folder} has pickled weights only ({_some(pickled)}), which can run code when "
-            f"loaded; convert them to safetensors (transformers' save_pretrained)"
+            f"{folder} has only pickled weights ({_some(pickled)}), which wlb does not load "
+            "because they can run code; convert them to safetensors (transformers' "
+            "save_pretrained)"
         )
     shards = sorted(p.name for p in folder.glob("*.safetensors"))
     if shards:
-        raise UserError(f"{folder} has {_some(shards)} but neither {SINGLE} nor {INDEX}")
-    raise UserError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
+        raise UserError(
+            f"{folder} has {_some(shards)}, but neither {SINGLE} nor {INDEX}, which says which "
+            "tensor is in which file; download the folder again"
+        )
+    raise UserError(
+        f"{folder} has no weights, neither {SINGLE} nor {INDEX}; give the folder of a Hugging "
+        "Face model"
+    )
 
 
 def _indexed(folder: Path) -> Mapping[Path, set[str]]:
     index = folder / INDEX
     where = read_object(index, wide=True).get("weight_map")
     if not isinstance(where, dict) or not where:
-        raise UserError(f"{index}: weight_map must say which tensor is in which file")
+        raise UserError(
+            f"{index}: weight_map must be a JSON object that names the file of each tensor; "
+            "download the folder again"
+        )
     files: defaultdict[Path, set[str]] = defaultdict(set)
     for name, file in cast("dict[str, Any]", where).items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise UserError(f"{index}: {name} is in {file!r}, which is not a file's name")
+            raise UserError(
+                f"{index}: weight_map places {name} in {file!r}, which must be a file name "
+                "without a folder; correct the index"
+            )
         if not file.endswith(".safetensors"):
-            raise UserError(f"{index}: {name} is in {file!r}; wlb reads only .safetensors")
+            raise UserError(
+                f"{index}: weight_map places {name} in {file!r}, but wlb reads only .safetensors "
+                "files; convert the weights to safetensors"
+            )
         files[folder / file].add(name)
     if gone := sorted(path.name for path in files if not path.is_file()):
-        raise UserError(f"{folder} lacks {_some(gone)} of {index.name}; download it again")
+        raise UserError(
+            f"{folder} does not contain files that {index.name} names: {_some(gone)}; download "
+            "the folder again"
+        )
     return files
 
 
@@ -219,8 +246,9 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in read_header(path, remedy="download it again").items():
         if entry.dtype not in _DTYPES and not name.endswith(NOT_WEIGHTS):
             raise UserError(
-                f"{path}: {name} has dtype {entry.dtype}; wlb reads {', '.join(_DTYPES)}, not "
-                f"quantised weights: import the original ones"
+                f"{path}: {name} has dtype {entry.dtype}, but wlb reads only "
+                f"{', '.join(_DTYPES)}; import the model's original weights, which are not "
+                "quantised"
             )
         dtype = _DTYPES.get(entry.dtype, torch.float32)
         found[name] = StoredTensor(name=name, file=path, shape=entry.shape, dtype=dtype)
@@ -238,7 +266,7 @@ def _opened(path: Path) -> Generator[Any]:
             yield file
     except SafetensorError as error:
         raise UserError(
-            f"{path} is not a whole safetensors file ({error}); download it again"
+            f"{path} is not a complete safetensors file ({error}); download it again"
         ) from None
 
 

@@ -55,8 +55,8 @@ def import_folder(source: Path, out: Path) -> Imported:
     config = source / "config.json"
     if not config.is_file():
         raise UserError(
-            f"{source} is not a Hugging Face folder: there is no {config}; download the model's "
-            f"whole folder"
+            f"{source} is not the folder of a Hugging Face model, because {config} does not "
+            "exist; download the model's whole folder"
         )
     model = read_config(config)
     parameters = parameters_of(model.spec, model.model_type)

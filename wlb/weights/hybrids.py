@@ -233,13 +233,14 @@ def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
     for name, (value, wanted) in required.items():
         if value != wanted:
             raise UserError(
-                f"model.{name} = {_toml_text(value)}: the nearest family of transformers, "
-                f"{model_type}, always has {_toml_text(wanted)}; this model cannot be exported"
+                f"model.{name} = {_toml_text(value)} cannot be exported, because {model_type}, "
+                f"the closest model type of Hugging Face, always has {_toml_text(wanted)}; train "
+                f"with model.{name} = {_toml_text(wanted)}"
             )
     if experts.num and experts.balance == ExpertBalance.BIAS:
         raise UserError(
-            f"model.experts.balance = bias: a {model_type} has no biases of experts, by which this "
-            f"model chooses them; train with aux_loss or none for an export"
+            f"model.experts.balance = bias cannot be exported, because {model_type} does not "
+            "choose experts by biases; train with model.experts.balance = aux_loss or none"
         )
     return model_type
 

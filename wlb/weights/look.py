@@ -153,7 +153,8 @@ class LoadedModel:
     def _file(self) -> Path:
         if self.tokenizer.file is None:
             raise UserError(
-                f"no tokenizer: {self.tokenizer.why}; give one to load(..., tokenizer=FILE)"
+                f"the model has no tokenizer ({self.tokenizer.why}); give one with load(..., "
+                "tokenizer=FILE)"
             )
         return self.tokenizer.file
 
@@ -177,8 +178,9 @@ class LoadedModel:
         size = self.module.spec.vocab_size
         if ids.dim() != 1 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
             raise UserError(
-                f"{ids.flatten()[:8]} of tokens of shape {tuple(ids.shape)}: they must be one axis "
-                f"of at least one id in [0, {size})"
+                f"tokens have shape {tuple(ids.shape)} and begin with "
+                f"{ids.flatten()[:8].tolist()}, but must be one list of at least one token id in "
+                f"[0, {size})"
             )
         return ids
 

@@ -45,7 +45,7 @@ class SavedModel:
         """Read whole tensors, converted to `dtype`, without the vocabulary's padding."""
         state = {name: torch.empty(self.parameters[name].shape, dtype=dtype) for name in names}
         reader = TensorFiles(str(self.folder))
-        with _single_process(f"the checkpoint {self.folder} cannot be read; use another one"):
+        with _single_process(f"cannot read the checkpoint {self.folder} (use another one)"):
             _load({CHECKPOINT_ROOT: state}, storage_reader=reader, no_dist=True)
         return {n: value[: self.parameters[n].unpadded[0]] for n, value in state.items()}
 
@@ -73,23 +73,26 @@ def open_saved(folder: Path) -> SavedModel:
         raise
     except (OSError, SafetensorError, *WRONG_SHAPE) as error:
         raise UserError(
-            f"{folder} is not a whole checkpoint ({error!r}); use another one"
+            f"the checkpoint {folder} is incomplete or corrupt ({error!r}); use another checkpoint"
         ) from None
     dtypes: dict[str, torch.dtype] = {}
     for parameter in parameters.values():
         found = saved.get(parameter.saved_as)
         if not isinstance(found, TensorStorageMetadata):
-            raise UserError(f"the checkpoint {folder} lacks {parameter.name} of {file}'s model")
+            raise UserError(
+                f"the checkpoint {folder} does not contain {parameter.name}, which the model in "
+                f"{file} requires; use another checkpoint"
+            )
         if tuple(found.size) != parameter.shape:
             raise UserError(
-                f"the checkpoint {folder} has {parameter.name} in shape {list(found.size)}, "
-                f"{file}'s model wants {list(parameter.shape)}"
+                f"the checkpoint {folder} has {parameter.name} with shape {list(found.size)}, but "
+                f"the model in {file} requires {list(parameter.shape)}; use another checkpoint"
             )
         dtypes[parameter.name] = found.properties.dtype
         if found.properties.dtype != torch.float32 and not checkpoint.is_import(folder):
             raise UserError(
-                f"the checkpoint {folder} has {parameter.name} in {found.properties.dtype}, runs "
-                f"save it in torch.float32; use another checkpoint"
+                f"the checkpoint {folder} has {parameter.name} with dtype "
+                f"{found.properties.dtype}, but runs save torch.float32; use another checkpoint"
             )
     return SavedModel(folder=folder, run=run, spec=spec, parameters=parameters, dtypes=dtypes)
 
@@ -105,7 +108,9 @@ def save_tensors(
         planner: Gives the values to write.
         files: Number of each tensor's file, from 1. One file at a time is in memory.
     """
-    with _single_process(f"the checkpoint {folder} cannot be written"):
+    with _single_process(
+        f"cannot write the checkpoint {folder} (check the disk's space and permissions)"
+    ):
         writer = HuggingFaceStorageWriter(
             str(folder), fqn_to_index_mapping=files, save_distributed=True
         )

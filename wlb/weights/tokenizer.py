@@ -48,13 +48,14 @@ class FoundTokenizer:
         """
         file = file / TOKENIZER_FILE if file.is_dir() else file
         if not file.is_file():
-            raise UserError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
+            raise UserError(f"--tokenizer {file} does not exist; give the path of a tokenizer.json")
         config = tokenizer_config(file.with_name(CONFIG_FILE))
         for name, number in (self.chat.ends if self.chat else {}).items():
             if (found := load_tokenizer(file).token_to_id(name)) != number:
                 raise UserError(
-                    f"--tokenizer {file} has {name} as {found}, but the model was trained to stop "
-                    f"with {number}; give the file that encoded the conversations"
+                    f"--tokenizer {file} gives the token {name} the id {found}, but the model was "
+                    f"trained to end a turn with id {number}; give the tokenizer that encoded the "
+                    "conversations"
                 )
         return replace(self, file=file, config=config, why=f"--tokenizer {file}")
 
@@ -62,7 +63,8 @@ class FoundTokenizer:
         """Return the same with a chat template, as `wlb prepare --chat` takes it."""
         if self.file is None:
             raise UserError(
-                f"--chat {template} needs a tokenizer: {self.why}; add --tokenizer FILE"
+                f"--chat {template} needs a tokenizer, but none was found ({self.why}); add "
+                "--tokenizer FILE"
             )
         about = ChatChoice(template=template).about(str(self.file), read_vocabulary(self.file))
         return replace(self, chat=ChatFormat(**about["chat"]))
@@ -131,14 +133,14 @@ def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
             formats[store.prefix] = ChatFormat(**preparation["chat"])
         elif "chat" in arguments:
             raise UserError(
-                f"{store.prefix} was prepared by a version of wlb that did not save the chat "
-                f"template, which the exported model needs; add --chat {arguments['chat']}"
+                f"the token store {store.prefix} was prepared by an older version of wlb that did "
+                f"not save the chat template; add --chat {arguments['chat']}"
             )
     found = list(formats.values())
     if any(one != found[0] for one in found):
         raise UserError(
-            f"{', '.join(formats)} were prepared with different chat templates; choose the one to "
-            f"export with --chat TEMPLATE"
+            f"the token stores {', '.join(formats)} were prepared with different chat templates; "
+            "choose one for the export with --chat TEMPLATE"
         )
     return found[0] if found else None
 
@@ -149,11 +151,14 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
         size = load_tokenizer(file).get_vocab_size()
     # The tokenizers library raises plain Exception.
     except Exception as error:
-        raise UserError(f"--tokenizer {file} is not a tokenizer.json: {error}") from None
+        raise UserError(
+            f"--tokenizer {file} cannot be read as a tokenizer.json: {error}; give the "
+            "tokenizer.json that encoded the training text"
+        ) from None
     if size > vocab_size:
         raise UserError(
-            f"{file} has {size} tokens, but the model has {vocab_size}; give --tokenizer the file "
-            f"that encoded the training text"
+            f"the tokenizer {file} has {size} tokens, more than the model's vocabulary of "
+            f"{vocab_size}; set --tokenizer to the file that encoded the training text"
         )
 
 

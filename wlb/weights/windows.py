@@ -140,9 +140,9 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
     if model_type == "mistral":
         if spec.full_every or spec.full_first:
             raise UserError(
-                f"model.full_every = {spec.full_every}, model.full_first = {spec.full_first}: no "
-                f"model of transformers that wlb writes is a Llama with windows in some layers; a "
-                f"Mistral has them in all"
+                f"model.full_every = {spec.full_every} and model.full_first = {spec.full_first} "
+                "cannot be exported, because Mistral, the closest model type of Hugging Face, "
+                "has windows in all layers; train with both set to 0"
             )
         return {"sliding_window": window}
     if model_type == "llama":

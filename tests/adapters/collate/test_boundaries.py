@@ -49,7 +49,9 @@ def test_positions_of_a_model_that_begins_at_two() -> None:
     ids = position_ids_from_lengths([3, 2], start=2)
     assert ids.tolist() == [2, 3, 4, 2, 3]
     assert lengths_from_position_ids(ids, start=2).tolist() == [3, 2]
-    with pytest.raises(ValueError, match=r"position_ids begin with 2, a packed row begins with 0"):
+    with pytest.raises(
+        ValueError, match=r"position_ids begin with 2, but in a packed row they must begin with 0"
+    ):
         lengths_from_position_ids(ids)
 
 
@@ -57,7 +59,7 @@ def test_positions_of_a_model_that_begins_at_two() -> None:
     ("ids", "message"),
     [
         ([3, 4, 5], "position_ids begin with 3"),
-        ([0, 1, 3], "position_ids[2] = 3 follows 1; in a packed row it is 0 or 2"),
+        ([0, 1, 3], "position_ids[2] = 3 follows 1, but in a packed row it must be 0 or 2"),
         ([0, 1, 1, 2], "position_ids[2] = 1 follows 1"),
         ([0, 1, -1, 0], "position_ids[2] = -1 follows 1"),
         ([[0, 1, 2], [1, 2, 3]], "position_ids[1] begin with 1"),
@@ -77,7 +79,7 @@ def test_position_ids_that_are_no_packing(ids: list[object], message: str) -> No
         ([], "cu_seqlens are empty"),
         ([1, 4], "cu_seqlens begin with 1"),
         ([0, 4, 3], "cu_seqlens[1] = 4 and cu_seqlens[2] = 3"),
-        ([0, 4, 4], "cut repeated offsets off the end"),
+        ([0, 4, 4], "remove repeated offsets"),
     ],
 )
 def test_offsets_that_are_none(offsets: list[int], message: str) -> None:
@@ -86,9 +88,11 @@ def test_offsets_that_are_none(offsets: list[int], message: str) -> None:
 
 
 def test_lengths_that_are_none() -> None:
-    with pytest.raises(ValueError, match=r"lengths\[1\] = 0; a document has at least 1 token"):
+    with pytest.raises(
+        ValueError, match=r"lengths\[1\] = 0, but a document must have at least 1 token"
+    ):
         cu_seqlens_from_lengths([4, 0])
-    with pytest.raises(ValueError, match=r"4294967296 tokens are more than int32 offsets reach"):
+    with pytest.raises(ValueError, match=r"4294967296 tokens is too large for int32 offsets"):
         cu_seqlens_from_lengths([2**31, 2**31])
 
 

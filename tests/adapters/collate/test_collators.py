@@ -199,7 +199,7 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     ("rows", "message"),
     [
         ([], "at least one example"),
-        ([{"text": "a"}], "example 0 has ['text'], but no input_ids"),
+        ([{"text": "a"}], "example 0 has the keys ['text'], but no input_ids"),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "and 1 ones; tokenize without"),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "its attention_mask has shape (1,)"),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2]}], "['input_ids'], but no labels"),

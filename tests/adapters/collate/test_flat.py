@@ -264,7 +264,9 @@ def test_a_micro_batch_without_pieces_is_filler() -> None:
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.JOINED])
 def test_other_layouts_are_refused(layout: Layout) -> None:
     other = replace(micro_batch([3, 5], window=8), layout=layout)
-    with pytest.raises(ValueError, match=rf"packing\.layout = {layout}, .* plan with separate"):
+    with pytest.raises(
+        ValueError, match=rf"packing\.layout = {layout}, .* plan with packing.layout = separate"
+    ):
         flatten_micro_batch(other, Reader([3, 5]))
 
 
@@ -286,14 +288,20 @@ def test_a_reader_that_gives_too_few_tokens_is_named() -> None:
         (lambda: flatten([[1, None]]), "entry 1 is None"),
         (lambda: flatten([[1, 2**63]]), "entry 1 is 9223372036854775808"),
         (lambda: flatten([[[1, 2]]]), "entry 0 is [1, 2]"),
-        (lambda: flatten([np.ones((1, 3), int)]), "have shape (1, 3), not one axis"),
+        (lambda: flatten([np.ones((1, 3), int)]), "have shape (1, 3), but must have one axis"),
         (lambda: flatten([np.ones(3)]), "tokens of example 0 have dtype float64"),
         (lambda: flatten([np.array([2**63], np.uint64)]), "beyond int64"),
         (lambda: flatten([np.array([2**31])], options=FlatOptions(dtype=np.int32)), "beyond int32"),
         (lambda: flatten([[1, 2]], labels=[[1]]), "example 0 has 2 tokens but 1 labels"),
-        (lambda: flatten([[1, 2]], labels=[]), "labels of 0 examples, but tokens of 1 example"),
+        (
+            lambda: flatten([[1, 2]], labels=[]),
+            "labels are given for 0 examples, but tokens for 1 example",
+        ),
         (lambda: flatten([[1, 2]], labels=[[1, 0.5]]), "labels of example 0: entry 1 is 0.5"),
-        (lambda: flatten([[1, 2]], lengths=[]), "lengths of 0 examples, but tokens of 1 example"),
+        (
+            lambda: flatten([[1, 2]], lengths=[]),
+            "lengths are given for 0 examples, but tokens for 1 example",
+        ),
         (lambda: flatten([[1, 2]], lengths=[[1, 2]]), "lengths [1, 2] add up to 3"),
         (lambda: flatten([[1, 2]], lengths=[[2, 0]]), "lengths of example 0: lengths[1] = 0"),
         (lambda: flatten([[1], [2]], position_ids=[[0], [1]]), "position_ids of example 1 begin"),

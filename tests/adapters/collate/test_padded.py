@@ -63,12 +63,12 @@ def test_widths(options: PadOptions, width: int) -> None:
         (lambda: pad([], options=PadOptions(pad_token_id=0)), "at least one example"),
         (lambda: pad([[1], []], options=PadOptions(pad_token_id=0)), "example 1 has no tokens"),
         (lambda: PadOptions(pad_token_id=-1), "pad_token_id = -1"),
-        (lambda: PadOptions(pad_token_id=0, pad_to=PadTo.MAX_LENGTH), "needs max_length"),
+        (lambda: PadOptions(pad_token_id=0, pad_to=PadTo.MAX_LENGTH), "needs a width"),
         (lambda: PadOptions(pad_token_id=0, max_length=0), "max_length = 0"),
         (lambda: PadOptions(pad_token_id=0, pad_to_multiple_of=0), "pad_to_multiple_of = 0"),
         (
             lambda: PadOptions(pad_token_id=0, max_length=10, pad_to_multiple_of=4),
-            "max_length = 10 is not a multiple of pad_to_multiple_of = 4",
+            "max_length = 10 must be a multiple of pad_to_multiple_of = 4",
         ),
         (lambda: PadOptions(pad_token_id=0, side="top"), "'top' is not a valid Side"),  # pyright: ignore
     ],

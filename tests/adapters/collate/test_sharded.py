@@ -117,16 +117,31 @@ POSITIONS = [[0, 1, 0]]
             {"input_ids": IDS, "position_ids": POSITIONS, "attention_mask": [[1, 1, 1]]},
             "has an attention_mask, which context parallelism does not read.*PaddingFreeCollator",
         ),
-        ({"input_ids": IDS}, "no position_ids, so nothing says where its documents begin; let"),
-        ({"labels": IDS}, r"the batch has \['labels'\], but no input_ids; tokenize it first"),
+        (
+            {"input_ids": IDS},
+            "neither position_ids nor cu_seq_lens_q, so documents cannot be found; let",
+        ),
+        (
+            {"labels": IDS},
+            r"the batch has the keys \['labels'\], but no input_ids; tokenize the data first",
+        ),
         (
             {"input_ids": IDS, "position_ids": POSITIONS, "pixel_values": [[0.0]]},
-            "has pixel_values, and nothing says how to cut it over CP ranks; leave it out",
+            "has the key pixel_values, which cannot be divided over CP ranks; remove pixel_values",
         ),
-        ({"input_ids": IDS * 2}, r"input_ids have shape \(2, 3\), not \[1, T\]; .* one row of doc"),
-        ({"input_ids": IDS, "position_ids": [[0]]}, r"have shape \(1, 1\), not \[1, 3\], as inpu"),
+        (
+            {"input_ids": IDS * 2},
+            r"input_ids have shape \(2, 3\), but must have shape \[1, T\]; .* one row of doc",
+        ),
+        (
+            {"input_ids": IDS, "position_ids": [[0]]},
+            r"have shape \(1, 1\), but must have shape \[1, 3\], as inpu",
+        ),
         ({"input_ids": IDS, "position_ids": [[0, 2, 0]]}, r"position_ids\[1\] = 2 follows 0"),
-        ({"input_ids": IDS, "cu_seq_lens_q": [0, 2]}, "cu_seq_lens_q end at 2, input_ids at 3"),
+        (
+            {"input_ids": IDS, "cu_seq_lens_q": [0, 2]},
+            "cu_seq_lens_q end at 2, but input_ids have 3 tokens",
+        ),
     ],
 )
 def test_batches_that_cannot_be_cut(batch: dict[str, Any], message: str) -> None:
@@ -138,9 +153,15 @@ def test_batches_that_cannot_be_cut(batch: dict[str, Any], message: str) -> None
     ("options", "message"),
     [
         ({"cp": 0, "rank": 0}, "cp = 0 must be at least 1"),
-        ({"cp": 2, "rank": 2}, "rank = 2 is not one of the 2 CP ranks"),
-        ({"cp": 2, "rank": 0, "strategy": "ring"}, "strategy = 'ring' is not one of per_sequence"),
-        ({"cp": 2, "rank": 0, "exchange": "ring"}, "exchange = 'ring' is not one of auto, gather"),
+        ({"cp": 2, "rank": 2}, "rank = 2 must be a rank of the CP group, 0 to 1"),
+        (
+            {"cp": 2, "rank": 0, "strategy": "ring"},
+            "strategy = 'ring', but must be one of per_sequence",
+        ),
+        (
+            {"cp": 2, "rank": 0, "exchange": "ring"},
+            "exchange = 'ring', but must be one of auto, gather",
+        ),
         ({"cp": 2, "rank": 0, "row_multiple": 0}, "row_multiple = 0 must be at least 1"),
     ],
 )

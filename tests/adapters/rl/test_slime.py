@@ -57,7 +57,7 @@ def test_slime_schedule(stand_in: StandIn) -> None:  # noqa: F811
         assert all(sum(lengths[part[i]] for i in one) <= 1200 for one in cut)
     static = Namespace(use_dynamic_batch_size=False)
     assert ours(static, layout, lengths, global_batch_size=20, rollout_indices=rollouts) == "static"
-    with pytest.raises(AssertionError, match=r"num_rollouts = 48 is less than .* 50"):
+    with pytest.raises(AssertionError, match=r"global_batch_size = 50 rollouts, but only 48"):
         ours(args, layout, lengths, global_batch_size=50, rollout_indices=rollouts)
     adapter.uninstall()
     assert rollout.build_dp_schedule is theirs

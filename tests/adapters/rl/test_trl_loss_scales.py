@@ -143,11 +143,11 @@ class Trainer:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"loss_type": "bnpo"}, "loss_type = 'bnpo' .* take 'dapo'"),
+        ({"loss_type": "bnpo"}, "loss_type = 'bnpo' .* set loss_type = 'dapo'"),
         ({"_entropy_bonus_enabled": True}, "entropy bonus .* entropy_coef = 0"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile = 0.2 .* 1.0"),
-        ({"cp_size": 2}, "cp_size = 2 cuts rows .* leave cp_size at 1"),
-        ({"sp_size": 4}, "sp_size = 4 cuts rows .* leave sp_size at 1"),
+        ({"cp_size": 2}, "cp_size = 2 divides rows .* set cp_size = 1"),
+        ({"sp_size": 4}, "sp_size = 4 divides rows .* set sp_size = 1"),
         ({"gradient_accumulation_steps": 3}, "steps_per_generation = 4 .* = 3 .* multiple"),
     ],
 )
@@ -215,5 +215,5 @@ def test_sft_losses_over_a_ranks_own_tokens_are_refused() -> None:
     trainer = balanced_steps(StandIn)(
         world_size=2, average_tokens_across_devices=False, max_tokens=100
     )
-    with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* set it to True"):
+    with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* = True"):
         trainer.get_train_dataloader()

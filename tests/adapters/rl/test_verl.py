@@ -139,7 +139,7 @@ def test_verls_loss_by_the_width_of_micro_batches_is_refused(verl: Any) -> None:
 
 def test_verl_that_is_too_old_is_refused(stand_in: StandIn) -> None:  # noqa: F811
     stand_in("verl", "0.8.0", VERL)
-    with pytest.raises(ImportError, match=r"needs verl 0\.9 or later, 0\.8\.0 is installed"):
+    with pytest.raises(ImportError, match=r"needs verl 0\.9 or later, but 0\.8\.0 is installed"):
         importlib.import_module("wlb.adapters.rl.verl")
 
 

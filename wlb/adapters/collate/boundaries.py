@@ -1,11 +1,12 @@
-"""Document boundaries of a packed row in four forms, and conversions between them.
+"""Convert between four descriptions of the document boundaries in a packed row.
 
     lengths       [3, 2]            tokens of each document, at least one each
     cu_seqlens    [0, 3, 5]         int32 offsets, as variable-length kernels take them
     position_ids  [0, 1, 2, 0, 1]   restart at each document
     block_mask    [5, 5]            True where a query attends to a key
 
-Padding needs care with position_ids: its zeros look like documents of one token.
+The example has two documents, of 3 and 2 tokens. Remove padding before you convert position_ids:
+padding zeros look like documents of one token.
 """
 
 from typing import Any
@@ -18,17 +19,19 @@ from wlb.plan.arrays import MOST_INT32
 from wlb.plan.arrays import Int32Array as Int32Array
 
 MAX_MASK_BYTES = 1 << 28
-"""Default size limit of `block_mask`: 256 MiB, which is a mask of 16,384 tokens."""
+"""Largest mask that `block_mask` makes by default, in bytes: a mask of 16,384 tokens."""
 _COPIED_TOKENS = 256
-"""Mean document length from which copying positions per document is faster than computing them."""
+"""Mean document length, in tokens, from which position_ids are made by copying.
+
+Copying [0, 1, 2, ...] once per document is then faster than one computation for all tokens."""
 
 
 def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
-    """Return `lengths` as int64, shape [n].
+    """Check document lengths and return them as int64, shape [n].
 
     Args:
         lengths: Tokens of each document.
-        where: Beginning of error messages.
+        where: Text before the word "lengths" in error messages.
 
     Raises:
         UserError: A length is below 1.
@@ -37,34 +40,41 @@ def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
     if out.size and int(out.min()) < 1:
         i = int(np.flatnonzero(out < 1)[0])
         raise UserError(
-            f"{where}lengths[{i}] = {out[i]}; a document has at least 1 token, leave others out"
+            f"{where}lengths[{i}] = {out[i]}, but a document must have at least 1 token; remove "
+            "empty documents"
         )
     return out
 
 
 def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
-    """Return int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of these lengths."""
+    """Return the offsets of n documents: int32 [0, l0, l0 + l1, ...], shape [n + 1]."""
     offsets = offsets_of(document_lengths(lengths))
     total = int(offsets[-1])
     if total > MOST_INT32:
         raise UserError(
-            f"{total} tokens are more than int32 offsets reach ({MOST_INT32}); make smaller batches"
+            f"a batch of {total} tokens is too large for int32 offsets, which reach {MOST_INT32}; "
+            "make smaller batches"
         )
     return offsets.astype(np.int32)
 
 
 def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
-    """Return the tokens of each segment, shape [n], from increasing offsets, shape [n + 1]."""
+    """Return the number of tokens of each segment, shape [n].
+
+    Args:
+        cu_seqlens: Offsets of the segments, shape [n + 1], which begin with 0 and increase.
+    """
     offsets = int_array("cu_seqlens", cu_seqlens)
     if not offsets.size or offsets[0] != 0:
         first = f"begin with {offsets[0]}" if offsets.size else "are empty"
-        raise UserError(f"cu_seqlens {first}; they begin with 0")
+        raise UserError(f"cu_seqlens {first}, but must begin with 0; put a 0 in front")
     out = np.diff(offsets)
     if out.size and int(out.min()) < 1:
         i = int(np.flatnonzero(out < 1)[0])
         raise UserError(
-            f"cu_seqlens[{i}] = {offsets[i]} and cu_seqlens[{i + 1}] = {offsets[i + 1]}: a segment "
-            f"has at least 1 token; cut repeated offsets off the end"
+            f"cu_seqlens[{i}] = {offsets[i]} and cu_seqlens[{i + 1}] = {offsets[i + 1]}, but "
+            "offsets must increase, because a segment has at least 1 token; remove repeated "
+            "offsets"
         )
     return out
 
@@ -72,7 +82,7 @@ def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
 def position_ids_from_lengths(
     lengths: IntLike, *, start: int = 0, dtype: type[np.int64] | type[np.int32] = np.int64
 ) -> npt.NDArray[np.integer[Any]]:
-    """Return positions that restart in each document, shape [sum of lengths].
+    """Return position ids that restart at the beginning of each document, shape [sum of lengths].
 
     Args:
         lengths: Tokens of each document.
@@ -93,14 +103,14 @@ def position_ids_from_lengths(
 def lengths_from_position_ids(
     position_ids: IntLike, where: str = "position_ids", *, start: int = 0
 ) -> IntArray:
-    """Return the document lengths of one row whose positions restart at `start`.
+    """Return the lengths of the documents in a row, shape [n], from its position ids.
 
-    The first id must be `start`, and each other id `start` or one more than the id before it. So
-    rows with left padding, and rows that begin inside a document, are refused.
+    The first id must be `start`, and every other id must be `start` or one more than the id before
+    it. So rows with left padding, and rows that begin in the middle of a document, raise UserError.
 
     Args:
-        position_ids: Positions, shape [T].
-        where: Beginning of error messages.
+        position_ids: Position ids of the row, shape [T].
+        where: Name of the ids in error messages.
         start: Position of a document's first token.
 
     Raises:
@@ -109,33 +119,39 @@ def lengths_from_position_ids(
     ids = int_array(where, position_ids)
     if ids.size and ids[0] != start:
         raise UserError(
-            f"{where} begin with {ids[0]}, a packed row begins with {start}; give lengths instead"
+            f"{where} begin with {ids[0]}, but in a packed row they must begin with {start}; give "
+            "the documents' lengths instead of position ids"
         )
     begins = ids == start
     wrong = np.flatnonzero(~begins[1:] & (ids[1:] != ids[:-1] + 1))
     if wrong.size:
         i = int(wrong[0]) + 1
         raise UserError(
-            f"{where}[{i}] = {ids[i]} follows {ids[i - 1]}; in a packed row it is {start} or "
-            f"{ids[i - 1] + 1}; give lengths instead"
+            f"{where}[{i}] = {ids[i]} follows {ids[i - 1]}, but in a packed row it must be "
+            f"{start} or {ids[i - 1] + 1}; give the documents' lengths instead of position ids"
         )
     return np.diff(np.append(np.flatnonzero(begins), ids.size))
 
 
 def cu_seqlens_from_position_ids(position_ids: npt.ArrayLike, *, start: int = 0) -> Int32Array:
-    """Return the document offsets of a row [T], or of the rows [R, S] one after the other.
+    """Return the offsets of all documents, int32, from position ids.
 
-    There must be no padding. UserError as in `lengths_from_position_ids`.
+    Padding is not allowed. Position ids of another form raise UserError (see
+    `lengths_from_position_ids`).
 
     Args:
-        position_ids: Positions that restart in each document.
+        position_ids: Ids that restart at each document, for one row [T] or several [rows, T].
+            Offsets of several rows count as if the rows were concatenated.
         start: Position of a document's first token.
     """
     ids = np.asarray(position_ids)
     if ids.ndim == 1:
         return cu_seqlens_from_lengths(lengths_from_position_ids(ids, start=start))
     if ids.ndim != 2:
-        raise UserError(f"position_ids have shape {ids.shape}, not [T] or [rows, T]")
+        raise UserError(
+            f"position_ids have shape {ids.shape}, but must have shape [T] or [rows, T]; reshape "
+            "them"
+        )
     rows = [
         lengths_from_position_ids(row, f"position_ids[{i}]", start=start)
         for i, row in enumerate(ids)
@@ -152,24 +168,26 @@ def block_mask(
 ) -> BoolArray:
     """Return a mask [T, T] that is True where query t (row) attends to key s (column).
 
-    That is where both are in the same segment and s <= t. The mask takes T * T bytes, and a few
-    times that while it is made.
+    A query attends to the keys of its own segment with s <= t. The mask takes T * T bytes, and
+    making it takes a few times as many.
 
-    transformers accepts `mask[None, None]` as attention_mask with SDPA. Its eager attention adds
-    the mask to the scores: give it 0 and the lowest float instead of True and False.
+    With SDPA, transformers accepts `mask[None, None]` as attention_mask. Its eager attention adds
+    the mask to the scores, so convert True to 0 and False to the lowest float.
 
     Args:
         cu_seqlens: Offsets of the segments.
-        causal: False lets a query attend to later keys of its segment as well.
-        window: Sliding window, s > t - window; None means no window.
-        max_bytes: Size above which UserError is raised.
+        causal: If False, a query attends to later keys of its segment as well.
+        window: Sliding window: a query attends only to keys with s > t - window. None means no
+            window.
+        max_bytes: Largest mask allowed; a larger one raises UserError.
     """
     lengths = lengths_from_cu_seqlens(cu_seqlens)
     num_tokens = int(lengths.sum())
     if num_tokens**2 > max_bytes:
         raise UserError(
             f"a mask of {num_tokens} x {num_tokens} tokens takes {num_tokens**2} bytes, more than "
-            f"max_bytes = {max_bytes}; give a kernel cu_seqlens instead, or raise max_bytes"
+            f"max_bytes = {max_bytes}; raise max_bytes, or give the attention kernel cu_seqlens "
+            "instead of a mask"
         )
     segment = np.repeat(np.arange(lengths.size), lengths)
     mask = segment[:, None] == segment

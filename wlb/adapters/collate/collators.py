@@ -1,13 +1,13 @@
 """Collators to use as `collate_fn` of a DataLoader or `data_collator` of a trainer.
 
 `PaddingFreeCollator` joins examples to one row without padding (Section 3.4 of "Enhancing Training
-Efficiency Using Packing with Flash Attention"). It replaces transformers'
-DataCollatorWithFlattening, with the same keys, types and dtypes. `PaddedCollator` makes a padded
-row of each example.
+Efficiency Using Packing with Flash Attention"). It can replace transformers'
+DataCollatorWithFlattening, because its batches have the same keys, types and dtypes.
+`PaddedCollator` makes one padded row of each example.
 
-Examples are mappings with `input_ids` and, in all of them or in none, unshifted `labels`. Call
-models with `use_cache=False`: with a cache, transformers ignores position_ids, and documents see
-each other.
+An example is a mapping with `input_ids` and, optionally, unshifted `labels`; either all examples
+have labels or none has. Call models with `use_cache=False`: with a cache, transformers ignores
+position_ids, so tokens would attend to other documents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,40 +27,44 @@ Feature = Mapping[str, Any]
 Tensors = Literal["pt", "np"]
 
 LENGTH_KEYS = ("seq_lengths", "lengths")
-"""Keys that may hold the document lengths of a packed row; at most one of them is given."""
+"""Keys of an example under which a packed row may have its document lengths, one of the two."""
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-"""Masks that other collators turn into labels.
+"""Keys of loss masks, which other libraries' collators convert to labels.
 
-They are refused here, because ignoring them would train tokens that should be masked."""
+Examples with such a key raise UserError, because ignoring it would train masked tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingFreeCollator(FlatOptions):
-    """Joins examples to one row [1, T]: input_ids, labels and position_ids, all int64."""
+    """Concatenates examples to one row without padding.
+
+    The batch has input_ids, labels and position_ids, each int64 [1, T], and the keys that the
+    fields below add.
+    """
 
     return_position_ids: bool = True  # whether the batch has position_ids
-    # Whether the batch has cu_seq_lens_q and cu_seq_lens_k (the same int32 tensor, shape
-    # [num_segments + 1]), and max_length_q and max_length_k (int).
+    # Whether the batch has document offsets for FlashAttention: cu_seq_lens_q and cu_seq_lens_k
+    # (the same int32 tensor [num_segments + 1]), max_length_q and max_length_k (int).
     return_flash_attn_kwargs: bool = False
-    # Whether the batch has seq_idx, the segment of each token, int32 [1, T].
+    # Whether the batch has seq_idx: for each token the index of its document, int32 [1, T].
     return_seq_idx: bool = False
-    # Whether the batch has shift_labels, int64 [1, T]: each label at the token that predicts it, as
-    # transformers' losses accept it.
+    # Whether the batch has shift_labels, int64 [1, T]: the label of each token is the next token.
+    # transformers' losses accept this key.
     return_shift_labels: bool = False
     return_tensors: Tensors = "pt"  # "pt" for torch tensors, "np" for arrays
-    # Fields of `FlatOptions` that are derived or fixed here.
+    # Fields of `FlatOptions` that the caller cannot set, because they follow from the others.
     next_labels: bool = field(init=False, default=False, repr=False)
     dtype: npt.DTypeLike = field(init=False, default=np.int64, repr=False)
 
     def __post_init__(self) -> None:
-        # super() does not work in a dataclass with slots.
+        # `super()` without arguments does not work in a dataclass with slots.
         FlatOptions.__post_init__(self)
         _check_tensors(self.return_tensors)
         object.__setattr__(self, "next_labels", self.return_shift_labels)
         if not (self.return_position_ids or self.return_flash_attn_kwargs or self.return_seq_idx):
             raise UserError(
-                "return_position_ids = False leaves nothing that says where documents begin; set "
-                "return_flash_attn_kwargs or return_seq_idx"
+                "the batch would not say where documents begin, because return_position_ids = "
+                "False; set return_flash_attn_kwargs or return_seq_idx to True"
             )
 
     def __call__(
@@ -73,8 +77,8 @@ class PaddingFreeCollator(FlatOptions):
 
         Args:
             features: The examples.
-            return_tensors: Replaces the field of this name for this call.
-            separator_id: Replaces the field of this name for this call.
+            return_tensors: Used instead of the field `return_tensors`, if given.
+            separator_id: Used instead of the field `separator_id`, if given.
         """
         options = self if separator_id is None else replace(self, separator_id=separator_id)
         columns = _columns(features)
@@ -82,15 +86,20 @@ class PaddingFreeCollator(FlatOptions):
         return self.batch(flat, return_tensors=return_tensors)
 
     def batch(self, flat: FlatBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """Return a batch with the same keys for a `FlatBatch`, such as a plan's micro-batch."""
+        """Return the collator's batch for documents that are concatenated already.
+
+        Args:
+            flat: The documents, for example from `flatten_micro_batch`.
+            return_tensors: Used instead of the field `return_tensors`, if given.
+        """
         out: dict[str, Any] = {"input_ids": flat.input_ids[None], "labels": flat.labels[None]}
         if self.return_position_ids:
             out["position_ids"] = flat.position_ids[None]
         if self.return_shift_labels:
             if flat.next_labels is None:
                 raise UserError(
-                    "return_shift_labels needs a batch with next_labels; make it with "
-                    "FlatOptions(next_labels=True)"
+                    "return_shift_labels = True needs a FlatBatch with next_labels; make the "
+                    "FlatBatch with FlatOptions(next_labels=True)"
                 )
             out["shift_labels"] = flat.next_labels[None]
         if self.return_seq_idx:
@@ -103,10 +112,10 @@ class PaddingFreeCollator(FlatOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedCollator(PadOptions):
-    """Makes a padded row of each example: tensors of shape [examples, width], int64.
+    """Makes one padded row of each example.
 
-    The keys are input_ids, labels, attention_mask and position_ids. An example is one document;
-    packed rows are refused.
+    The batch has input_ids, labels, attention_mask and position_ids, each int64 [examples, width].
+    An example must be one document; a packed row raises UserError.
     """
 
     return_position_ids: bool = True  # whether the batch has position_ids
@@ -123,7 +132,7 @@ class PaddedCollator(PadOptions):
 
         Args:
             features: The examples.
-            return_tensors: Replaces the field of this name for this call.
+            return_tensors: Used instead of the field `return_tensors`, if given.
         """
         columns = _columns(features)
         _refuse_packed(columns)
@@ -131,7 +140,12 @@ class PaddedCollator(PadOptions):
         return self.batch(made, return_tensors=return_tensors)
 
     def batch(self, made: PaddedBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """Return a batch with the same keys for a `PaddedBatch`."""
+        """Return the collator's batch for rows that are padded already.
+
+        Args:
+            made: The padded rows.
+            return_tensors: Used instead of the field `return_tensors`, if given.
+        """
         out: dict[str, Any] = {
             "input_ids": made.input_ids,
             "labels": made.labels,
@@ -148,9 +162,13 @@ def _check_tensors(return_tensors: str) -> None:
 
 
 def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any]:
-    """Return arrays as torch tensors that share their memory, if tensors are wanted.
+    """Convert NumPy arrays to torch tensors that share their memory.
 
-    An array under two keys becomes one tensor under both.
+    If two keys have the same array, they get the same tensor.
+
+    Args:
+        values: Arrays and other values by key; other values are not changed.
+        return_tensors: "np" returns the arrays as they are.
     """
     _check_tensors(return_tensors)
     if return_tensors == "np":
@@ -167,18 +185,17 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
 
 
 def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
-    """Return the columns input_ids and, where given, labels, lengths and position_ids.
+    """Return the examples' values by key: input_ids, and labels, lengths and position_ids if given.
 
-    Other keys are ignored, except masks that a collator would have to interpret: those are a
-    UserError.
+    Other keys are ignored, except masks with a zero and loss masks, which raise UserError.
     """
     present: set[str] = set().union(*features)
     out = {"input_ids": _column(features, "input_ids")}
     for key in LOSS_MASKS:
         if key in present:
             raise UserError(
-                f"examples have {key}, which is not read; put {IGNORE} into their labels where "
-                f"nothing is trained, and leave {key} out"
+                f"examples have {key}, which this collator does not read; set their labels to "
+                f"{IGNORE} where nothing is trained, and remove {key}"
             )
     if "attention_mask" in present:
         _check_attention_masks(features)
@@ -186,38 +203,46 @@ def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
         if key in present and any(feature.get(key) is not None for feature in features):
             name = "lengths" if key in LENGTH_KEYS else key
             if name in out:
-                raise UserError(f"examples have {' and '.join(LENGTH_KEYS)}; give one of them")
+                raise UserError(
+                    f"examples have {' and '.join(LENGTH_KEYS)}, but both mean document lengths; "
+                    "give only one of the two"
+                )
             out[name] = _column(features, key)
     return out
 
 
 def _column(features: Sequence[Feature], key: str) -> list[Any]:
-    """Return the values of `key`; raise UserError for an example without it."""
+    """Return each example's value of `key`; raise UserError if an example has none."""
     out = [feature.get(key) for feature in features]
     for i, value in enumerate(out):
         if value is None:
             raise UserError(
-                f"example {i} has {sorted(features[i])}, but no {key}; give it for every example"
+                f"example {i} has the keys {sorted(features[i])}, but no {key}; give every "
+                f"example a value for {key}"
             )
     return out
 
 
 def _check_attention_masks(features: Sequence[Feature]) -> None:
-    """Raise UserError for an example that is padded."""
+    """Raise UserError if an example's attention_mask says that it is padded."""
     for i, feature in enumerate(features):
         num_tokens = len(feature["input_ids"])
         mask = feature.get("attention_mask")
         seen = np.ones(num_tokens) if mask is None else np.asarray(mask)
         if seen.shape != (num_tokens,) or not seen.all():
             raise UserError(
-                f"example {i} has {num_tokens} tokens and an attention_mask of shape {seen.shape} "
-                f"with {int(np.count_nonzero(seen))} ones; tokenize without padding, which would "
-                f"be trained as part of a document"
+                f"example {i} has {num_tokens} tokens, but its attention_mask has shape "
+                f"{seen.shape} and {int(np.count_nonzero(seen))} ones; tokenize without padding, "
+                "because padding would be trained as part of the document"
             )
 
 
 def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
-    """Raise UserError for a row of several documents, judging by lengths or position ids."""
+    """Raise UserError if an example consists of several documents, by its lengths or position ids.
+
+    Args:
+        columns: The examples' values by key.
+    """
     for i in range(len(columns["input_ids"])):
         num = 1
         if "lengths" in columns:
@@ -225,14 +250,14 @@ def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
             num, num_tokens = lengths.size, len(columns["input_ids"][i])
             if int(lengths.sum()) != num_tokens:
                 raise UserError(
-                    f"example {i} has {num_tokens} tokens, its documents' lengths "
-                    f"{lengths.tolist()} add up to {int(lengths.sum())}"
+                    f"example {i} has {num_tokens} tokens, but its documents' lengths "
+                    f"{lengths.tolist()} add up to {int(lengths.sum())}; correct the lengths"
                 )
         if "position_ids" in columns:
             ids = np.asarray(columns["position_ids"][i])
             num = max(num, int(np.count_nonzero(np.diff(ids) != 1)) + 1)
         if num > 1:
             raise UserError(
-                f"example {i} is a packed row of {num} documents, which an attention mask cannot "
-                f"keep apart; use PaddingFreeCollator"
+                f"example {i} is a packed row of {num} documents, but an attention mask of shape "
+                "[examples, width] cannot keep documents apart; use PaddingFreeCollator"
             )

@@ -1,8 +1,8 @@
-"""Padding-free batches: documents one after the other, with their boundaries. NumPy only.
+"""Concatenate documents to padding-free batches with document boundaries. Only NumPy is needed.
 
-Labels are unshifted, as transformers takes them: labels[t] is token t. Nothing predicts a
-document's first token, so its label is IGNORE, and n tokens have n - 1 targets. `next_labels` are
-the shifted form. For documents [5, 6, 7] and [8, 9], with padding to 6:
+Labels are unshifted, as transformers expects: labels[t] is token t. A document's first token is
+never predicted, so its label is IGNORE, and n tokens have n - 1 targets. `next_labels` are shifted:
+next_labels[t] is token t + 1. For documents [5, 6, 7] and [8, 9], padded to 6 tokens:
 
     input_ids     5  6  7  8  9  0
     labels        -  6  7  -  9  -     (- is IGNORE)
@@ -10,10 +10,10 @@ the shifted form. For documents [5, 6, 7] and [8, 9], with padding to 6:
     position_ids  0  1  2  0  1  0
     cu_seqlens    0, 3, 5, 6
 
-Boundaries come from lengths if given, else from position ids; without both, each example is one
-document. Padding comes last, in segments of its own that are neither documents nor targets.
+Boundaries are taken from lengths if they are given, otherwise from position ids; without either,
+each example is one document. Padding follows the documents as separate segments without targets.
 
-Costs 3 to 8 ns a token from arrays, 20 to 30 ns from lists.
+This takes 3 to 8 ns per token for arrays, and 20 to 30 ns for lists.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,23 +37,25 @@ from wlb.parallel.rows import IGNORE, LabelReader, TokenReader
 from wlb.plan import IntArray, IntLike, Layout, MicroBatch, UserError, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
-"""Array of `FlatOptions.dtype`, int64 by default."""
+"""Array with the dtype `FlatOptions.dtype`, int64 by default."""
 
 _PACKED_TOKENS = 256
-"""Mean list length from which one `pack_into` call per list is the fastest way."""
+"""Mean length of lists from which each list is written by a `pack_into` call of its own.
+
+Shorter lists are joined first (`_pack`), because that is faster for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatOptions:
-    """Layout of a flat batch."""
+    """How documents are concatenated to a `FlatBatch`: padding, labels and dtype."""
 
     # The batch is padded to a multiple of this many tokens; None means no padding.
     pad_to_multiple_of: int | None = None
-    # Most tokens of a segment of padding, so that its positions stay within a model's table of
+    # Longest segment of padding. It limits the positions of padding, for models with a table of
     # positions; None puts all padding into one segment.
     longest_padding: int | None = None
     pad_token_id: int = 0  # token of the padding
-    # Label of each document's first token; IGNORE unless the loss ignores another value.
+    # Label of each document's first token, which the loss must ignore; IGNORE (-100) by default.
     separator_id: int = IGNORE
     position_ids_start: int = 0  # position of a document's first token (RoBERTa: padding_idx + 1)
     next_labels: bool = False  # whether to make `FlatBatch.next_labels`
@@ -67,15 +69,18 @@ class FlatOptions:
         check_at_least("pad_token_id", self.pad_token_id, 0)
         check_at_least("position_ids_start", self.position_ids_start, 0)
         if np.dtype(self.dtype) not in (np.dtype(np.int64), np.dtype(np.int32)):
-            raise UserError(f"dtype = {self.dtype} must be numpy.int64 or numpy.int32")
+            raise UserError(f"dtype = {self.dtype}, but must be numpy.int64 or numpy.int32")
 
     def padding(self, num_tokens: int) -> int:
-        """Return the padding tokens that follow `num_tokens`; an empty batch gets one multiple."""
+        """Return the number of padding tokens for a batch of `num_tokens` tokens.
+
+        A batch without tokens gets `pad_to_multiple_of` padding tokens, at least one.
+        """
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
 
     def padding_segments(self, num_padding: int) -> IntArray:
-        """Return the tokens of each segment of `num_padding` tokens of padding, shape [n]."""
+        """Return the size of each segment of `num_padding` tokens of padding, shape [n]."""
         longest = self.longest_padding or max(1, num_padding)
         starts = np.arange(0, num_padding, longest)
         return np.minimum(longest, num_padding - starts)
@@ -86,19 +91,23 @@ DEFAULT_OPTIONS = FlatOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatBatch:
-    """Documents one after the other, then padding; T tokens in all."""
+    """A batch of concatenated documents followed by padding, T tokens in all.
+
+    A segment is a document or a run of padding.
+    """
 
     input_ids: TokenArray  # shape [T]
     labels: TokenArray  # unshifted, shape [T]; IGNORE where there is no target
-    position_ids: TokenArray  # restart at every document and segment of padding, shape [T]
-    # Offsets of documents and then of padding, from 0 to T, shape [num_segments + 1].
+    position_ids: TokenArray  # restart at every segment, shape [T]
+    # Offsets of the segments, from 0 to T, shape [num_segments + 1].
     cu_seqlens: Int32Array
     max_seqlen: int  # tokens of the longest segment
     num_padding: int = 0  # tokens of padding
-    # Label of the next token of the document, shape [T]; the separator at a document's last token.
-    # None unless requested.
+    # Shifted labels: the label of the document's next token, shape [T]; `separator_id` at its last
+    # token. None if `FlatOptions.next_labels` is False.
     next_labels: TokenArray | None = None
-    # Targets that only next_labels has: the token that follows a piece whose document continues.
+    # Number of targets that only next_labels have: for each piece whose document continues, the
+    # token that follows the piece.
     num_cut_targets: int = 0
 
     @property
@@ -118,9 +127,9 @@ class FlatBatch:
 
     @property
     def num_targets(self) -> int:
-        """Return the number of trained labels, which is the loss's divisor.
+        """Return the number of tokens that are trained, by which the loss is divided.
 
-        Separators do not count, whatever their id.
+        The first token of a document never counts, whatever `separator_id` is.
         """
         is_target = self.labels != IGNORE
         is_target[self.cu_seqlens[: self.num_documents]] = False
@@ -128,7 +137,7 @@ class FlatBatch:
 
     @property
     def seq_idx(self) -> Int32Array:
-        """Return the segment of each token, shape [T]; padding has segments of its own."""
+        """Return the index of each token's segment, int32 [T]."""
         return np.repeat(
             np.arange(self.cu_seqlens.size - 1, dtype=np.int32), np.diff(self.cu_seqlens)
         )
@@ -142,24 +151,25 @@ def flatten(
     position_ids: Sequence[IntLike] | None = None,
     options: FlatOptions = DEFAULT_OPTIONS,
 ) -> FlatBatch:
-    """Return one batch of examples, each of which is a document or a packed row.
+    """Concatenate examples, each of which is a document or a packed row of documents.
 
     Args:
         examples: Token ids of each example, as lists or arrays.
         labels: Unshifted labels of each example; by default its tokens.
         lengths: Lengths of the documents in each example.
-        position_ids: Position ids of each example. If both are missing, an example is one document.
+        position_ids: Position ids of each example, which restart at each document. Without lengths
+            and position_ids, each example is one document.
         options: Layout of the batch.
 
     Raises:
-        UserError: An example contradicts itself; the message names it.
+        UserError: Lengths, position ids or labels of an example do not fit its tokens.
     """
     if not len(examples):
         raise UserError("a batch needs at least one example, got none")
     ids = _checked("tokens", examples, options)
     sizes = _sizes(ids)
     if not sizes.all():
-        raise UserError(f"example {int(sizes.argmin())} has no tokens; leave empty examples out")
+        raise UserError(f"example {int(sizes.argmin())} has no tokens; remove empty examples")
     documents = _documents(sizes, lengths, position_ids, start=options.position_ids_start)
     return _assemble(ids, documents, _labels(labels, sizes, options), options)
 
@@ -171,9 +181,9 @@ def flatten_buffer(
     labels: IntLike | None = None,
     options: FlatOptions = DEFAULT_OPTIONS,
 ) -> FlatBatch:
-    """Return one batch of documents that are concatenated already.
+    """Return a batch of documents whose tokens are concatenated already.
 
-    This is the fastest of the three functions.
+    This is faster than `flatten` and `flatten_micro_batch`.
 
     Args:
         tokens: Tokens of all documents, shape [num_tokens]. They are copied.
@@ -193,21 +203,21 @@ def flatten_buffer(
 def flatten_micro_batch(
     micro_batch: MicroBatch, reader: TokenReader, *, options: FlatOptions = DEFAULT_OPTIONS
 ) -> FlatBatch:
-    """Return one batch of a plan's micro-batch, with its pieces as documents in the plan's order.
+    """Return the batch for a plan's micro-batch, in which each piece counts as a document.
 
-    A piece may end before its document does. Its last target is then the document's next token,
-    which only `next_labels` has room for; without `next_labels` that target is lost. An empty
-    micro-batch becomes padding.
+    If a piece ends before its document does, its last token predicts the document's next token.
+    That target is only in `next_labels`; without them it is not trained. An empty micro-batch
+    becomes padding.
 
     Args:
-        micro_batch: The pieces.
-        reader: Reads their tokens. A `LabelReader` also says which tokens are trained.
+        micro_batch: The micro-batch, with pieces in the plan's order.
+        reader: Reads the tokens of pieces. A `LabelReader` also says which tokens are trained.
         options: Layout of the batch.
     """
     if micro_batch.layout != Layout.SEPARATE:
         raise UserError(
-            f"the plan's micro-batches have packing.layout = {micro_batch.layout}, but a flat "
-            f"batch keeps documents separate; plan with separate"
+            f"the plan has packing.layout = {micro_batch.layout}, but a flat batch keeps "
+            "documents separate; plan with packing.layout = separate"
         )
     pieces = micro_batch.pieces
     rows = list(
@@ -223,7 +233,7 @@ def flatten_micro_batch(
     out = _assemble(read, documents, given, options)
     if out.next_labels is None:
         return out
-    # Fill in the targets behind pieces that end before their document.
+    # For pieces that end before their document, set the last target to the token that follows.
     num_cut = 0
     for end, (document, _, stop) in zip(out.cu_seqlens[1:].tolist(), rows, strict=False):
         if stop < reader.length(document):
@@ -238,12 +248,12 @@ def _assemble(
     labels: Sequence[IntLike] | None,
     options: FlatOptions,
 ) -> FlatBatch:
-    """Build the batch.
+    """Build the batch from values that were checked before.
 
     Args:
-        ids: Checked tokens, as many in total as `lengths` say.
+        ids: Tokens, in total as many as the sum of `lengths`.
         lengths: Tokens of each document.
-        labels: Checked unshifted labels; None means the tokens.
+        labels: Unshifted labels, as many as tokens; None means that labels are the tokens.
         options: Layout of the batch.
     """
     num_tokens = int(lengths.sum())
@@ -275,7 +285,14 @@ def _documents(
     *,
     start: int,
 ) -> IntArray:
-    """Return the lengths of the documents of all examples."""
+    """Return the lengths of all documents, in the order of the examples, shape [num_documents].
+
+    Args:
+        sizes: Tokens of each example.
+        lengths: Lengths of the documents in each example, or None.
+        position_ids: Position ids of each example, or None.
+        start: Position of a document's first token.
+    """
     if lengths is None and position_ids is None:
         return sizes
     by_length = by_position = None
@@ -296,8 +313,8 @@ def _documents(
         for i, (a, b) in enumerate(zip(by_length, by_position, strict=True)):
             if not np.array_equal(a, b):
                 raise UserError(
-                    f"example {i}: its lengths are {_short(a)}, its position_ids begin documents "
-                    f"of {_short(b)} tokens; give the lengths alone if they are right"
+                    f"example {i} has lengths {_short(a)}, but its position_ids begin documents "
+                    f"of {_short(b)} tokens; correct one of the two, or give only the lengths"
                 )
     return np.concatenate(by_length if by_length is not None else by_position or [])
 
@@ -305,7 +322,13 @@ def _documents(
 def _labels(
     labels: Sequence[IntLike] | None, sizes: IntArray, options: FlatOptions
 ) -> Sequence[IntLike] | None:
-    """Return the labels, checked against the examples' sizes; None for None."""
+    """Return the labels after checking that each example has as many labels as tokens.
+
+    Args:
+        labels: Labels of each example; None is returned unchanged.
+        sizes: Tokens of each example.
+        options: Gives the dtype that labels must fit.
+    """
     if labels is None:
         return None
     values = _checked("labels", labels, options)
@@ -318,16 +341,24 @@ def _sizes(values: Sequence[IntLike]) -> IntArray:
 
 
 def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequence[IntLike]:
-    """Return the values, either all as lists or all as 1-D arrays that fit the dtype.
+    """Return the values of all examples, as lists or as 1-D integer arrays that fit the dtype.
 
-    `_join` checks the entries of lists.
+    Arrays are checked here. Lists are returned unchanged if all values are lists; `_join` checks
+    their entries later.
+
+    Args:
+        what: Name of the values in error messages.
+        values: One list or array for each example.
+        options: Gives the dtype.
     """
     if all(isinstance(value, list | tuple) for value in values):
         return values
     arrays = [np.asarray(value) for value in values]
     for i, array in enumerate(arrays):
         if array.ndim != 1:
-            raise UserError(f"{what} of example {i} have shape {array.shape}, not one axis")
+            raise UserError(
+                f"{what} of example {i} have shape {array.shape}, but must have one axis"
+            )
     wanted = np.dtype(options.dtype)
     kinds = {array.dtype for array in arrays}
     if not all(kind.kind in "iu" and np.can_cast(kind, wanted) for kind in kinds):
@@ -339,7 +370,8 @@ def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequ
 def _check_count(what: str, count: int, sizes: IntArray) -> None:
     if count != sizes.size:
         raise UserError(
-            f"there are {what} of {count} examples, but tokens of {sizes.size} examples"
+            f"{what} are given for {count} examples, but tokens for {sizes.size} examples; give "
+            "both for every example"
         )
 
 
@@ -348,15 +380,18 @@ def _check_sizes(what: str, found: IntArray, sizes: IntArray) -> None:
     wrong = np.flatnonzero(found != sizes)
     if wrong.size:
         i = int(wrong[0])
-        raise UserError(f"example {i} has {sizes[i]} tokens but {found[i]} {what}")
+        raise UserError(
+            f"example {i} has {sizes[i]} tokens but {found[i]} {what}; give one value for each "
+            "token"
+        )
 
 
 def _check_row(what: str, lengths: IntArray, num_tokens: int) -> None:
     total = int(lengths.sum())
     if total != num_tokens:
         raise UserError(
-            f"{what} has {num_tokens} tokens, its documents' lengths {_short(lengths)} add up to "
-            f"{total}; if the row was cut or padded, cut or pad its lengths as well"
+            f"{what} has {num_tokens} tokens, but its documents' lengths {_short(lengths)} add up "
+            f"to {total}; if the row was cut or padded, cut or pad the lengths as well"
         )
 
 
@@ -366,7 +401,14 @@ def _short(lengths: IntArray) -> str:
 
 
 def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOptions) -> TokenArray:
-    """Return a new array of `num_rows` entries: all checked values, then room for padding."""
+    """Concatenate values into a new array of `num_rows` entries; the rest is left for padding.
+
+    Args:
+        what: Name of the values in error messages.
+        values: Lists or arrays from `_checked`.
+        num_rows: Size of the result, at least the number of values.
+        options: Gives the dtype.
+    """
     out = np.empty(num_rows, options.dtype)
     if not values or isinstance(values[0], list | tuple):
         try:
@@ -379,10 +421,11 @@ def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOpti
 
 
 def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
-    """Write lists one after the other with `struct`, which is fast and accepts integers only.
+    """Copy lists of integers into `out`, one after the other, with `struct.pack_into`.
 
-    A call costs about as much as 50 integers, so short lists share a call. Long lists do not: more
-    arguments than fit into the processor's caches cost more than a call.
+    It is faster than NumPy's conversion and raises an error for values that are not integers. A
+    call takes as long as writing 50 integers, so short lists are joined for one call. Long lists
+    are not joined, because very many arguments do not fit into the processor's caches.
     """
     rows: Iterable[Any] = values
     if sum(map(len, values)) < _PACKED_TOKENS * len(values):
@@ -395,20 +438,25 @@ def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
 
 
 def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise UserError unless the array consists of integers within `dtype`."""
+    """Raise UserError unless all entries of the array are integers that `dtype` can represent."""
     if array.dtype.kind not in "iu":
-        raise UserError(f"{what} have dtype {array.dtype}, not integers")
+        raise UserError(f"{what} have dtype {array.dtype}, but must be integers")
     info = np.iinfo(dtype)
     if array.size and not info.min <= int(array.min()) <= int(array.max()) <= info.max:
-        raise UserError(f"{what} are {array.min()} to {array.max()}, beyond {dtype}")
+        raise UserError(
+            f"{what} range from {array.min()} to {array.max()}, which {dtype} cannot represent"
+        )
 
 
 def _not_integers(what: str, values: Sequence[IntLike], dtype: np.dtype[Any]) -> str:
-    """Return an error message that names the value that is not an integer within `dtype`."""
+    """Return an error message about the first value that is not an integer within `dtype`."""
     info = np.iinfo(dtype)
     for i, value in enumerate(values):
         for at, item in enumerate(value):
             is_integer = hasattr(item, "__index__")
             if not is_integer or not info.min <= int(item) <= info.max:
-                return f"{what} of example {i}: entry {at} is {item!r}, not an integer of {dtype}"
+                return (
+                    f"{what} of example {i}: entry {at} is {item!r}, but must be an integer "
+                    f"within {dtype}"
+                )
     return f"{what} are not integers of {dtype}"

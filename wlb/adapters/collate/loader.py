@@ -1,8 +1,8 @@
-"""A resumable loader of planned and collated steps for one data-parallel rank of any training loop.
+"""A resumable data loader for any training loop, which plans steps and collates micro-batches.
 
-Every rank plans the same global steps and takes its pipeline's micro-batches. So the ranks' parts
-are disjoint and complete without communication. A worker process opens planner and reader itself,
-and collates every `num_workers`-th step.
+Every data-parallel rank plans the same global steps and takes its own micro-batches of them. So
+every document is trained by exactly one rank, without communication. Each worker process opens the
+planner and the reader itself, and collates every `num_workers`-th step.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,45 +15,51 @@ from wlb.plan import MicroBatch, PlannerState, StepPlan, UserError
 from wlb.planner import Planner, TargetCounter, check_planner_state
 
 Collate = Callable[[MicroBatch, TokenReader], Any]
-"""Makes the loop's batch out of a micro-batch and a reader of its tokens."""
+"""Function that makes the training loop's batch from a micro-batch and a reader of its tokens."""
 
 
 class LoadedStep(NamedTuple):
-    """One global step on one rank."""
+    """One data-parallel rank's batches of one step."""
 
     step: int  # number of the step
-    num_targets: int  # trained labels on all ranks, the loss's divisor
+    num_targets: int  # trained labels on all ranks, by which to divide the loss
     micro_batches: list[Any]  # results of `collate` for this rank, in execution order
 
 
 class PlannedRank:
-    """A data-parallel rank's position in a planner's steps, which checkpoints save and resume.
+    """Base of loaders: a planner, and the position up to which this rank has returned its steps.
+
+    Checkpoints save the position (`state_dict`).
 
     Args:
-        planner: The planner of all ranks.
-        dp_rank: This rank, below the planner's dp.
+        planner: The planner, which must be the same on all ranks.
+        dp_rank: Data-parallel rank of this process, below the planner's dp.
     """
 
     def __init__(self, planner: Planner, dp_rank: int) -> None:
         if not 0 <= dp_rank < planner.dp:
             raise UserError(
-                f"dp_rank = {dp_rank} is not one of the planner's {planner.dp} pipelines; make it "
-                f"with dp = the number of data-parallel ranks"
+                f"dp_rank = {dp_rank} must be between 0 and {planner.dp - 1}, because the planner "
+                f"has dp = {planner.dp}; make the planner with dp = the number of data-parallel "
+                "ranks"
             )
         self.planner, self.dp_rank = planner, dp_rank
         self._state = planner.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step that was returned: JSON, equal on all ranks."""
+        """Return the position after the most recent step as JSON values; equal on all ranks."""
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the step at which the state was taken.
+        """Resume after the step at which the state was saved.
 
-        The number of ranks may differ, and there may be more epochs.
+        The number of ranks may differ from before, and the number of epochs may be larger.
+
+        Args:
+            state: From `state_dict`.
 
         Raises:
-            UserError: The state contradicts itself or the planner's data.
+            UserError: The state is invalid or was saved with other data.
         """
         resumed = PlannerState.from_json(state)
         check_planner_state(resumed, self.planner.source, packers=self.planner.packers)
@@ -61,19 +67,21 @@ class PlannedRank:
 
 
 def micro_batches_of(plan: StepPlan, dp_rank: int) -> list[MicroBatch]:
-    """Return a rank's micro-batches of a step in execution order."""
+    """Return the micro-batches of a step that a data-parallel rank trains, in execution order."""
     return [plan.packing.micro_batch(i) for i in plan.pipelines[dp_rank].tolist()]
 
 
 class PlannedSteps(IterableDataset[LoadedStep]):
-    """Steps of one rank after a state; in a worker process, every num_workers-th of them.
+    """Dataset of one rank's collated steps, for use by torch's DataLoader.
+
+    A worker process yields only every num_workers-th step.
 
     Args:
-        open_planner: Makes the planner, in the worker.
-        open_reader: Makes the reader, in the worker.
+        open_planner: Makes the planner; called in the worker process.
+        open_reader: Makes the reader; called in the worker process.
         dp_rank: The data-parallel rank.
         collate: Makes a batch of each micro-batch.
-        state: State after the last step that is done; None begins at the first step.
+        state: Planner state after which to begin; None begins at the first step.
     """
 
     def __init__(
@@ -92,8 +100,8 @@ class PlannedSteps(IterableDataset[LoadedStep]):
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
         planner, reader = self.open_planner(), self.open_reader()
-        # Every worker plans all steps, because each depends on the one before. It collates only its
-        # share of them.
+        # Every worker plans all steps, because each step depends on the one before. It collates
+        # only its own steps.
         for i, plan in enumerate(planner.steps(self.state)):
             if i % every == first:
                 made = [self.collate(m, reader) for m in micro_batches_of(plan, self.dp_rank)]
@@ -101,50 +109,52 @@ class PlannedSteps(IterableDataset[LoadedStep]):
 
 
 def check_targets(planner: Planner, reader: TokenReader) -> None:
-    """Raise UserError unless planner and reader agree on which tokens are trained.
+    """Raise UserError unless planner and reader agree on whether only some tokens are trained.
 
-    A `LabelReader` masks labels unless it has `has_targets = False`.
+    The planner counts the trained tokens by which the loss is divided, and the reader masks the
+    labels of the others. A `LabelReader` masks labels unless its `has_targets` is False.
     """
     source = planner.source
     counts = isinstance(source, TargetCounter) and source.has_targets
     masks = isinstance(reader, LabelReader) and getattr(reader, "has_targets", True)
     if masks and not counts:
         raise UserError(
-            f"{type(reader).__name__} masks some labels but the planner counts every token, so "
-            f"num_targets would be too large a divisor of the loss; make the planner from the "
-            f"store, Planner.for_lengths(TokenStore(prefix), ...), or from a source with "
-            f"count_targets"
+            f"{type(reader).__name__} masks some labels, but the planner counts every token, so "
+            "num_targets would be too large to divide the loss by; make the planner from the "
+            "store (Planner.for_lengths(TokenStore(prefix), ...)), or from a source with "
+            "count_targets"
         )
     if counts and not masks:
         raise UserError(
-            f"the planner counts only the tokens that its store trains, but "
-            f"{type(reader).__name__} trains all; use StoreReader, or another reader with labels"
+            "the planner counts only the tokens that its store trains, but "
+            f"{type(reader).__name__} trains all tokens; use StoreReader, or another reader with "
+            "labels"
         )
 
 
 def _unchanged(step: Any) -> Any:
-    """Return the step as it is; torch's default would turn every array into a tensor."""
+    """Return the step unchanged; torch's default collate_fn would convert arrays to tensors."""
     return step
 
 
 class PlannedLoader(PlannedRank):
-    """Iterates over a rank's steps to the end of the data.
+    """Iterates over one data-parallel rank's collated steps to the end of the data.
 
-    A second iteration continues where the first one stopped.
+    If an iteration is stopped, the next iteration continues after its last step.
 
     Args:
-        open_planner: Makes the planner. It must be picklable if num_workers > 0, for example a
-            `functools.partial` of a module's function.
-        open_reader: Makes the reader. It must be picklable, too.
-        dp_rank: This data-parallel rank.
+        open_planner: Makes the planner. If num_workers > 0, this function must be picklable, for
+            example a `functools.partial` of a function at the top of a module.
+        open_reader: Makes the reader. The same rule applies.
+        dp_rank: Data-parallel rank of this process.
         collate: Makes a batch of each micro-batch.
         num_workers: As in torch's DataLoader.
         pin_memory: As in torch's DataLoader.
         prefetch_factor: As in torch's DataLoader.
 
     Raises:
-        UserError: Planner and reader differ on which tokens are trained, so that a step's
-            `num_targets` would be a wrong divisor of its loss.
+        UserError: Planner and reader differ on which tokens are trained, so the loss would be
+            divided by a wrong `num_targets`.
     """
 
     def __init__(
@@ -171,15 +181,16 @@ class PlannedLoader(PlannedRank):
         steps = PlannedSteps(
             *self._open, dp_rank=self.dp_rank, collate=self.collate, state=self._state
         )
-        # This process plans too, because states of worker processes do not come back.
+        # This process plans the same steps, to know the planner's state after each of them.
         for loaded in DataLoader(steps, batch_size=None, collate_fn=_unchanged, **self._options):
             plan = self.planner.next(self._state)
             if plan is None or plan.step != loaded.step:
                 raise RuntimeError(
-                    f"step {loaded.step} came from a worker, this process planned "
-                    f"{None if plan is None else plan.step}: the planners differ"
+                    f"a worker process returned step {loaded.step}, but this process planned step "
+                    f"{None if plan is None else plan.step}; let open_planner return the same "
+                    "planner in every process"
                 )
-            # Advance before the yield: when the loop saves a checkpoint, the step that is yielded
-            # here has been trained.
+            # Advance before the yield: if the loop saves a checkpoint after training this step,
+            # the state must already be after the step.
             self._state = plan.state
             yield loaded

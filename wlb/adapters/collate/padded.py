@@ -1,7 +1,8 @@
-"""Padded batches with one document per row, for loops without variable-length kernels.
+"""Padded batches with one document per row, for loops without variable-length attention kernels.
 
-An attention mask [rows, width] cannot separate documents within a row, so a row is one document.
-Labels are as in `flat.py`. Nothing is cut: a document longer than `max_length` is an error.
+An attention mask of shape [rows, width] cannot keep documents of a row apart, so each row is one
+document. Labels are unshifted, and IGNORE on padding and on a document's first token. Documents are
+never truncated: one that is longer than `max_length` raises UserError.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from wlb.plan import IntArray, IntLike, UserError, check_at_least
 
 
 class Side(StrEnum):
-    """Side of a row on which the padding is."""
+    """On which side of a row the padding is."""
 
     RIGHT = "right"
     LEFT = "left"
@@ -33,9 +34,9 @@ class PadTo(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadOptions:
-    """Layout of a padded batch.
+    """How documents are padded to a `PaddedBatch`.
 
-    `side` and `pad_to` may be given as strings.
+    `side` and `pad_to` may be given as strings, such as "left" and "max_length".
     """
 
     pad_token_id: int  # token of the padding
@@ -53,13 +54,15 @@ class PadOptions:
         if self.max_length is not None:
             check_at_least("max_length", self.max_length, 1)
         elif self.pad_to is PadTo.MAX_LENGTH:
-            raise UserError("pad_to = max_length needs max_length, which is None")
+            raise UserError(
+                "pad_to = max_length needs a width, but max_length = None; set max_length"
+            )
         if self.pad_to_multiple_of is not None:
             check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, 1)
             if (self.max_length or 0) % self.pad_to_multiple_of:
                 raise UserError(
-                    f"max_length = {self.max_length} is not a multiple of pad_to_multiple_of = "
-                    f"{self.pad_to_multiple_of}, so the widest batch would exceed it; round it"
+                    f"max_length = {self.max_length} must be a multiple of pad_to_multiple_of = "
+                    f"{self.pad_to_multiple_of}; round max_length up or down"
                 )
 
     def width(self, lengths: IntArray) -> int:
@@ -68,8 +71,8 @@ class PadOptions:
         if self.max_length is not None and longest > self.max_length:
             raise UserError(
                 f"example {int(lengths.argmax())} has {longest} tokens, more than max_length = "
-                f"{self.max_length}, and this collator cuts nothing: split the example, leave it "
-                f"out, or raise max_length"
+                f"{self.max_length}, and this collator does not truncate; shorten or remove the "
+                "example, or raise max_length"
             )
         if self.pad_to is PadTo.MAX_LENGTH:
             return self.max_length or longest
@@ -79,7 +82,7 @@ class PadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PaddedBatch:
-    """Documents as rows. All arrays are int64 of shape [rows, width]."""
+    """A batch with one padded document per row. All arrays are int64 [rows, width]."""
 
     input_ids: IntArray
     labels: IntArray  # unshifted; IGNORE on padding and on first tokens
@@ -88,7 +91,7 @@ class PaddedBatch:
 
     @property
     def lengths(self) -> IntArray:
-        """Return the tokens of each document, shape [rows]."""
+        """Return the number of tokens of each document, without padding, shape [rows]."""
         return self.attention_mask.sum(1)
 
 
@@ -103,7 +106,7 @@ def pad(
         options: Layout of the batch.
 
     Raises:
-        UserError: An example does not fit; the message names it.
+        UserError: An example is empty, longer than `max_length`, or does not fit its labels.
     """
     flat = flatten(examples, labels=labels)
     lengths = flat.lengths

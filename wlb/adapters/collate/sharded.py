@@ -1,10 +1,10 @@
-"""Cut a padding-free batch to the rows of one context-parallel rank, in the data worker.
+"""Take one context-parallel rank's tokens out of a padding-free batch, in the data worker.
 
-`ContextCollator` wraps the loop's collator. The cut batch has the keys of any padding-free batch,
-so the loop counts labels and divides its loss as if the ranks had different data.
+`ContextCollator` wraps the training loop's collator. The result has the keys of a usual
+padding-free batch, so the loop counts labels and divides its loss as in data parallelism.
 
-A `ShardingPlan` (Section 5) cuts documents of any lengths. Labels are shifted to the token that
-predicts them before the cut; after it, the next token may be on another rank.
+A `ShardingPlan` (Section 5 of the paper) says which tokens each CP rank computes. Labels are
+shifted before the batch is divided, because afterwards a token's successor may be on another rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,24 +31,25 @@ from wlb.sharding import NAMES, shard
 from wlb.spec import ExchangeChoice
 
 ROWS_KEY = "wlb_context"
-"""Key of the batch, and argument of the model's forward, whose value is a `ContextRows`."""
+"""Key of the batch, and keyword argument of the model's forward, for a `ContextRows`."""
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels")
-"""Keys with one value per token, which are cut."""
+"""Keys of a batch with one value per token, which are divided over CP ranks."""
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys with the boundaries of the whole row, which the plan replaces."""
+"""Keys of a batch with its document boundaries, which the sharding plan replaces."""
 
 
 class ContextRows:
-    """What attention needs besides a rank's tokens; travels with the batch and stays on the host.
+    """What attention over CP ranks needs to know of a micro-batch besides this rank's tokens.
 
-    This is no dataclass, because FSDP2 and DDP would copy a dataclass field by field.
+    It is a value in the batch and stays in CPU memory. It is not a dataclass, because FSDP2 and DDP
+    would copy a dataclass field by field.
 
     Args:
-        plan: Which tokens of the micro-batch each CP rank has.
-        rank: The rank whose rows these are.
-        rows: Index arrays of these rows and of their exchange.
-        documents: Digest of the tokens and boundaries of the whole batch. Ranks that share a batch
-            compare it.
+        plan: Which tokens of the micro-batch each CP rank computes.
+        rank: CP rank to which the batch belongs.
+        rows: Index arrays that say which keys and values this rank sends, receives and reads.
+        documents: Hash of the tokens and document boundaries of the whole micro-batch. The ranks of
+            a CP group compare it.
     """
 
     def __init__(
@@ -58,45 +59,52 @@ class ContextRows:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest document; 0 without any."""
+        """Return the length of the longest document in tokens; 0 if there are none."""
         return int(self.plan.lengths.max(initial=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSharder:
-    """Cuts a padding-free batch to the rows of CP rank `rank` of `cp`."""
+    """Takes one CP rank's tokens out of a padding-free batch."""
 
-    cp: int
-    rank: int
+    cp: int  # number of CP ranks
+    rank: int  # this rank within the CP group, 0 to cp - 1
     strategy: str = "adaptive"  # sharding strategy, one of `wlb.sharding.NAMES`
-    # "gather", "needed" or "auto", the values of the key `sharding.exchange`.
+    # How CP ranks exchange keys and values: "gather" sends every row to every rank, "needed" only
+    # rows that are read, and "auto" takes the faster of both.
     exchange: str = "gather"
-    cost: WorkloadModel = LLAMA2_7B  # prices for strategies that choose by predicted time
-    row_multiple: int = 1  # the rank's rows are padded to a multiple of this
+    cost: WorkloadModel = LLAMA2_7B  # predicts times for strategies that choose by them
+    row_multiple: int = 1  # the number of tokens of a rank is padded to a multiple of this
 
     def __post_init__(self) -> None:
         check_at_least("cp", self.cp, 1)
         check_at_least("row_multiple", self.row_multiple, 1)
         if not 0 <= self.rank < self.cp:
-            raise UserError(f"rank = {self.rank} is not one of the {self.cp} CP ranks")
+            raise UserError(
+                f"rank = {self.rank} must be a rank of the CP group, 0 to {self.cp - 1} (cp = "
+                f"{self.cp}), not the global rank"
+            )
         if self.strategy not in NAMES:
-            raise UserError(f"strategy = {self.strategy!r} is not one of {', '.join(NAMES)}")
+            raise UserError(f"strategy = {self.strategy!r}, but must be one of {', '.join(NAMES)}")
         if self.exchange not in set(ExchangeChoice):
             known = ", ".join(ExchangeChoice)
-            raise UserError(f"exchange = {self.exchange!r} is not one of {known}")
+            raise UserError(f"exchange = {self.exchange!r}, but must be one of {known}")
         if isinstance(self.cost, ProfiledWorkload) and self.cost.overlaps:
-            # Attention is a single call here, so no exchange overlaps with it.
+            # Here attention starts after the whole exchange, so predict times without overlap.
             object.__setattr__(self, "cost", replace(self.cost, overlaps=False, stages=1))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rank's part of a batch of one packed row.
+        """Return this rank's part of a batch that consists of one packed row.
+
+        Args:
+            batch: Output of a padding-free collator.
 
         Raises:
             UserError: The batch is not one row of documents with boundaries.
 
         Returns:
-            input_ids, position_ids and, where given, labels and shift_labels, int64 [1, T_local];
-            and `ContextRows` under `ROWS_KEY`.
+            input_ids and position_ids, and labels and shift_labels if the batch has labels, each
+            int64 [1, T_local]; and a `ContextRows` under the key `ROWS_KEY`.
         """
         import torch
 
@@ -125,23 +133,30 @@ class ContextSharder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextCollator:
-    """A collator of padding-free rows, followed by the cut for one CP rank."""
+    """A padding-free collator that returns only one CP rank's tokens."""
 
-    # Makes a padding-free row of examples.
+    # Makes one padding-free row of examples.
     collator: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-    sharder: ContextSharder  # cuts it
+    sharder: ContextSharder  # takes this rank's tokens out of the row
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the rank's part of the batch of these examples."""
+        """Collate examples to one row, and return this rank's part of it."""
         return self.sharder(self.collator(features))
 
     def of_rank(self, rank: int) -> "ContextCollator":
-        """Return the same collator for another rank."""
+        """Return a copy of this collator for another CP rank."""
         return replace(self, sharder=replace(self.sharder, rank=rank))
 
 
 def next_labels(labels: IntArray, lengths: IntArray) -> IntArray:
-    """Return each token's next label in its document, shape [T]; IGNORE at the last token."""
+    """Shift labels: return the label of each token's successor in its document, shape [T].
+
+    The last token of a document gets IGNORE.
+
+    Args:
+        labels: Unshifted labels of the row, shape [T].
+        lengths: Tokens of each document of the row.
+    """
     out = np.full(labels.size, IGNORE, np.int64)
     out[:-1] = labels[1:]
     out[np.cumsum(lengths) - 1] = IGNORE
@@ -149,21 +164,27 @@ def next_labels(labels: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _checked(batch: Mapping[str, Any]) -> dict[str, IntArray]:
-    """Return the arrays per token, shape [T]; raise UserError for a key that cannot be cut."""
+    """Return the batch's arrays with one value per token, shape [T], by key.
+
+    Raises:
+        UserError: A key of the batch cannot be divided over CP ranks.
+    """
     if batch.get("attention_mask") is not None:
         raise UserError(
-            "the batch has an attention_mask, which context parallelism does not read: it finds "
-            "documents by where position_ids restart; use a padding-free collator "
-            "(PaddingFreeCollator) and leave the mask out"
+            "the batch has an attention_mask, which context parallelism does not read; use a "
+            "padding-free collator (PaddingFreeCollator) and remove the mask, so that documents "
+            "are found by where position_ids restart"
         )
     if batch.get("input_ids") is None:
-        raise UserError(f"the batch has {sorted(batch)}, but no input_ids; tokenize it first")
+        raise UserError(
+            f"the batch has the keys {sorted(batch)}, but no input_ids; tokenize the data first"
+        )
     known = (*_PER_TOKEN, *_BOUNDARIES, "attention_mask")
     for name in batch:
         if name not in known:
             raise UserError(
-                f"the batch has {name}, and nothing says how to cut it over CP ranks; leave it out "
-                f"(known: {', '.join(known[:-1])})"
+                f"the batch has the key {name}, which cannot be divided over CP ranks; remove "
+                f"{name} (known keys: {', '.join(known[:-1])})"
             )
     out: dict[str, IntArray] = {}
     for name in _PER_TOKEN:
@@ -179,24 +200,32 @@ def _row(name: str, values: Any, tokens: IntArray | None) -> IntArray:
     if array.ndim != 1 or (tokens is not None and array.size != tokens.size):
         wanted = "[1, T]" if tokens is None else f"[1, {tokens.size}], as input_ids"
         raise UserError(
-            f"{name} have shape {tuple(np.shape(values))}, not {wanted}; context parallelism takes "
-            f"one row of documents a micro-batch, from a padding-free collator"
+            f"{name} have shape {tuple(np.shape(values))}, but must have shape {wanted}; use a "
+            "padding-free collator, which makes one row of documents for each micro-batch"
         )
     return array.astype(np.int64)
 
 
 def _lengths(batch: Mapping[str, Any], packed: Mapping[str, IntArray]) -> IntArray:
-    """Return the tokens of each document, from cu_seq_lens_q or from restarts of position_ids."""
+    """Return the length of each document, from cu_seq_lens_q or where position_ids restart.
+
+    Args:
+        batch: The batch.
+        packed: Its arrays with one value per token, from `_checked`.
+    """
     num_tokens = packed["input_ids"].size
     if batch.get("cu_seq_lens_q") is not None:
         lengths = lengths_from_cu_seqlens(np.asarray(batch["cu_seq_lens_q"]))
         if int(lengths.sum()) != num_tokens:
-            raise UserError(f"cu_seq_lens_q end at {lengths.sum()}, input_ids at {num_tokens}")
+            raise UserError(
+                f"cu_seq_lens_q end at {lengths.sum()}, but input_ids have {num_tokens} tokens; "
+                "give offsets that end at the number of tokens"
+            )
         return lengths
     if "position_ids" not in packed:
         raise UserError(
-            "the batch has no position_ids, so nothing says where its documents begin; let the "
-            "collator return them (return_position_ids=True), or cu_seq_lens_q"
+            "the batch has neither position_ids nor cu_seq_lens_q, so documents cannot be found; "
+            "let the collator return position_ids (return_position_ids=True) or cu_seq_lens_q"
         )
     ids = packed["position_ids"]
     return lengths_from_position_ids(ids, start=int(ids[0]) if ids.size else 0)

@@ -52,7 +52,10 @@ def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
     rank, everyone = _gathered((mine, atoms), group if how.in_step else False)
     sizes = [part[0].size for part in everyone]
     if min(sizes) == 0:
-        raise UserError(f"rank {sizes.index(0)} has no sample in this step; give each rank one")
+        raise UserError(
+            f"rank {sizes.index(0)} has no samples in this step, but every rank needs at least "
+            "one; give each rank a sample"
+        )
     step = balance_step(
         np.concatenate([part[0] for part in everyone]),
         num_ranks=len(everyone),

@@ -116,7 +116,9 @@ def _steps(rollout_indices: list[int], size: int) -> Any:
     num = (int(rollout.max()) + 1) // size if rollout.size else 0
     if num < 1:
         raise TooFewRollouts(
-            f"num_rollouts = {len(set(rollout_indices))} is less than global_batch_size = {size}"
+            f"a step needs global_batch_size = {size} rollouts, but only "
+            f"{len(set(rollout_indices))} were given; lower global_batch_size or sample more "
+            "rollouts"
         )
     return np.where(rollout // size < num, rollout // size, -1)
 

@@ -79,35 +79,37 @@ def _check_slices(trainer: Any) -> None:
     for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
         if size > 1:
             raise UserError(
-                f"accelerate's {name} = {size} cuts rows over ranks, which TRL's GRPOTrainer does "
-                f"not support, with balanced slices or without; leave {name} at 1"
+                f"accelerate's {name} = {size} divides rows over ranks, which TRL's GRPOTrainer "
+                f"does not support; set {name} = 1"
             )
     generated, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
     if generated % accumulated and accumulated % generated:
         raise UserError(
             f"steps_per_generation = {generated} and gradient_accumulation_steps = {accumulated} "
-            f"give optimiser steps of unlike lengths; make one a multiple of the other"
+            "would give optimiser steps different numbers of micro-batches; make one a multiple "
+            "of the other"
         )
     if min(generated, accumulated) == 1:
         # Each step has one slice of a generation, so there are no long and short slices to compare.
         return
-    one_slice = "or gradient_accumulation_steps = 1"
+    one_slice = "or set gradient_accumulation_steps = 1"
     if args.loss_type == "bnpo":
         raise UserError(
-            f"loss_type = 'bnpo' divides by the tokens of a slice, so tokens of short slices would "
-            f"count more than those of long ones; take 'dapo', which divides by the step's, "
-            f"{one_slice}"
+            "loss_type = 'bnpo' divides by the tokens of a micro-batch, so tokens of short "
+            "micro-batches would weigh more; set loss_type = 'dapo', which divides by the tokens "
+            f"of the step, {one_slice}"
         )
     if trainer._entropy_bonus_enabled:
         raise UserError(
-            f"the entropy bonus is a mean over the tokens of a slice, so tokens of short slices "
-            f"would count more than those of long ones; set entropy_coef = 0 and "
-            f"use_adaptive_entropy = False, {one_slice}"
+            "the entropy bonus is a mean over the tokens of a micro-batch, so tokens of short "
+            "micro-batches would weigh more; set entropy_coef = 0 and use_adaptive_entropy = "
+            f"False, {one_slice}"
         )
     if trainer.top_entropy_quantile < 1.0:
         raise UserError(
-            f"top_entropy_quantile = {trainer.top_entropy_quantile} compares tokens of a slice, "
-            f"and slices differ in length; set it to 1.0, {one_slice}"
+            f"top_entropy_quantile = {trainer.top_entropy_quantile} compares the tokens of a "
+            "micro-batch with each other, but balanced micro-batches have completions of "
+            f"different lengths; set top_entropy_quantile = 1.0, {one_slice}"
         )
 
 
@@ -120,7 +122,10 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
     """
     tokens = np.asarray(lengths, np.int64)
     if tokens.size % steps:
-        raise UserError(f"{tokens.size} completions are no multiple of {steps} optimiser steps")
+        raise UserError(
+            f"{tokens.size} completions must be a multiple of the {steps} optimiser steps; change "
+            "the number of completions or of steps"
+        )
     step = choose(tokens.astype(np.float64), np.ones(tokens.size), steps, equal_counts=True)
     return np.lexsort((-tokens, step))
 

@@ -142,7 +142,8 @@ def rearrange_micro_batches(
     lengths = _lengths(batch)
     if len(lengths) % force_group_size:
         raise UserError(
-            f"{len(lengths)} samples are no multiple of force_group_size = {force_group_size}"
+            f"{len(lengths)} samples must be a multiple of force_group_size = {force_group_size}; "
+            "change one of the two"
         )
     how = Cut(
         max_tokens=int(max_token_len),
@@ -195,8 +196,8 @@ def _check_loss(actor: Any) -> None:
     mode, factor = (getattr(actor, k, None) for k in ("loss_agg_mode", "loss_scale_factor"))
     if mode == BY_WIDTH and factor is None:
         raise UserError(
-            f"actor.loss_agg_mode = {mode!r} divides by the width of a micro-batch, which depends "
-            f"on how a step is cut; set actor.loss_scale_factor, e.g. to the longest response"
+            f"actor.loss_agg_mode = {mode!r} divides by the width of a micro-batch, which "
+            "balancing changes; set actor.loss_scale_factor, for example to the longest response"
         )
 
 
