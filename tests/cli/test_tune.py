@@ -65,7 +65,7 @@ def test_a_run_with_a_grouping_method_is_searched_one_with_hsdp_refused(
     assert {trial["spec"]["packing"]["method"] for trial in best} == {""}
     hsdp = [*SETTINGS, "fsdp.shard_size=2"]
     assert main(["tune", "layout", "demo", "--gpus", "8", *words, *hsdp]) == 2
-    assert "search with fsdp.shard_size = 0" in capsys.readouterr().err
+    assert "must be 0 in a search for layouts" in capsys.readouterr().err
 
 
 def test_json_has_the_best_and_why_others_lost(made: dict[str, Any]) -> None:
@@ -130,9 +130,12 @@ def test_another_global_batch_keeps_tokens(
         (["--gpus", "8", "--top", "0"], "--top = 0 must be at least 1"),
         (["--gpus", "8", "--jobs", "-1"], "--jobs = -1 must be at least 0"),
         (["--gpus", "8", "--max-delay-mean", "-1"], "must be in [0, inf)"),
-        (["--gpus", "8", "--tp", "3"], "tp = 3 does not divide 8 devices; choose from 1, 2, 4, 8"),
+        (
+            ["--gpus", "8", "--tp", "3"],
+            "tp = 3 must be a divisor of the number of devices, 8; choose from 1, 2, 4, 8",
+        ),
         (["--gpus", "8", "--tp", "8", "--cp", "8"], "no layout of 8 devices is within"),
-        (["--gpus", "8", "--virtual-stages", "0"], "virtual stages = 0 must be at least 1"),
+        (["--gpus", "8", "--virtual-stages", "0"], "virtual_stages = 0 must be at least 1"),
         (["--gpus", "8", "--global-batch-tokens", "3000"], "such as 2048"),
         (["--gpus", "8", "--global-batch-tokens", "0"], "must be a multiple of"),
         (["--gpus", "8", "--out", "/nowhere/best.toml"], "/nowhere/best.toml cannot be written"),

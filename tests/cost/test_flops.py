@@ -54,7 +54,7 @@ def test_causal_pairs_count_the_mask(q, more, sliding):
 
 
 def test_segments_with_more_rows_than_keys_are_refused():
-    with pytest.raises(ValueError, match=r"segment 1 has q = 5 rows over kv = 4 keys"):
+    with pytest.raises(ValueError, match=r"segment 1 has q = 5 query rows and kv = 4 keys"):
         causal_pairs(np.array([1, 5]), np.array([4, 4]))
 
 

@@ -46,11 +46,11 @@ def test_shipped_profiles_are_found():
 
 
 def test_unknown_profiles_and_devices_are_refused():
-    with pytest.raises(ValueError, match=r"no kernel profile 'b200'; shipped: cpu, h100"):
+    with pytest.raises(ValueError, match=r"no kernel profile 'b200'; choose one of cpu, h100"):
         load_profile("b200")
     with pytest.raises(ValueError, match=r"no kernel profile 'missing\.json'"):
         load_profile("missing.json")
-    with pytest.raises(ValueError, match="'tpu'; known: cpu, cuda"):
+    with pytest.raises(ValueError, match="'tpu'; use one of cpu, cuda"):
         default_profile_name("tpu")
 
 
@@ -63,7 +63,7 @@ def test_a_profile_is_read_from_a_path(h100, tmp_path):
 def test_a_profile_that_no_one_could_read_is_not_written(h100, tmp_path):
     flat = replace(h100, layer=replace(h100.layer, forward_factor=7.3e-19))
     with pytest.raises(
-        UserError, match=r"mine\.json is not written: layer\.forward_factor = 7.3e-19"
+        UserError, match=r"mine\.json was not written, .*: layer\.forward_factor = 7.3e-19"
     ):
         save_profile(tmp_path / "mine.json", flat)
     assert not list(tmp_path.iterdir())
@@ -72,7 +72,7 @@ def test_a_profile_that_no_one_could_read_is_not_written(h100, tmp_path):
 def test_wrong_schema_version_is_refused(h100, tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps(profile_to_json(h100) | {"schema_version": 1}), "utf-8")
-    with pytest.raises(ValueError, match=r"schema_version is 1, this program reads 2"):
+    with pytest.raises(ValueError, match=r"schema_version = 1 must be 2"):
         load_profile(str(path))
 
 
@@ -88,7 +88,9 @@ def test_a_missing_block_is_named(h100, tmp_path):
 def test_missing_collectives_and_kinds_are_refused(h100):
     data = profile_to_json(h100)
     data["collectives"] = data["collectives"][1:]
-    with pytest.raises(ValueError, match="lacks collectives: all_gather intra_node"):
+    with pytest.raises(
+        ValueError, match="no measurements of these collectives: all_gather intra_node"
+    ):
         profile_from_json(data)
     data = profile_to_json(h100)
     data["provenance"]["kind"] = "guessed"
@@ -97,7 +99,7 @@ def test_missing_collectives_and_kinds_are_refused(h100):
 
 
 def test_unknown_kernel_is_refused(h100):
-    with pytest.raises(ValueError, match=r"no attention kernel 'cudnn' \(it has flash_attention_2"):
+    with pytest.raises(ValueError, match=r"attention kernel 'cudnn', only of flash_attention_2"):
         h100.table(backend="cudnn", head_dim=128, num_heads=8)
 
 
@@ -244,10 +246,16 @@ def test_importing_cost_leaves_torch_out():
     ("change", "message"),
     [
         (lambda data: [data], "a JSON object"),
-        (lambda data: {**data, "dtype": "float16"}, "dtype 'float16'"),
+        (lambda data: {**data, "dtype": "float16"}, "dtype = 'float16'"),
         (lambda data: {**data, "ranks_per_node": "x"}, "ranks_per_node = 'x'"),
-        (lambda data: first_table(data, heads=[], heads_efficiency=[]), "must have entries"),
-        (lambda data: first_table(data, heads=[4.0], heads_efficiency=[0.0]), "all above 0"),
+        (
+            lambda data: first_table(data, heads=[], heads_efficiency=[]),
+            "must have at least one entry",
+        ),
+        (
+            lambda data: first_table(data, heads=[4.0], heads_efficiency=[0.0]),
+            "must be finite and above 0",
+        ),
         (lambda data: first_table(data, heads=[4.0], heads_efficiency=[float("nan")]), "above 0"),
     ],
 )
@@ -272,5 +280,5 @@ def test_a_key_that_no_profile_has_is_refused(place: str, tmp_path: Path) -> Non
     inner["speed"] = 1.0
     path = tmp_path / "p.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=r"has the key '(\w+(\[0\])?\.)?speed', which no profile"):
+    with pytest.raises(UserError, match=r"has the unknown key '(\w+(\[0\])?\.)?speed'"):
         load_profile(str(path))

@@ -179,7 +179,7 @@ def test_a_profile_with_wrong_blocks_is_refused_by_name(blocks: object, tmp_path
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_wrong_costs_are_refused(wrong: float) -> None:
-    with pytest.raises(UserError, match="must be finite and not below 0"):
+    with pytest.raises(UserError, match="must be finite and at least 0"):
         replace(BLOCKS, tail_forward_ns=wrong)
 
 

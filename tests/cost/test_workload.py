@@ -237,7 +237,7 @@ def test_prices_beyond_64_bits_are_refused():
     table = WORKLOADS["h100-cp1"].table
     slow = replace(table.forward, values=table.forward.values * 1e-13)
     profile = replace(load_profile("h100"), attention=(replace(table, forward=slow),))
-    with pytest.raises(ValueError, match=r"gives .* ns for a piece of \d+ tokens"):
+    with pytest.raises(ValueError, match=r"predicts .* ns for a piece of \d+ tokens"):
         replace(WORKLOADS["h100-cp1"], profile=profile).attention_ns([1 << 26])
 
 
@@ -290,17 +290,17 @@ def test_calls_that_run_again_are_paid_literally():
 
 @pytest.mark.parametrize("bad", [[-1], [1.5], [True]])
 def test_lengths_must_be_token_counts(bad):
-    with pytest.raises(ValueError, match="whole token counts"):
+    with pytest.raises(ValueError, match="must be whole numbers of tokens"):
         WORKLOADS["cpu-cp1"].workload_ns(bad)
 
 
 def test_segments_need_their_own_rows_as_keys():
-    with pytest.raises(ValueError, match="segment 1 has 5 query rows over 4 keys"):
+    with pytest.raises(ValueError, match=r"segment 1 has 5 query rows \(q\) but only 4 keys"):
         FlopsWorkload().segment_times_ns([1, 5], [4, 4])
 
 
 def test_layout_must_divide():
-    with pytest.raises(ValueError, match="must be a multiple of tp = 3"):
+    with pytest.raises(ValueError, match=r"must be a multiple of parallel\.tp = 3"):
         ProfiledWorkload(model=SMALL, parallel=ParallelSpec(tp=3), profile=load_profile("cpu"))
     with pytest.raises(ValueError, match="at least 0"):
         FlopsWorkload(quadratic_ns=-1)
@@ -333,7 +333,7 @@ def test_workload_for_takes_the_first_kernel_where_the_named_one_is_missing():
 
 @pytest.mark.parametrize("quadratic", [float("inf"), 1e30])
 def test_costs_that_are_no_times_are_refused(quadratic):
-    with pytest.raises(ValueError, match="check the kernel profile's numbers"):
+    with pytest.raises(ValueError, match="correct the speeds in the kernel profile"):
         FlopsWorkload(quadratic_ns=quadratic).workload_ns([10_000])
 
 

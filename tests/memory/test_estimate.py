@@ -200,7 +200,7 @@ def test_micro_batches_in_flight():
     assert in_flight(whole_step, pp_rank=0) == 8
     alone = with_schedule(Schedule.INTERLEAVED_1F1B, v=1, n=4, pp=1)
     assert in_flight(alone, pp_rank=0) == 1
-    with pytest.raises(ValueError, match="pp_rank = 4 is outside the 4"):
+    with pytest.raises(ValueError, match="pp_rank = 4 must be from 0 to 3"):
         in_flight(plain, pp_rank=4)
 
 

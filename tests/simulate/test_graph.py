@@ -122,7 +122,7 @@ def test_sorting_names_what_waits_for_each_other() -> None:
 
 def test_durations_must_be_of_the_graph() -> None:
     graph = graph_of(Schedule.ONE_F_ONE_B, 2, 1, 2)
-    with pytest.raises(ValueError, match="3 durations for 16 nodes"):
+    with pytest.raises(ValueError, match="3 rows, but the graph has 16 nodes"):
         graph.ends(np.zeros((3, 1, 1), np.int64))
 
 

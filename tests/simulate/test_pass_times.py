@@ -283,9 +283,12 @@ def test_work_of_any_documents_is_that_of_its_micro_batches(lengths, cp: int) ->
 def test_plans_of_another_layout_are_refused() -> None:
     simulator, _ = made(spec_of(), ALIGNED)
     for other, words in (
-        (spec_of(dp=1), r"pipelines of \[2\] micro-batches over cp = 2; this layout has 2 of 2"),
-        (spec_of(n=4), r"pipelines of \[4, 4\]"),
-        (spec_of(cp=1), "over cp = 1; this layout has 2 of 2 over cp = 2"),
+        (spec_of(dp=1), r"have \[2\] micro-batches with cp = 2, but the run has 2 pipelines of 2"),
+        (spec_of(n=4), r"have \[4, 4\] micro-batches"),
+        (
+            spec_of(cp=1),
+            "with cp = 1, but the run has 2 pipelines of 2 micro-batches each with cp = 2",
+        ),
     ):
         steps = steps_of(other, cost_of(other), ALIGNED)
         with pytest.raises(ValueError, match=words):

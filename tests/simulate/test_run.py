@@ -104,7 +104,7 @@ def test_json_is_plain() -> None:
 
 
 def test_no_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="no global batch to simulate"):
+    with pytest.raises(ValueError, match="no global batches to simulate"):
         simulate_run(spec_of(), cost_of(spec_of()), [])
 
 

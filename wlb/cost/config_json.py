@@ -156,7 +156,9 @@ def counted(path: str | Path) -> CountedModel:
         if isinstance(error, UserError):
             raise
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"{file} cannot be read ({why}); name a config.json") from None
+        raise UserError(
+            f"cannot read {file} ({why}); give the path of a config.json or of its folder"
+        ) from None
     return counted_of(values, str(file))
 
 

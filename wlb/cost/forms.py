@@ -52,7 +52,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
             is_profile = cost in profile_names()
             remedy = f"; a kernel profile is load_profile({cost!r})" if is_profile else ""
             raise UserError(
-                f"unknown cost {cost!r}; use {', '.join(COST_NAMES)} or the path of "
+                f"cost = {cost!r} is unknown; give one of {', '.join(COST_NAMES)}, or the path of "
                 f"a config.json{remedy}"
             )
         # slime's formula prices whole samples, not segments.
@@ -64,7 +64,10 @@ def model_of(cost: Cost) -> WorkloadModel | None:
         # A number is the length of a document at which attention costs as much as everything else.
         ratio = float(cast(float, cost))
         if not 0 < ratio < float("inf"):
-            raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")
+            raise UserError(
+                f"cost = {cost} must be a positive, finite number of tokens: the length of a "
+                "document at which attention costs as much as all other operators"
+            )
         return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * ratio, tile_rows=TILE_ROWS)
     return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None
 
@@ -86,9 +89,9 @@ def workload_model(cost: Cost) -> WorkloadModel:
     if model is None:
         said = repr(cost) if isinstance(cost, str) else f"a {type(cost).__name__}"
         raise UserError(
-            f"cost is {said}, which prices whole samples only, and a planner prices pieces and "
-            f"segments; give a WorkloadModel, load_profile(NAME), the path of a config.json, "
-            f"'llama2_7b', 'verl', or the "
-            f"tokens of a document at which attention costs as much as linear layers"
+            f"cost is {said}, which can price only whole samples, but a planner also prices parts "
+            "of samples; give a WorkloadModel, load_profile(NAME), the path of a config.json, "
+            "'llama2_7b', 'verl', or the length in tokens at which attention costs as much as "
+            "linear layers"
         )
     return model

@@ -62,7 +62,10 @@ class MonotoneTable:
         if not lengths.size or lengths.max() < self.dense.size:
             return self.dense[lengths.astype(np.int64)]
         if lengths.max() > _LONGEST:
-            raise UserError(f"cannot price a piece of {lengths.max():.0f} tokens, above {_LONGEST}")
+            raise UserError(
+                f"a piece of {lengths.max():.0f} tokens is too long to be priced; pieces must have "
+                f"at most {_LONGEST} tokens"
+            )
         dense = self.dense[np.minimum(lengths, self.dense.size - 1).astype(np.int64)]
         # Interpolate between the knots on both sides.
         left = np.maximum(np.searchsorted(self.knots, lengths, side="right") - 1, 0)
@@ -78,8 +81,8 @@ def _check_range(price: float, length: float) -> None:
     # The comparison is negated so that it also refuses NaN.
     if not price < 2.0**63:
         raise UserError(
-            f"the cost model gives {price} ns for a piece of {length:.0f} tokens; check the "
-            f"kernel profile's numbers"
+            f"the cost model predicts {price} ns for a piece of {length:.0f} tokens, but times "
+            "must be below 2^63 ns; correct the speeds in the kernel profile"
         )
 
 

@@ -83,7 +83,10 @@ class Provenance:
         object.__setattr__(self, "kind", ProvenanceKind(self.kind))
         object.__setattr__(self, "residuals", tuple((k, float(v)) for k, v in self.residuals))
         if not self.source:
-            raise UserError("provenance.source is empty; name who measured or published it")
+            raise UserError(
+                "provenance.source is empty; set it to the person, program or publication that "
+                "the numbers come from"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,10 @@ class BlockCost:
     def __post_init__(self) -> None:
         costs = [getattr(self, f.name) for f in fields(self)]
         if not all(0 <= cost < np.inf for cost in costs):
-            raise UserError(f"blocks have costs {costs} ns, which must be finite and not below 0")
+            raise UserError(
+                f"blocks has the costs {costs} ns, but each must be finite and at least 0; measure "
+                "the profile again"
+            )
 
     def ns(
         self,
@@ -220,36 +226,51 @@ class AttentionTable:
             object.__setattr__(self, name, array)
         if self.heads.shape != self.heads_efficiency.shape or not (np.diff(self.heads) > 0).all():
             raise UserError(
-                f"heads {self.heads.tolist()} must rise and match heads_efficiency "
-                f"{self.heads_efficiency.tolist()}"
+                f"attention.heads = {self.heads.tolist()} must increase and have as many entries "
+                f"as attention.heads_efficiency = {self.heads_efficiency.tolist()}; measure the "
+                "profile again"
             )
         entries = np.concatenate([self.heads, self.heads_efficiency])
         if not entries.size or not np.all((entries > 0) & (entries < np.inf)):
             raise UserError(
-                f"heads {self.heads.tolist()} and heads_efficiency "
-                f"{self.heads_efficiency.tolist()} must have entries, all above 0 and finite"
+                f"attention.heads = {self.heads.tolist()} and attention.heads_efficiency = "
+                f"{self.heads_efficiency.tolist()} must have at least one entry each, and all "
+                "entries must be finite and above 0; measure the profile again"
             )
         if not self.backends:
-            raise UserError("backends is empty; name the kernel")
+            raise UserError(
+                "attention.backends is empty; give the names of the attention kernels that this "
+                "table measures"
+            )
         self._check_surfaces()
 
     def _check_surfaces(self) -> None:
         if (self.square_forward is None) != (self.square_backward is None):
-            raise UserError("give both of square_forward and square_backward, or neither")
+            raise UserError(
+                "only one of square_forward and square_backward is given; give both, or leave out "
+                "both"
+            )
         if self.reach is not None:
             object.__setattr__(self, "reach", np.array(self.reach, np.float64))
             if self.reach.shape != self.forward.axis0.shape:
                 raise UserError(
-                    f"reach has shape {self.reach.shape}; it must have one number for each row "
-                    f"of the surface"
+                    f"attention.reach has shape {self.reach.shape}, but it must have one entry for "
+                    "each entry of the surface's first axis, which has shape "
+                    f"{self.forward.axis0.shape}; measure the profile again"
                 )
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):
-                raise UserError(f"forward and backward surfaces differ in {axis}")
+                raise UserError(
+                    f"the forward and backward surfaces of attention must have the same {axis}; "
+                    "measure both passes at the same sizes"
+                )
 
     def _check_calls(self) -> None:
         if isinstance(self.backends, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UserError(f"backends {self.backends!r} must be a list of names")
+            raise UserError(
+                f"attention.backends = {self.backends!r} must be a list of kernel names, not a "
+                "text; put the name into a list"
+            )
         object.__setattr__(self, "backends", tuple(self.backends))
         for name in BACKWARD_TILES:
             if getattr(self, name) == 0:
@@ -257,18 +278,27 @@ class AttentionTable:
         for name in ("num_heads", "num_kv_heads", "head_dim", "tile_rows", *BACKWARD_TILES):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
+                raise UserError(
+                    f"attention.{name} = {value!r} must be a whole number of at least 1; measure "
+                    "the profile again"
+                )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
-                f"{self.num_kv_heads}"
+                f"attention.num_heads = {self.num_heads} must be a multiple of "
+                f"attention.num_kv_heads = {self.num_kv_heads}; change one of the two"
             )
         if any(a >= b for a, b in pairwise((0, *self.padded_lengths))):
-            raise UserError(f"padded_lengths {self.padded_lengths} must rise from above 0")
+            raise UserError(
+                f"attention.padded_lengths = {self.padded_lengths} must be above 0 and increase; "
+                "sort the lengths and remove duplicates"
+            )
         for name in ("launch", "group"):
             costs = [getattr(self, f"{name}_{p}_ns") for p in ("forward", "backward")]
             if not all(0 <= cost < np.inf for cost in costs):
-                raise UserError(f"{name} costs {costs} ns must be finite and not below 0")
+                raise UserError(
+                    f"attention.{name}_forward_ns and attention.{name}_backward_ns are {costs}, "
+                    "but both must be finite and at least 0; measure the profile again"
+                )
 
     def efficiency(self, num_heads: int) -> float:
         """Return the throughput with `num_heads` query heads on a rank, relative to the surfaces.
@@ -441,7 +471,9 @@ def _check_numbers(what: str, cost: "ElementwiseCost | HeadCost | LayerCost") ->
         value, is_time = getattr(cost, name), name.endswith("_ns")
         if not (0 < value < np.inf or (is_time and value == 0)):
             least = "at least" if is_time else "above"
-            raise UserError(f"{what}: {name} = {value} must be {least} 0 and finite")
+            raise UserError(
+                f"{what}: {name} = {value} must be finite and {least} 0; measure the profile again"
+            )
 
 
 class Elementwise(StrEnum):
@@ -534,8 +566,8 @@ class CollectiveCost:
         object.__setattr__(self, "scope", Scope(self.scope))
         if not (self.bytes_per_s > 0 and 0 <= self.alpha_ns < np.inf):
             raise UserError(
-                f"{self.op}: alpha_ns = {self.alpha_ns} must be finite and at least 0, and "
-                f"bytes_per_s = {self.bytes_per_s} above 0"
+                f"collective {self.op}: alpha_ns = {self.alpha_ns} must be finite and at least 0, "
+                f"and bytes_per_s = {self.bytes_per_s} must be above 0; measure the profile again"
             )
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
@@ -577,23 +609,36 @@ class KernelProfile:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise UserError(f"unknown dtype {self.dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
+            raise UserError(
+                f"dtype = {self.dtype!r} must be one of {', '.join(DTYPE_BYTES)}; measure the "
+                "profile again in one of these"
+            )
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UserError(f"ranks_per_node = {self.ranks_per_node!r} must be at least 1")
+            raise UserError(
+                f"ranks_per_node = {self.ranks_per_node!r} must be a whole number of at least 1; "
+                "set it to the number of GPUs of a node"
+            )
         if not self.attention:
-            raise UserError(f"profile {self.name!r} has no attention table")
+            raise UserError(
+                f"kernel profile {self.name!r} has no measurements of attention; measure them with "
+                "`wlb profile`, or choose another profile"
+            )
         found = [cost.op for cost in self.elementwise]
         needed = [op for op in Elementwise if op not in OPTIONAL or op in found]
         if sorted(found) != sorted(needed):
             raise UserError(
-                f"profile {self.name!r} must have each element-wise operator once "
-                f"({', '.join(needed)}), not {', '.join(found)}"
+                f"kernel profile {self.name!r} must have each of these element-wise operators "
+                f"once: {', '.join(needed)}; it has {', '.join(found) or 'none'}. Measure the "
+                "profile again with `wlb profile`"
             )
         have = {(c.op, c.scope) for c in self.collectives}
         pairs = product(Collective, Scope)
         missing = [f"{op} {scope}" for op, scope in pairs if (op, scope) not in have]
         if missing:
-            raise UserError(f"profile {self.name!r} lacks collectives: {', '.join(missing)}")
+            raise UserError(
+                f"kernel profile {self.name!r} has no measurements of these collectives: "
+                f"{', '.join(missing)}; measure them with `wlb profile`, or choose another profile"
+            )
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -626,8 +671,9 @@ class KernelProfile:
         tables = [t for t in self.attention if name in t.backends]
         if not tables:
             raise UserError(
-                f"profile {self.name!r} has no attention kernel {name!r} (it has "
-                f"{', '.join(self.backends)}); measure one or choose another profile"
+                f"kernel profile {self.name!r} has no measurements of the attention kernel "
+                f"{name!r}, only of {', '.join(self.backends)}; measure the kernel with `wlb "
+                "profile`, or choose another profile"
             )
         return min(
             tables,

@@ -96,7 +96,10 @@ def default_profile_name(device: str) -> str:
     """
     names = {"cpu": "cpu", "cuda": "h100_runs"}
     if device not in names:
-        raise UserError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
+        raise UserError(
+            f"there is no default kernel profile for the device {device!r}; use one of "
+            f"{', '.join(names)}, or give the path of a profile"
+        )
     return names[device]
 
 
@@ -119,8 +122,8 @@ def load_profile(name_or_path: str) -> KernelProfile:
     path = path if path.suffix == ".json" else _path_of(name_or_path)
     if not path.is_file():
         raise UserError(
-            f"no kernel profile {name_or_path!r}; shipped: {', '.join(profile_names()) or 'none'}; "
-            f"or give the path of a .json file"
+            f"there is no kernel profile {name_or_path!r}; choose one of "
+            f"{', '.join(profile_names()) or 'none'}, or give the path of a .json file"
         )
     where = f"kernel profile {name_or_path!r}"
     with malformed(where, "measure it with `wlb profile`, or choose another"):
@@ -151,7 +154,9 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
     try:
         _check_magnitudes(data, "")
     except UserError as error:
-        raise UserError(f"{path} is not written: {error}") from error
+        raise UserError(
+            f"{path} was not written, because the profile has an implausible value: {error}"
+        ) from error
     text = json.dumps(data, indent=1)
     # Join the lines of each list of numbers.
     text = re.sub(r"\[\s+([-+.eE\d,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
@@ -165,24 +170,27 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         UserError: The schema version differs, a value is invalid, or a key is unknown.
     """
     if not isinstance(data, dict):
-        raise UserError(f"a profile is a JSON object, this is a {type(data).__name__}")
+        raise UserError(
+            f"a kernel profile must be a JSON object, not a {type(data).__name__}; write one with "
+            "`wlb profile`"
+        )
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise UserError(
-            f"schema_version is {version!r}, this program reads {SCHEMA_VERSION}; measure the "
-            f"profile again or use a matching release"
+            f"schema_version = {version!r} must be {SCHEMA_VERSION} for this release of wlb; "
+            "measure the profile again, or use the release that wrote it"
         )
     _check_magnitudes(data, "")
     for name in ("name", "device", "dtype"):
         if name in data and not isinstance(data[name], str):
-            raise UserError(f"{name} = {data[name]!r} must be text; measure the profile again")
+            raise UserError(f"{name} = {data[name]!r} must be a text; measure the profile again")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     if "power_limit_w" in data:
         limit = data["power_limit_w"]
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise UserError(
-                f"power_limit_w = {limit!r} must be a number of W above 0; leave it out if it is "
-                f"unknown"
+                f"power_limit_w = {limit!r} must be a number of watts above 0; remove the key if "
+                "the limit is unknown"
             )
         values["power_limit_w"] = float(limit)
     gemm = data["gemm"]
@@ -200,7 +208,7 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
     )
     # If writing the profile does not give a key again, the key was not read. It may be misspelled.
     if unread := _unread_key(data, profile_to_json(made)):
-        raise UserError(f"has the key {unread!r}, which no profile has; remove it")
+        raise UserError(f"has the unknown key {unread!r}; remove the key or correct its spelling")
     return made
 
 
@@ -278,8 +286,8 @@ def _check_magnitudes(value: Any, name: str) -> None:
         low, high = next(m for end, m in _MAGNITUDES.items() if name.endswith(end))
         if value > high or 0 < value < low:
             raise UserError(
-                f"{name} = {value} must be in [{low:g}, {high:g}]; measure it again with "
-                f"nothing else on the device"
+                f"{name} = {value} must be from {low:g} to {high:g}; measure the profile again "
+                "while nothing else runs on the device"
             )
 
 

@@ -239,7 +239,10 @@ def whole_ns(values: FloatArray) -> IntArray:
     """
     bad = values[~(values < 2.0**63)]
     if bad.size:
-        raise UserError(f"the cost model gives {bad[0]} ns; check the kernel profile's numbers")
+        raise UserError(
+            f"the cost model predicts a time of {bad[0]} ns, but times must be below 2^63 ns; "
+            "correct the speeds in the kernel profile"
+        )
     return np.rint(values).astype(np.int64)
 
 
@@ -256,8 +259,8 @@ def token_counts(name: str, values: IntLike) -> FloatArray:
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0):
         raise UserError(
-            f"{name} must be whole token counts of at least 0, got dtype {array.dtype} with "
-            f"minimum {array.min()}"
+            f"{name} must be whole numbers of tokens, each at least 0, but they have dtype "
+            f"{array.dtype} and a minimum of {array.min()}; give an integer array"
         )
     return array.astype(np.float64)
 
@@ -275,8 +278,9 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
     rows, keys = token_counts("q", q), token_counts("kv", kv)
     if (i := first_true(rows > keys)) is not None:
         raise UserError(
-            f"segment {i} has {rows[i]:.0f} query rows over {keys[i]:.0f} keys; kv is the end of "
-            f"the span, at least q"
+            f"segment {i} has {rows[i]:.0f} query rows (q) but only {keys[i]:.0f} keys (kv); kv "
+            "must be at least q, because it counts all tokens of the piece up to the end of the "
+            "span"
         )
     return rows, keys
 
@@ -310,8 +314,8 @@ def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
     q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
     if (i := first_true((q < 0) | (q > kv))) is not None:
         raise ValueError(
-            f"segment {i} has q = {q.flat[i]} rows over kv = {kv.flat[i]} keys; a causal segment "
-            f"needs 0 <= q <= kv"
+            f"segment {i} has q = {q.flat[i]} query rows and kv = {kv.flat[i]} keys, but a causal "
+            "segment needs 0 <= q <= kv"
         )
     pairs = q * kv - q * (q - 1) // 2
     if not sliding:
@@ -375,7 +379,7 @@ class FlopsWorkload:
         if not (self.quadratic_ns >= 0 and self.linear_ns_per_token >= 0):
             raise UserError(
                 f"quadratic_ns = {self.quadratic_ns} and linear_ns_per_token = "
-                f"{self.linear_ns_per_token} must be at least 0"
+                f"{self.linear_ns_per_token} must both be at least 0; correct the cost model"
             )
         check_at_least("tile_rows", self.tile_rows, 1)
 
@@ -492,8 +496,8 @@ def exchange_ns(
         return there + summaries, back + summaries
     if not isinstance(cost, ExchangePrices):
         raise UserError(
-            f"{type(cost).__name__} has no method needed_exchange_ns, which prices the exchange "
-            f"'needed'; add it, or set exchange = gather"
+            f"{type(cost).__name__} has no method needed_exchange_ns, so it cannot price the "
+            "exchange 'needed'; add the method, or set sharding.exchange to gather"
         )
     there, back = cost.needed_exchange_ns(rows_of_layer(plan, cost))
     return there + summaries, back + summaries
@@ -548,6 +552,9 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:
     if float(times.sum(dtype=np.float64)) >= 2.0**63:
-        raise UserError("the cost model's times of micro-batches add up to over 292 years")
+        raise UserError(
+            "the cost model's times of all micro-batches add up to 2^63 ns (292 years) or more; "
+            "correct the units of the cost model, which must be ns"
+        )
     running = offsets_of(times)
     return running[rank_offsets[1:]] - running[rank_offsets[:-1]]

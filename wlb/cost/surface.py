@@ -143,16 +143,19 @@ def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray
     """
     values, shape = _frozen("values", throughput, len(axes)), tuple(axis.size for axis in axes)
     if values.shape != shape:
-        raise UserError(f"values have shape {values.shape}, but their axes have {shape} points")
+        raise UserError(
+            f"values has shape {values.shape}, but its axes have {shape} points; give one value "
+            "for each point"
+        )
     limit = _limited(axes, values)
     bad = np.argwhere(values > limit * (1 + _TOLERANCE))
     if bad.size:
         at = tuple(bad[0].tolist())
         point = ", ".join(f"{axis[i]:g}" for axis, i in zip(axes, at, strict=True))
         raise UserError(
-            f"throughput {values[at]:g} at ({point}) grew faster than its axes (at most "
-            f"{limit[at]:g}), so predicted time would fall where work grows; pass values through "
-            f"limit_growth, or limit_curve_growth for one axis"
+            f"throughput {values[at]:g} at ({point}) must be at most {limit[at]:g}: beyond that, "
+            "more work would take less time. Pass the values through limit_growth first, or "
+            "through limit_curve_growth if they have one axis"
         )
     return _frozen("values", limit, len(axes))
 
@@ -160,9 +163,15 @@ def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray
 def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
     array = np.array(values, np.float64)
     if array.ndim != ndim or array.size == 0:
-        raise UserError(f"{name} must have {ndim} axes and entries, got shape {array.shape}")
+        raise UserError(
+            f"{name} must be a non-empty array of {ndim} axes, but its shape is {array.shape}; "
+            "measure the profile again"
+        )
     if not (np.isfinite(array) & (array > 0)).all():
-        raise UserError(f"{name} must be finite and above 0, got {array.tolist()}")
+        raise UserError(
+            f"all entries of {name} must be finite and above 0, but they are {array.tolist()}; "
+            "measure the profile again"
+        )
     array.flags.writeable = False
     return array
 
@@ -170,7 +179,10 @@ def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
 def _rising(name: str, values: Any) -> FloatArray:
     axis = _frozen(name, values, 1)
     if axis.size < 2 or not (np.diff(axis) > 0).all():
-        raise UserError(f"{name} must rise over two points or more, got {axis.tolist()}")
+        raise UserError(
+            f"{name} must have at least two entries, which increase, but it is {axis.tolist()}; "
+            "measure the profile again"
+        )
     return axis
 
 

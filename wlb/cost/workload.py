@@ -123,8 +123,8 @@ class ProfiledWorkload:
     def __post_init__(self) -> None:
         if self.model.num_heads % self.parallel.tp:
             raise UserError(
-                f"model.num_heads = {self.model.num_heads} must be a multiple of tp = "
-                f"{self.parallel.tp}"
+                f"model.num_heads = {self.model.num_heads} must be a multiple of parallel.tp = "
+                f"{self.parallel.tp}; lower parallel.tp"
             )
         known = self.backend if self.backend in self.profile.backends else None
         table = self.profile.table(

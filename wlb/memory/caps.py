@@ -81,8 +81,9 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     if available <= logits:
         raise UserError(
             f"pipeline rank {pp_rank} needs {(fixed + logits) / GIB:.1f} GiB for weights, "
-            f"gradients, optimiser and logits, more than the {memory_bytes / GIB:.1f} GiB of "
-            f"packing.memory_gib; use more ranks (parallel.tp, pp, dp)"
+            "gradients, optimiser and logits, but packing.memory_gib allows "
+            f"{memory_bytes / GIB:.1f} GiB; raise parallel.tp, parallel.pp or parallel.dp, or "
+            "raise packing.memory_gib"
         )
     # Bytes for each token of a micro-batch, rounded up:
     # - longest: what one micro-batch stores if as many stages as can be in flight hold it

@@ -113,7 +113,7 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
     """
     pp = spec.parallel.pp
     if not 0 <= pp_rank < pp:
-        raise ValueError(f"pp_rank = {pp_rank} is outside the {pp} pipeline ranks")
+        raise ValueError(f"pp_rank = {pp_rank} must be from 0 to {pp - 1} (parallel.pp = {pp})")
     warmup, waiting = _warmup(spec, pp_rank)
     passes = spec.micro_batches_per_pipeline * spec.pp.virtual_stages
     return min(passes, warmup + 1 + waiting)

@@ -39,9 +39,14 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         if min(self.num_segments, self.num_heads, self.num_kv_heads, self.head_size) < 1:
-            raise UserError(f"an attention call has at least one segment and one head: {self}")
+            raise UserError(
+                "num_segments, num_heads, num_kv_heads and head_size must all be at least 1: "
+                f"{self}"
+            )
         if not 0 <= self.max_q <= self.num_queries or not 0 <= self.max_k <= self.num_keys:
-            raise UserError(f"the longest segment has no more rows than all segments: {self}")
+            raise UserError(
+                f"max_q must be from 0 to num_queries, and max_k from 0 to num_keys: {self}"
+            )
 
 
 def attention_workspace_bytes(

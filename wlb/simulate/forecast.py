@@ -182,7 +182,7 @@ def forecast(
     steps = tuple(sharded_steps(planner, dp=spec.parallel.dp))
     if not steps:
         raise UserError(
-            "the corpus is too small for a step; raise data.epochs or use a larger corpus"
+            "the corpus has too few tokens for one step; raise data.epochs, or use a larger corpus"
         )
     return Forecast(
         spec=spec,

@@ -83,7 +83,10 @@ class Graph:
             End of each node, shape [num_nodes, num_steps, dp].
         """
         if durations_ns.shape[0] != len(self.nodes):
-            raise ValueError(f"{durations_ns.shape[0]} durations for {len(self.nodes)} nodes")
+            raise ValueError(
+                f"durations_ns has {durations_ns.shape[0]} rows, but the graph has "
+                f"{len(self.nodes)} nodes; give one row for each node"
+            )
         out = np.zeros_like(durations_ns)
         for i, (node, before) in enumerate(zip(self.nodes, self.predecessors, strict=True)):
             if before:
@@ -171,7 +174,9 @@ def sorted_graph(
     except CycleError as error:
         cycle: list[int] = error.args[1]
         stuck = [str(nodes[i].action or nodes[i].kind) for i in cycle]
-        raise ValueError(f"these wait for each other: {', '.join(stuck[:8])}") from None
+        raise ValueError(
+            f"the graph has a cycle: these events wait for each other: {', '.join(stuck[:8])}"
+        ) from None
     place = np.empty(len(nodes), np.int64)
     place[order] = np.arange(len(order))
     graph = Graph(

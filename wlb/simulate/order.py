@@ -68,13 +68,19 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
         kinds = (PassKind.FORWARD, PassKind.BACKWARD)
         return (tuple(Action(0, kind, i) for i in range(n) for kind in kinds),)
     if schedule == Schedule.ONE_F_ONE_B and v != 1:
-        raise UserError(f"1f1b has one stage per rank, got virtual_stages = {v}; set it to 1")
+        raise UserError(
+            f"pp.virtual_stages = {v} must be 1 with the schedule 1f1b; set pp.virtual_stages = 1, "
+            "or choose an interleaved schedule"
+        )
     if not schedule.takes(n, pp):
         if schedule == Schedule.ONE_F_ONE_B:
-            raise UserError(f"1f1b needs at least pp = {pp} micro-batches per pipeline, got {n}")
+            raise UserError(
+                f"the schedule 1f1b needs at least parallel.pp = {pp} micro-batches per pipeline, "
+                f"but there are {n}; use more micro-batches, or lower parallel.pp"
+            )
         raise UserError(
-            f"{n} micro-batches per pipeline do not divide into {n // pp} equal rounds over "
-            f"pp = {pp}; a multiple of pp does"
+            f"the number of micro-batches per pipeline, {n}, does not divide into {n // pp} equal "
+            f"rounds over parallel.pp = {pp} ranks; make it a multiple of parallel.pp"
         )
     return tuple(_rank_order(pipeline, rank, pp, n) for rank in range(pp))
 

@@ -374,8 +374,9 @@ def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkl
         found = [len(pipeline.shardings) for pipeline in step.pipelines]
         if found != [n] * dp or step.plan.cp != cp:
             raise ValueError(
-                f"step {step.plan.step} has pipelines of {found} micro-batches over cp = "
-                f"{step.plan.cp}; this layout has {dp} of {n} over cp = {cp}"
+                f"the pipelines of step {step.plan.step} have {found} micro-batches with cp = "
+                f"{step.plan.cp}, but the run has {dp} pipelines of {n} micro-batches each with cp "
+                f"= {cp}; plan the step for this run"
             )
     rows = [p.local_tokens for step in steps for p in step.pipelines]
     tokens = np.array(rows, np.int64).reshape(shape) * cp

@@ -210,7 +210,10 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
         # If every rank waits for another one, this order of passes would be a deadlock.
         if not moved:
             stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
-            raise ValueError(f"these passes wait for inputs that no rank sends: {', '.join(stuck)}")
+            raise ValueError(
+                "the order of passes is a deadlock: these passes wait for inputs that no rank "
+                f"sends: {', '.join(stuck)}"
+            )
     return out
 
 

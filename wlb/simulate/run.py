@@ -170,7 +170,7 @@ def simulate_run(
         plans += [step.plan for step in chunk]
         metrics += parts[-1].metrics(chunk)
     if not parts:
-        raise UserError("there is no global batch to simulate; give at least one")
+        raise UserError("there are no global batches to simulate; give at least one (--steps)")
     return collected(parts, plans, tuple(metrics), label=label)
 
 
@@ -214,8 +214,8 @@ def check_memory(run: RunSimulation) -> None:
         return
     stages = spec.stages_of(int(rank))
     raise UserError(
-        f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs "
-        f"{most:,} bytes ({most / GIB:.1f} GiB) in step {step}, more than the "
-        f"{budget.explanation}; lower packing.s_max or packing.step_tokens (or set "
-        f"packing.memory_gib), use training.recompute, or more ranks (parallel.tp, cp, pp)"
+        f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs {most:,} "
+        f"bytes ({most / GIB:.1f} GiB) in step {step}, more than the {budget.explanation}. Lower "
+        "packing.s_max or packing.step_tokens, or set packing.memory_gib; or use "
+        "training.recompute, or more ranks (parallel.tp, parallel.cp, parallel.pp)"
     )

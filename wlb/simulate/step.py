@@ -65,16 +65,18 @@ class Simulator:
         check(self.spec)
         if self.spec.model.vocab_size < 1:
             raise UserError(
-                "model.vocab_size is 0; set it to the size of the tokenizer's vocabulary"
+                "model.vocab_size is 0; set it to the number of tokens in the tokenizer's "
+                "vocabulary"
             )
         if self.spec.parallel.dp < 1:
             raise UserError(
-                f"parallel.dp = {self.spec.parallel.dp} means all available ranks; set it to the "
-                f"number of pipelines to simulate"
+                f"parallel.dp = {self.spec.parallel.dp} stands for all available ranks, which a "
+                "simulation does not have; set parallel.dp to the number of pipelines to simulate"
             )
         if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
             raise ValueError(
-                "the cost was made for another model or layout; make it from this spec"
+                "the cost was made for another model or layout than the spec; make the cost from "
+                "this spec"
             )
         order, graph = step_graph(
             self.spec.pp,

@@ -80,11 +80,11 @@ def _header(simulation: Simulation, steps: Sequence[int]) -> dict[str, Any]:
 
 def _check(simulation: Simulation, steps: Sequence[int]) -> None:
     if not steps:
-        raise UserError("no step to write; give at least one")
+        raise UserError("no step was chosen for the trace; give at least one step")
     for step in steps:
         if not 0 <= step < simulation.num_steps:
             raise UserError(
-                f"step {step} was not simulated; give one from 0 to {simulation.num_steps - 1}"
+                f"step {step} was not simulated; give a step from 0 to {simulation.num_steps - 1}"
             )
 
 

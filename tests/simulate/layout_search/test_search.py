@@ -124,7 +124,7 @@ def test_micro_batches_that_no_schedule_takes_are_not_tried() -> None:
     assert found == [10, 12]  # 9 are not two equal rounds over four stages
     fixed = replace(spec, packing=replace(spec.packing, policy=Policy.FIXED))
     assert not list(settings.more_micro_batches(fixed))
-    with pytest.raises(ValueError, match=r"micro_batches = 1.0 per window must be above 1"):
+    with pytest.raises(ValueError, match=r"micro_batches = 1.0 must be above 1"):
         replace(FEW, micro_batches=(1.0,))
 
 
@@ -278,7 +278,7 @@ def test_settings_are_what_the_room_allows() -> None:
     for name in ("policies", "s_max", "step_tokens", "strategies"):
         with pytest.raises(ValueError, match=f"{name} is empty"):
             PackingChoices(**{name: ()})
-    with pytest.raises(ValueError, match="policy capacity cannot be tried"):
+    with pytest.raises(ValueError, match="policy capacity is not supported"):
         PackingChoices(policies=(Policy.CAPACITY,))
     assert candidate.spec.data.context_window == WINDOW
 

@@ -42,15 +42,17 @@ class LayoutChoices:
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:
                     raise UserError(
-                        f"{axis} = {degree} does not divide {gpus} devices; choose from "
-                        f"{', '.join(map(str, divisors(gpus)))}"
+                        f"{axis} = {degree} must be a divisor of the number of devices, {gpus}; "
+                        f"choose from {', '.join(map(str, divisors(gpus)))}"
                     )
         bad = [v for v in self.virtual_stages if v < 1]
         if bad:
-            raise UserError(f"virtual stages = {bad[0]} must be at least 1")
+            raise UserError(
+                f"virtual_stages = {bad[0]} must be at least 1; remove it or give a larger number"
+            )
         for name in ("schedules", "recompute"):
             if not getattr(self, name):
-                raise UserError(f"{name} is empty; give at least one to try")
+                raise UserError(f"{name} is empty; give at least one value for the search to try")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +175,9 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     choices.check(gpus)
     if spec.fsdp.shard_size:
         raise UserError(
-            f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are searched with parameters "
-            f"sharded over all of dp x cp, because the sizes of copies depend on the layout; "
-            f"search with fsdp.shard_size = 0 and set it for the layout that you choose"
+            f"fsdp.shard_size = {spec.fsdp.shard_size} must be 0 in a search for layouts, because "
+            "its possible values depend on the layout. Set fsdp.shard_size = 0 for the search, "
+            "and set it again for the layout that you choose"
         )
     _check_expert_degrees(spec, choices)
     out = Layouts()
@@ -237,11 +239,12 @@ def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
     for ep in choices.ep:
         if not num:
             raise UserError(
-                f"ep = {ep}, but model.experts.num = 0: there are no experts; leave ep out"
+                f"ep = {ep} is given, but the model has no experts (model.experts.num = 0); leave "
+                "out ep"
             )
         if num % ep:
             raise UserError(
-                f"ep = {ep} does not divide model.experts.num = {num}; choose from "
+                f"ep = {ep} must be a divisor of model.experts.num = {num}; choose from "
                 f"{', '.join(map(str, divisors(num)))}"
             )
 

@@ -42,13 +42,18 @@ class PackingChoices:
     def __post_init__(self) -> None:
         for name in ("policies", "s_max", "step_tokens", "strategies"):
             if not getattr(self, name):
-                raise UserError(f"{name} is empty; give at least one to try")
+                raise UserError(f"{name} is empty; give at least one value for the search to try")
         low = [f for f in self.micro_batches if not f > 1]
         if low:
-            raise UserError(f"micro_batches = {low[0]} per window must be above 1")
+            raise UserError(
+                f"micro_batches = {low[0]} must be above 1: it is a multiple of N, and N itself is "
+                "always tried; give a larger multiple"
+            )
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
-            raise UserError(f"policy {unknown[0]} cannot be tried; use {', '.join(POLICIES)}")
+            raise UserError(
+                f"policy {unknown[0]} is not supported by the search; use {', '.join(POLICIES)}"
+            )
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
         """Return the packings to try with a layout.
