@@ -48,7 +48,8 @@ class _Rows:
     padding: Tensor  # indices of the batches' rows that are padding
     first_N: Tensor  # for each source row the first row of the batches that is a copy of it
     unused: Tensor  # source rows that are not copied
-    # for the second copies, for the third copies, and so on: (source rows, rows of the batches)
+    # A pair (source rows, rows of the batches) for all second copies, then one for all third
+    # copies, and so on.
     more: tuple[tuple[Tensor, Tensor], ...]
 
     def pad(self, x_N: Tensor, *, fill: float | None = None) -> Tensor:
@@ -74,7 +75,8 @@ class _Rows:
         total = y_P.index_select(0, self.first_N).index_fill_(0, self.unused, 0)
         if self.more:
             total = total.to(sum_dtype(y_P))
-        # The source rows of all second copies are distinct, and so on, so indexing adds each once.
+        # An entry of `more` has each source row at most once, so the indexed addition loses no
+        # copy.
         for rows, where in self.more:
             total.index_copy_(0, rows, total.index_select(0, rows) + y_P.index_select(0, where))
         return total
@@ -89,9 +91,10 @@ class _Class(NamedTuple):
     # whether to make two calls: for the keys before the queries, and for the keys at the queries'
     # positions (`prefixed_forward`)
     is_split: bool
-    # Is added to scores; shape [1, 1, Q, K] if all segments have the same mask. None if the call
-    # needs no mask or only the simple causal one: because segments have as many keys as queries,
-    # because the call is split, or because it is not causal and has no padded keys.
+    # This mask is added to the scores. Its shape is [1, 1, Q, K] if all segments have the same
+    # mask. It is None in three cases: the kernel's own causal mask suffices, because segments have
+    # as many keys as queries; the call is split (`is_split`); or the call is not causal and has no
+    # padded keys.
     mask_B1QK: Tensor | None
     is_causal: bool  # whether query i attends only to the keys up to i, by the kernel's own mask
 
@@ -341,9 +344,10 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
 def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut segments into blocks where needed; returns starts and lengths of queries and of keys.
 
-    A segment with more keys than the sliding window is cut into blocks of query rows, each with the
-    keys to which these attend, so its work is linear in its length. A segment with capped scores is
-    cut so that its scores fit into memory. Other segments are one block.
+    A segment with more keys than the sliding window is cut into blocks of query rows. Each block
+    has only the keys to which its queries attend, so the work is linear in the segment's length. A
+    segment with capped scores is cut so that its scores fit into memory. Other segments are one
+    block.
 
     Returns:
         First query, number of queries, first key and number of keys of each block.
@@ -390,9 +394,10 @@ def _mask(
     """Make a mask [B or 1, 1, Q, K] that is 0 where query i attends to key j, else -inf.
 
     Query i of a segment with Lq queries and Lk keys attends to the keys up to Lk - Lq + i. Padded
-    queries attend to the same keys as the last query, so that every row has a key. (For a mask that
-    hides only padded keys, the caller says that each segment has one query.) The mask is added to
-    scores and has the queries' dtype, because torch would convert a bool mask in every call.
+    queries attend to the same keys as the last query, so that every row has a key. (To hide only
+    padded keys, pass one query for each segment: then all rows attend to the same keys.) The mask
+    is added to scores and has the queries' dtype, because torch would convert a bool mask in every
+    call.
 
     Args:
         keys_B: Number of keys of each segment, Lk.
@@ -432,7 +437,8 @@ def _rows(
         classes: For each class the padded length, and the starts and lengths of its segments.
         num_rows: N, the number of source rows.
         device: Device to which the indices are copied.
-        row_of: Source row of each position that `starts` counts. None if positions are source rows.
+        row_of: Source row of each position, if the starts in `classes` are positions. None if they
+            are source rows.
         is_shared: Whether a source row may be copied several times.
     """
     takes: list[np.ndarray] = []
@@ -474,7 +480,8 @@ def _uses(
         is_shared: Whether a source row may have several copies.
 
     Returns:
-        For the first copies, for the second copies, and so on: (source rows, rows of the batches).
+        A pair (source rows, rows of the batches) for all first copies, then one for all second
+        copies, and so on.
     """
     if not is_shared:
         return [(rows, where)]

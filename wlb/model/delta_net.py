@@ -24,14 +24,14 @@ class Before(Protocol):
     """Gives each span the rows and the state before it; a layer calls `rows`, then `states`."""
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """Return the last `count` rows of the document before each span, shape [S, count, D].
+        """For each span, return the `count` rows before it in its document, shape [S, count, D].
 
-        At a document's beginning, where there are no rows, they are zero.
+        Rows that would lie before the document's beginning are zero.
 
         Args:
             rows_TD: The convolution's input rows on this process.
             layout: Which rows form which span.
-            count: Number of earlier rows that the convolution reads.
+            count: How many rows before a row the convolution reads.
         """
         ...
 
@@ -81,7 +81,7 @@ class GatedDeltaNet(nn.Module):
         before: Before | None = None,
         backend: LinearBackend = LinearBackend.TORCH,
     ) -> Tensor:
-        """Return the residual branch, [T, C].
+        """Return what the layer adds to the residual stream, [T, C].
 
         Args:
             x_TC: Rows of the spans, one span after the other.

@@ -2,8 +2,8 @@
 
 Each head has a state S, a matrix of shape [k_dim, v_dim] that stores values under keys. Each token
 changes the state in two steps. First the state is multiplied by exp(g), the decay. Then the value
-that it stores under the token's key is moved towards the token's value, by the fraction beta of the
-difference. The token's query reads its output from the new state:
+that the state stores under the token's key is moved towards the token's value, by the fraction beta
+of the difference between both values. The token's query reads its output from the new state:
 
     S <- exp(g) S;    S <- S + k beta (v - k^T S)^T;    o = q^T S
 
@@ -149,7 +149,7 @@ class SpanMembers(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The effect of each of S spans on the state before it: S' = transition S + state."""
+    """How each span changes the state before it: after = transition @ before + state."""
 
     transition_SHKK: Tensor
     state_SHKV: Tensor  # the state after a span whose state before it is zero
@@ -162,12 +162,12 @@ class Summary(NamedTuple):
 class DeltaRule(Protocol):
     """The gated delta rule for given queries, keys, values and decays of packed spans.
 
-    Only the states before the spans are still open. An implementation may therefore compute
-    everything else once, before states are known.
+    The states before the spans are passed to the methods later, so an implementation may compute
+    everything else once, in advance.
     """
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans, which are their effects on the state before them.
+        """Return a summary of each span of `members`: how the span changes the state before it.
 
         A span without tokens leaves the state unchanged.
         """
@@ -183,20 +183,20 @@ class DeltaRule(Protocol):
 
 
 class Chunks(NamedTuple):
-    """The parts of all chunks that do not depend on the state before them (see the module).
+    """The parts of all chunks that do not depend on states (symbols: see the module's docstring).
 
     The output of a chunk is reads @ (state before it) + own.
     """
 
     reads_NHCK: Tensor  # exp(G) q - P W
     own_NHCV: Tensor  # P U, the part of the output that comes from the chunk's own tokens
-    keys_NHCK: Tensor  # W
-    values_NHCV: Tensor  # U
+    keys_NHCK: Tensor  # W, the solution for the keys
+    values_NHCV: Tensor  # U, the solution for the values
     to_end_NHCK: Tensor  # K~, the keys with the decay up to the chunk's end
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """Yield for each step its chunks, either of all spans or of selected spans."""
+        """For each step, yield its chunks: those of all spans, or those of the selected spans."""
         chunks = self
         if isinstance(of, SpanMembers):
             # Selections are used only to compute states. These do not depend on queries, so leave
@@ -272,7 +272,7 @@ class ChunkedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans, which are their effects on the state before them."""
+        """Return a summary of each span of `members`: how the span changes the state before it."""
         chunks = self.chunks
         shape = (members.count, *chunks.keys_NHCK.shape[1::2])
         eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
@@ -325,7 +325,7 @@ class PackagedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """Return the summaries of some spans, which are their effects on the state before them."""
+        """Return a summary of each span of `members`: how the span changes the state before it."""
         keys = self.k_TGK.shape[-1]
         heads, values = self.v_THV.shape[1:]
         k, v, g, beta = (

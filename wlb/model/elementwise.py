@@ -19,7 +19,7 @@ from wlb.spec import Activation, ModelSpec, RopeKind, RopeScaling
 
 
 class ZeroCentredNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight in float32, as Gemma's; weights start at zero."""
+    """An RMSNorm that multiplies by 1 + weight in float32, as Gemma does; weights start at zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with its last axis normalised."""
@@ -27,7 +27,10 @@ class ZeroCentredNorm(nn.RMSNorm):
 
 
 def norm_of(spec: ModelSpec, width: int) -> nn.RMSNorm:
-    """Make the model's RMSNorm over `width` channels: weight (LLaMA) or 1 + weight (Gemma)."""
+    """Make the model's kind of RMSNorm over `width` channels.
+
+    It multiplies by the weight (LLaMA), or by 1 + weight (Gemma).
+    """
     made = ZeroCentredNorm if spec.zero_centred_norms else nn.RMSNorm
     return made(width, eps=spec.norm_eps)
 
@@ -36,7 +39,7 @@ def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool =
     """Apply an RMSNorm to rows [T, C] or heads [T, H, C], with a weight that the caller gives.
 
     Args:
-        norm: The module, which says which norm it is and its eps. Its weight is not read.
+        norm: The module, which determines the kind of norm and eps. Its weight is not read.
         x_TC: Rows or heads.
         weight_C: The weight as a plain tensor, such as the local part of a DTensor.
         fused: Use one Triton kernel.
@@ -57,7 +60,7 @@ def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool =
 
 
 def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return RMSNorm with 1 + weight, rounded once, and 1 / RMS of each row, [..., 1]."""
+    """Return x normalised and times 1 + weight, rounded once, and each row's 1 / RMS, [..., 1]."""
     wide = x.to(sum_dtype(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * (1 + weight_C.to(wide.dtype))).to(x.dtype), rstd
@@ -147,7 +150,7 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     num_pairs = frequency.shape[0]
 
     def pair_of(turns: float) -> float:
-        """Return the fractional index of the pair that makes `turns` turns in the context."""
+        """Return the index (a fraction) of the pair with `turns` turns in the original context."""
         wavelength = scaling.original_context / turns
         return num_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 

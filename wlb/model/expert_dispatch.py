@@ -1,4 +1,4 @@
-"""Sends rows to the processes of their experts and back: the protocols, and the local version.
+"""Sends rows to the processes of their experts and back: protocols, and the case of one process.
 
 A `Way` is the routing of one micro-batch's rows in one layer. It has two round trips (`Trip`). In
 forward, `there` sends rows to the experts and brings their outputs back. In backward, `back` sends
@@ -91,12 +91,12 @@ class Way(Protocol):
 
     @property
     def back(self) -> Trip:
-        """The round trip of backward: output gradients to experts, row gradients back."""
+        """The round trip of backward: output gradients go to experts, row gradients come back."""
         ...
 
     @property
     def ends_E(self) -> Tensor:
-        """For each of this process's experts the index after its last row of M rows, int32."""
+        """For each of this process's experts, the index after its last row in the M rows, int32."""
         ...
 
     def begin(self) -> None:
@@ -108,7 +108,10 @@ class Way(Protocol):
 
     @property
     def stages(self) -> Sequence[StageRows]:
-        """For each stage, which of this process's experts compute which rows; after `begin`."""
+        """For each stage, which of this process's experts compute which rows.
+
+        This is known after `begin`.
+        """
         ...
 
     @property
@@ -119,8 +122,9 @@ class Way(Protocol):
     def again(self) -> "Way":
         """Return the routing for recomputing the layer in backward, which sends the same rows.
 
-        Its `begin` does not exchange numbers of rows. It starts to send the rows and then, because
-        backward needs them next, starts the trip `back` of this first routing.
+        `begin` of the returned routing does not exchange numbers of rows. It starts to send the
+        rows. Then it starts the trip `back` of this first routing, because backward needs the
+        gradients that this trip sends next.
         """
         ...
 
@@ -145,11 +149,11 @@ class LocalTrip:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Select the rows, sorted by expert."""
+        """Select the rows of x that the experts compute, sorted by expert."""
         self._rows = [(x.index_select(0, rows_N), scores_N)]
 
     def start(self) -> None:
-        """Do nothing, because nothing travels."""
+        """Do nothing, because no rows are sent."""
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
         """Return the selected rows and their scores."""
@@ -259,7 +263,7 @@ class FirstPass:
 def during_pass(
     set_first: Callable[[FirstPass | None], None], first: FirstPass, *, is_second: bool
 ) -> Generator[None]:
-    """Return a context for the first pass or the recomputation of a call under torch's checkpoint.
+    """Return a context in which torch's checkpoint runs a layer's first pass or recomputation.
 
     Args:
         set_first: Called with `first` when the pass begins and with None when it ends.

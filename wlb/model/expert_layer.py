@@ -59,8 +59,8 @@ class MatrixStack(nn.Module):
 class GroupedMlp(nn.Module):
     """The SwiGLU MLPs of a layer's experts; each expert computes the rows that chose it."""
 
-    # Called in backward with the computation of the weights' gradients, to run it later. None
-    # computes them in backward.
+    # If set, backward passes the computation of the weights' gradients to this function, which runs
+    # it later. With None, backward itself computes the gradients.
     defer: Defer | None = None
 
     def __init__(self, experts: ExpertsSpec, width: int) -> None:
@@ -251,11 +251,12 @@ class MixtureMlp(nn.Module):
     Attributes:
         balance: A value for each expert, shape [E]. With `ExpertBalance.BIAS` it is the bias of the
             router. With an auxiliary loss it is the expert's share of the tokens of the previous
-            step on all ranks. The loss uses the previous step because shares over all ranks are
-            known only after a step; so it is the same in every parallel layout.
+            step on all ranks. Shares over all ranks are known only after a step, so the loss uses
+            those of the previous step. This makes the loss the same in every parallel layout.
         exchange: Sends rows to the processes that have their experts
             (`wlb.parallel.expert_parallel`).
-        load: Number of rows of each expert in the most recent step, over all ranks; None before.
+        load: Number of rows of each expert in the most recent step, over all ranks; None before the
+            first step.
         slowest: Rows of the EP rank with most rows, summed over that step's micro-batches.
     """
 
@@ -364,8 +365,8 @@ class MixtureMlp(nn.Module):
 
         Args:
             x_TC: Rows.
-            rows: The micro-batch, whose weight of a row the auxiliary and z-loss need. None leaves
-                these losses out.
+            rows: Has the weight of a row in the auxiliary loss and the z-loss. With None these
+                losses are left out.
             chosen_TK: Numbers of the experts that an earlier pass chose. None chooses them here.
         """
         logits_TE = linear(x_TC, self.ops.weight(self.gate)).float()

@@ -96,13 +96,14 @@ class Rows:
     attend: Attend
     labels: Tensor | None = None  # target of each row, shape [T]; only on the last pipeline stage
     loss_scale: float = 1.0  # the last stage multiplies the summed loss by this
-    # for layers with experts; with None they treat padding like real rows
+    # which rows are real, for layers with experts; with None these layers treat padding like real
+    # rows
     experts: ExpertRows | None = None
     sliding: LayerRows | None = None  # for layers with a sliding window
     linear: LinearRows | None = None  # for linear-attention layers
 
     def of(self, *, slides: bool) -> LayerRows:
-        """Return the inputs of attention layers with (`slides`) or without a sliding window."""
+        """Return the inputs of layers with a sliding window if `slides`, else of the others."""
         if not slides:
             return LayerRows(self.cos, self.sin, self.attend)
         assert self.sliding is not None, "the model has layers with a sliding window"
@@ -166,8 +167,8 @@ class Attention(nn.Module):
             self.turned_factor = spec.rope_scaling.score_factor
             self.query_factor /= self.turned_factor
         self.has_gate = spec.attention_gate
-        # With an output gate, q_proj has for each head the columns of its queries, then of its
-        # gate.
+        # With an output gate, the columns of q_proj are sorted by head: for each head the columns
+        # of its queries, then the columns of its gate.
         columns = spec.q_dim * (1 + spec.attention_gate)
         self.q_proj = nn.Linear(spec.hidden_size, columns, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
@@ -177,7 +178,7 @@ class Attention(nn.Module):
         self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
-        """Return attention's residual branch [T, C], and what `Attend.add` takes as `attended`."""
+        """Return attention's output, [T, C], and what `Attend.add` takes as `attended`."""
         # Do not bind q, k and v to names, so that they are freed when the call returns.
         gates: list[Tensor] = []
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows, gates))
@@ -229,7 +230,10 @@ class Attention(nn.Module):
 
 
 def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
-    """Make the norms of Q and K, over each head or all heads of a row; (None, None) if none."""
+    """Make the norms of Q and K, over each head or over all heads of a row.
+
+    Returns (None, None) if the model does not normalise Q and K.
+    """
     if not spec.norms_keys:
         return None, None
     sizes = (spec.q_dim, spec.kv_dim) if spec.qk_norm_rows else (spec.head_size, spec.head_size)
@@ -248,7 +252,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(hidden_size, width, bias=False)
 
     def forward(self, x_TC: Tensor) -> Tensor:
-        """Return the MLP's residual branch, [T, C]."""
+        """Return what the MLP adds to the residual stream, [T, C]."""
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
         made = gated(gate, up, self.activation, fused=self.ops.fused)
         return self.ops.fan_in(made, self.down_proj)
@@ -300,7 +304,7 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """Return x plus the branch of attention, and what `Attend.add` takes as `attended`.
+        """Return x_TC plus attention's output, and what `Attend.add` takes as `attended`.
 
         Args:
             x_TC: Residual stream.
@@ -323,9 +327,9 @@ class DecoderLayer(nn.Module):
         return x_TC + branch_TC, attended
 
     def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
-        """Return the branch of the norm and the MLP, [T, C].
+        """Return what the second norm and the MLP add to the residual stream, [T, C].
 
-        This is a separate method so that recomputation can be limited to it.
+        This is a separate method so that activations of this half alone can be recomputed.
 
         Args:
             x_TC: Residual stream.

@@ -22,7 +22,7 @@ def local_rows(
     labels: Tensor | None = None,
     loss_scale: float = 1.0,
 ) -> Rows:
-    """Make the model's inputs for packed documents in one process, besides the tokens.
+    """Make all inputs of the model except the tokens, for packed documents in one process.
 
     Args:
         spec: Sizes and options of the model.

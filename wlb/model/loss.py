@@ -124,7 +124,7 @@ def _chunk(
     total, target = vocabulary.all_sum(torch.stack([exponents.sum(-1), target]))
     valid = labels_T != IGNORE
     loss = torch.where(valid, total.log() - target, 0.0).sum()
-    # Gradient: softmax minus the one-hot target, then the derivative of the cap.
+    # The gradient is the softmax minus the one-hot target, times the derivative of the cap.
     dlogits = exponents.mul_((valid / total)[:, None])
     dlogits.scatter_add_(1, index, -(here & valid).to(dlogits.dtype)[:, None])
     if share is not None:

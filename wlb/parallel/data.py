@@ -29,7 +29,7 @@ from wlb.spec.machine import LAYERS_AHEAD
 
 
 def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection) -> None:
-    """Apply FSDP2 to each layer and then to the stage, in place, if `needs_fsdp`.
+    """Apply FSDP2 to each layer and then to the stage, in place. Does nothing if not `needs_fsdp`.
 
     Args:
         stage: The stage, without storage.
@@ -60,7 +60,8 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         for i, layer in stage.model.layers.items()
     ]
     layers = [module for unit in units for module in unit]
-    # Keep embedding and head gathered after forward, because backward needs the head right then.
+    # Keep embedding and head gathered after forward, because backward follows at once and begins
+    # with the head.
     whole = fully_shard(stage, reshard_after_forward=False, **options)
     for module in [*layers, whole]:
         # Make FSDP2 sum gradients without dividing them. If only the divide factor were set, FSDP2
@@ -174,7 +175,7 @@ def widen_gradients(stage: nn.Module) -> None:
         if not isinstance(module, FSDPModule):
             continue
         state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-        # torch 2.11 has one parameter group per module, later versions several.
+        # torch 2.11 has one parameter group per module; later versions have several.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
             parameter.accumulate_unsharded_grad_if_needed()

@@ -152,9 +152,9 @@ def product(
 
 
 class DeferringOps(Ops):
-    """Applies layers without tensor parallelism; linear layers defer their weight gradients.
+    """Applies layers without tensor parallelism, and defers weight gradients of linear layers.
 
-    They put the computation of weight gradients into `queue`.
+    Linear layers put the computation of their weight gradients into `queue`.
     """
 
     def __init__(self) -> None:

@@ -217,8 +217,8 @@ class Executor:
     def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows:
         """Return what layers with experts need to know about the rows of micro-batch `i`.
 
-        This is how many rows of this TP rank are real (padding comes after them), and the weight of
-        a row in auxiliary losses.
+        These are the number of this TP rank's real rows, which padding follows, and the weight of a
+        row in auxiliary losses.
         """
         each = plan.local_tokens[i] // self.mesh.parallel.tp
         real = int(plan.shardings[i].tokens[self._at.cp]) - self._at.tp * each
@@ -303,7 +303,8 @@ class Executor:
             backend=self.backend,
             device=self.mesh.device,
             # If backward recomputes the whole layer, the recomputation gathers K and V right before
-            # its backward runs, so keep them until then instead of gathering them once more.
+            # the layer's backward runs. So keep them until then instead of gathering them once
+            # more.
             keep_gathered_kv=self._recomputes_attention,
             fused=self._fused,
             on_device={name: on_device[_name(name, slides)] for name, _ in index.arrays()},

@@ -31,8 +31,8 @@ Numbers = list[list[int]]
 class RowsBetween(NamedTuple):
     """How many rows this rank exchanges with each rank of its EP group, in each stage."""
 
-    received: Numbers  # numbers of rows from each rank
-    sent: Numbers  # numbers of rows to each rank
+    received: Numbers  # for each stage, the number of rows from each rank
+    sent: Numbers  # for each stage, the number of rows to each rank
 
     def bounds(self) -> tuple[list[slice], list[slice]]:
         """Return the slice of each stage in all received rows, and in all sent rows.
@@ -71,7 +71,8 @@ def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
     Args:
         x: Rows.
         index_P: Which rows to select.
-        scores_P: Score of each selected row; its bits are stored in extra columns. None adds none.
+        scores_P: Score of each selected row; its bits are stored in extra columns. With None no
+            columns are added.
     """
     if scores_P is None:
         return x.index_select(0, index_P)
@@ -212,7 +213,7 @@ class _Choice:
 
     @property
     def known(self) -> RowsBetween:
-        """`between`, the numbers of rows; an error if the host has not read them yet."""
+        """The numbers of rows (`between`), which the host must have read already."""
         assert self.between is not None, "rows may travel only after their numbers are read"
         return self.between
 
@@ -255,8 +256,8 @@ class StagedWay:
     def begin(self) -> None:
         """Read the numbers of rows on the host, and start to send rows to their experts.
 
-        In a recomputation the numbers are already known. It then also starts to send the gradients
-        of the results, which backward needs next.
+        In a recomputation the numbers are already known. Then this call also starts the trip of the
+        results' gradients, which backward needs next.
         """
         if self._first is not None:
             self.there.start()
@@ -270,7 +271,7 @@ class StagedWay:
     def _read(self) -> list[slice]:
         """Wait for the numbers of rows, and return each stage's slice of all arriving rows.
 
-        Only here does the host wait for the GPU, once per layer and micro-batch.
+        This is the only place where the host waits for the GPU: once per layer and micro-batch.
         """
         choice = self._choice
         if choice.copied is not None:
@@ -320,13 +321,13 @@ class StagedWay:
 
     @property
     def ends_E(self) -> Tensor:
-        """For each of this rank's experts the index after its last row, int32."""
+        """For each of this rank's experts, the index after its last row, int32."""
         assert self._choice.ends_E is not None
         return self._choice.ends_E
 
 
 def _within(places: Tensor, rows: slice) -> Tensor:
-    """Convert indices of all rows into indices within the slice `rows`."""
+    """Convert indices that count from the first of all rows to indices within the slice `rows`."""
     return places - rows.start if rows.start else places
 
 

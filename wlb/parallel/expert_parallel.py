@@ -61,8 +61,8 @@ def divide_experts(
     Args:
         stage: The stage.
         mesh: The ranks.
-        queue: Receives the computation of experts' weight gradients, to run it later. None computes
-            them in backward.
+        queue: Takes the computation of experts' weight gradients, which then runs later. With None
+            it runs in backward.
         num_stages: Number of stages of each all-to-all.
     """
     side = torch.cuda.Stream() if mesh.device.type == "cuda" and mesh.parallel.ep > 1 else None
@@ -122,7 +122,7 @@ def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
 
 
 def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
-    """Return the mesh over which FSDP2 shards experts; with HSDP it has an axis of copies."""
+    """Return the mesh over which FSDP2 shards experts; HSDP adds an axis, over copies of them."""
     assert mesh.experts is not None
     axes = tuple(axis for axis in mesh.expert_axes if axis != EP)
     return mesh.experts[axes]
@@ -135,7 +135,8 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
 
     Args:
         stages: This rank's stages.
-        rows: The inputs of each micro-batch. In them the layers have counted the rows of experts.
+        rows: The inputs of each micro-batch, in which the layers have stored how many rows chose
+            each expert.
         mesh: The ranks.
     """
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]

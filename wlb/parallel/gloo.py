@@ -45,7 +45,7 @@ def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) ->
     def with_one_worker(
         group: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
     ) -> None:
-        # Do not change options that the caller has given.
+        # The caller may pass complete options in place of a timeout. Do not change those.
         if not isinstance(timeout, gloo._Options):
             options = gloo._Options()
             options._devices = devices()

@@ -1,4 +1,4 @@
-"""Which rank is where in the mesh, and which ranks the links of a pipeline join. No torch."""
+"""The place of each rank in the mesh, and the ranks that each pipeline link joins. No torch."""
 
 import numpy as np
 

@@ -107,7 +107,7 @@ class VarLenStage(PipelineStage):
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate the buffer for the gradient of a stage's output, and return the receive."""
+        """Allocate the buffer for a micro-batch's output gradient; returns the receive to start."""
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
@@ -132,7 +132,7 @@ class VarLenStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
-        """Call the module, adding the micro-batch's `Rows` that `forward_one_chunk` has stored."""
+        """Call the stage's module, also with the `Rows` that `forward_one_chunk` has stored."""
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
@@ -202,7 +202,7 @@ class LateWeights(ScheduleInterleavedZeroBubble):
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
         actions = [a for a in super()._calculate_single_rank_operations(rank) if a is not None]
         # Keep the order of all other actions. When enough input-gradient passes have run, insert
-        # one weight-gradient pass after each further one.
+        # one weight-gradient pass after each further input-gradient pass.
         weights = [a for a in actions if a.computation_type == BACKWARD_WEIGHT]
         out: list[_Action | None] = []
         num_inputs = num_weights = 0
@@ -307,9 +307,9 @@ class Pipeline:
 def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
     """Set all stages to static shapes, in place of the vote of ranks in torch 2.12 and later.
 
-    In that vote the ranks decide whether torch must infer shapes, which it never must here. The
-    vote sends messages through all stages and reads the result on the host, before a schedule's
-    first step and whenever a run changes between training and evaluation
+    In that vote the ranks decide whether torch must infer shapes. Here it never has to. The vote
+    sends messages through all stages and reads the result on the host, before a schedule's first
+    step and whenever a run changes between training and evaluation
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py). It
     also connects neighbouring ranks, which `wlb.parallel.connect` has already done.
     """

@@ -82,7 +82,7 @@ def placement(name: str, mesh: Mesh) -> TpPlacement:
 
 
 class Products(NamedTuple):
-    """Tensor-parallel matrix products with their collectives, forward and backward, no autograd.
+    """Tensor-parallel matrix products and their collectives, for forward and backward, no autograd.
 
     `gathered` layers gather rows before the product (column-parallel). `scattered` layers
     reduce-scatter rows after it (row-parallel).
@@ -102,7 +102,7 @@ class Products(NamedTuple):
         weights_FC: Sequence[Tensor],
         begun: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradient of x_SC and of each weight, for several layers of the same input.
+        """Return the gradient of x_SC and of each weight, for several layers with the same input.
 
         Args:
             grads_TF: Gradient of each layer's output.
@@ -140,9 +140,10 @@ class Products(NamedTuple):
         return grad_TF @ weight_FC, gathering
 
     def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
-        """Compute the gradient of all rows, start to reduce-scatter it, and return it in transfer.
+        """Compute the input gradient of all rows, and start its reduce-scatter.
 
-        Call `wait` on the result, the gradient of x_SC, as late as possible.
+        The result is the gradient of this rank's rows, but it is still in transfer. Call `wait` on
+        it as late as possible.
 
         Args:
             grads_TF: Gradient of each layer's output.
@@ -167,9 +168,9 @@ class _FanOut:
     """Collects in backward the output gradients of several linear layers with the same input.
 
     The first gradient that arrives starts the gather of the input x_SC, which the weights'
-    gradients need. For each gradient the layer's part of the input's gradient is computed at once.
-    Therefore Q's part is computed while the gradients of K and V still travel between CP ranks
-    (`wlb.parallel.context.op`).
+    gradients need. When a layer's output gradient arrives, the layer's part of the input gradient
+    is computed at once. Therefore Q's part is computed while the gradients of K and V still travel
+    between CP ranks (`wlb.parallel.context.op`).
     """
 
     def __init__(self, ops: "TensorParallelOps", parameters: Sequence[Tensor]) -> None:
@@ -295,8 +296,8 @@ class TensorParallelOps(Ops):
     Args:
         group: The tp group.
         padded_vocab_size: Vocabulary entries, padded to a multiple of tp.
-        queue: Receives the computation of linear layers' weight gradients, to run it later. None
-            computes them in backward.
+        queue: Takes the computation of linear layers' weight gradients, which then runs later. With
+            None it runs in backward.
     """
 
     def __init__(
@@ -399,8 +400,9 @@ class TensorParallelOps(Ops):
 
         Args:
             parameters: The weights.
-            rows: This rank's rows, which are gathered before `compute` is called.
-            compute: Returns the gradients from all ranks' rows.
+            rows: This rank's rows of the tensor that `compute` takes. It is gathered from all ranks
+                first.
+            compute: Returns the gradient of each weight, given all ranks' rows.
         """
 
         def weight_gradients(gathering: Tensor | None) -> list[Tensor]:

@@ -29,7 +29,8 @@ def _begins_early(weights_FC: list[Tensor]) -> bool:
     """Return whether the last layer's backward starts before the other layers' gradients arrive.
 
     This is so for the three projections to K, V and Q: Q's part of the input's gradient is computed
-    while the gradients of K and V travel between CP ranks. It costs one more tensor of all rows.
+    while the gradients of K and V travel between CP ranks. The early start needs memory for one
+    more tensor with all rows.
 
     Args:
         weights_FC: Weights of the layers with the same input.
@@ -114,7 +115,7 @@ def begin_backward(
 def early_product(
     x_TC: Tensor, weight_FC: Tensor, slots: list[Tensor], x_SC: Tensor, n: int, group_name: str
 ) -> Tensor:
-    """Return the product of the last layer, [T, F], whose backward starts early (`_begins_early`).
+    """Return the last layer's product, [T, F]; its backward starts early (see `_begins_early`).
 
     Args:
         x_TC: All ranks' rows.

@@ -131,7 +131,7 @@ def norm_backward_kernel(
     BLOCK: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Compute RMSNorm's gradients: of the input, and partial sums of the weight's gradient.
+    """Compute the gradient of RMSNorm's input, and partial sums of its weight's gradient.
 
     Program i processes the tiles i, i + programs, i + 2 * programs, ... of ROWS rows each, and
     reads each row once for both results. It writes its partial sum to row i of d_weight, which has

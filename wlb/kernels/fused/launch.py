@@ -170,12 +170,13 @@ def norm_backward(
 
 
 def sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, out_R2GD: Tensor) -> Launch:
-    """Describe the launch that adds up the gradients of keys that were copied from one row.
+    """Describe the launch that adds up, for each row, the gradients of the keys copied from it.
 
     Args:
         dk_KGD: Gradient of each key.
         dv_KGD: Gradient of each value.
-        inverse_UR: For each row the keys that were copied from it, `RankStage.inverse`.
+        inverse_UR: For each row, the indices of the keys that were copied from it
+            (`RankStage.inverse`).
         out_R2GD: Where the sums for K and V of each row are written.
     """
     num_uses, num_rows = inverse_UR.shape

@@ -59,8 +59,8 @@ class DeviceStage(NamedTuple):
         """Return the segments of the stage's attention call.
 
         Args:
-            numbers: Sizes of this stage, its row of `FlatExchange.numbers`: the first values are
-                the longest segment's queries and keys, and the size of the sliding window.
+            numbers: This stage's row of `FlatExchange.numbers`. Its first values are the most
+                queries and the most keys of a segment, and the size of the sliding window.
             softcap: Cap on scores, 0 for none.
         """
         max_q, max_k, sliding = numbers[:3]
@@ -71,7 +71,7 @@ class DeviceStage(NamedTuple):
         """Return how many rows come from each rank, and how many go to each rank.
 
         Args:
-            numbers: Sizes of this stage, its row of `FlatExchange.numbers`.
+            numbers: This stage's row of `FlatExchange.numbers`.
         """
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 

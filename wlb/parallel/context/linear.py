@@ -102,8 +102,8 @@ class _Composition(NamedTuple):
         """Make the index tensors from the summaries that each span needs.
 
         Args:
-            found: For each span the indices of its earlier summaries in the pool, in order; -1
-                fills the rest of a row (`RowsOf.found`).
+            found: For each span, the indices in the pool of the summaries of the spans before it in
+                its document, in order; -1 fills the rest of a row (`RowsOf.found`).
             num_spans: Number of spans of the rank, including the span of padding if there is one.
             device: Where the index tensors are copied to.
         """
@@ -123,7 +123,8 @@ class _Composition(NamedTuple):
         ordered = count[last]
         sizes = [int((ordered > step).sum()) for step in range(int(ordered.max(initial=0)))]
         read = [found[last[:size], step] for step, size in enumerate(sizes)]
-        # Group spans by the number of summaries before them: that many steps make their state.
+        # The state before a span is ready after as many steps as there are summaries before the
+        # span. Group spans by this number.
         reads = [document[count[cut] == step] for step in range(1, len(sizes) + 1)]
         order = np.argsort(count[cut], kind="stable")
         state_of = np.zeros(num_spans, np.int64)
@@ -188,12 +189,14 @@ class SpansBefore:
         self._composed = _Composition.of(made.before.found, num_spans, device)
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """Return the last `count` rows before each span, [S, count, D]; zeros where there are none.
+        """For each span, return the `count` rows before it in its document, [S, count, D].
+
+        Rows that would lie before the document's beginning are zero.
 
         Args:
             rows_TD: The convolution's input on this rank.
             layout: Unused, because the plan has fixed where spans are.
-            count: Rows that the convolution reads before a row.
+            count: How many rows before a row the convolution reads.
         """
         assert len(self._found) == count, "the plan was made for another convolution"
         pool = self._latest.filled(rows_TD.index_select(0, self._latest.kept), self._group)

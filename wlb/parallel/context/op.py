@@ -99,7 +99,7 @@ def _start_return(
     Args:
         dkv_R2GD: Gradients of the rows of K and V that this rank received.
         stage: The stage of the exchange.
-        numbers: Sizes of this stage, its row of `FlatExchange.numbers`.
+        numbers: This stage's row of `FlatExchange.numbers`.
         group_name: Name of the CP group.
     """
     # Sum in float32: a bfloat16 sum would be rounded once per rank, so its error would grow with
@@ -194,7 +194,7 @@ def receive_kv_gradient(
     dtype: torch.dtype,
     fused: bool,
 ) -> Tensor:
-    """Wait for the gradients of K and V that other ranks send back; return sums [T, 2, G, D].
+    """Wait for the gradients of K and V from other ranks; returns each row's sum, [T, 2, G, D].
 
     Args:
         returning: Gradients of the rows sent in each stage, still in transfer.
@@ -272,7 +272,7 @@ def gather_kv_again(
 
 
 class AddAndGatherAgain(torch.autograd.Function):
-    """Return x + y at the end of a layer; backward starts to gather the layer's K and V again.
+    """Adds x and y at the end of a layer; backward starts to gather the layer's K and V again.
 
     The arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, then the
     `num_slots` slots that `context_attend` returned, and the tensors of the exchange. Backward
@@ -331,14 +331,15 @@ def reads_buffer(segments: Segments, backend: str) -> bool:
 def gradients_by_row(
     dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
 ) -> Tensor:
-    """Return the gradients of rows of K and V, [R, 2, G, D]: sums over the keys copied from a row.
+    """Return each row's gradient of K and V: the sum over the keys copied from it, [R, 2, G, D].
 
     A row is copied once for each segment that attends to it. The sums are in float32.
 
     Args:
         dk_KGD: Gradient of each key.
         dv_KGD: Gradient of each value.
-        inverse_UR: For each row the keys that were copied from it, `RankStage.inverse`.
+        inverse_UR: For each row, the indices of the keys that were copied from it
+            (`RankStage.inverse`).
         fused: Use one Triton kernel, which makes no copies and gives the same bits.
     """
     if fused:
@@ -544,9 +545,9 @@ def context_attend_backward(
         fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
 
     Returns:
-        dQ, and a list of gradients of K and V in float32. First come the gradients that each
-        transfer returns, which only `receive_kv_gradient` may read. The last entry has the
-        gradients of local keys, if local keys have a call.
+        dQ, and a list of gradients of K and V in float32. First comes one tensor for each transfer:
+        the gradients that return to this rank, still in transfer, which only `receive_kv_gradient`
+        may read. If there is a call over local keys, the last entry has their gradients.
     """
     q_THD, out_THD, lse_HT, *local = saved
     left = list(arriving)
