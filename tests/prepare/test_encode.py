@@ -175,7 +175,7 @@ def test_bytes():
     [
         ({}, "no_text", r"no key 'text' \(its keys are \).*--text-key"),
         ({"body": "x"}, "no_text", r"keys are 'body'"),
-        ({"text": None}, "no_text", "^'text' is null$"),
+        ({"text": None}, "no_text", "^the text under 'text' is null$"),
         ({"text": 7}, "not_text", "'text' must be text, but is of type int"),
         ({"text": ["a"]}, "not_text", "list"),
         ({"text": ""}, "empty", "is empty"),

@@ -66,7 +66,7 @@ class Source(Protocol):
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
+        """Number of documents of the source."""
         ...
 
     @property

@@ -348,7 +348,7 @@ def _pattern_of(added: list[Any]) -> re.Pattern[str]:
 
 
 def _check_parts(tokenizer: "Tokenizer") -> None:
-    """Raise UserError if the tokenizer encodes parts of a text differently from the whole."""
+    """Raise UserError if encoding parts of a text gives other tokens than encoding the whole."""
     encoded: list[list[int]] = [
         tokenizer.encode(text, add_special_tokens=False).ids for text in ("\nword", "\n", "word")
     ]

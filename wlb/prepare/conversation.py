@@ -82,7 +82,8 @@ class Message:
 
     role: Role
     content: str
-    is_trained: bool = True  # False if the record marks it as not trained. Only assistants' are.
+    # Whether the record allows the message to be trained. Only assistants' messages ever are.
+    is_trained: bool = True
     reasoning: str = ""  # what an assistant thought before its content, "" if nothing
     tool_calls: str = ""  # JSON list of an assistant's calls, "" if none
     # For a tool's answer: name of the tool, and id of the call that is answered. "" if absent.
@@ -277,7 +278,7 @@ def _unread(
     Args:
         data: The message in the record.
         name: Name of the message for error messages, such as "message 2".
-        keys: Its keys for the role and the content.
+        keys: The two keys under which the message has its role and its content.
         is_call: Whether the message consists of tool calls (role "function_call").
         role: Its role.
     """
@@ -325,7 +326,7 @@ def _text(value: object, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is not valid Unicode ({error.reason})") from error
+        raise UserError(f"{name} is not valid Unicode ({error.reason}); correct it") from error
     return value
 
 

@@ -449,7 +449,7 @@ def read_vocabulary(
 
 
 def unknown_id(tokenizer: "Tokenizer") -> int | None:
-    """Return the token that stands for unknown characters, or None if there is none."""
+    """Return the id of the token that stands for unknown characters, or None if there is none."""
     model = cast("dict[str, Any]", json.loads(tokenizer.to_str())["model"])
     if isinstance(index := model.get("unk_id"), int):
         return index
