@@ -193,7 +193,7 @@ BAD_INPUT = [
     (
         ["kernels.attention=torch_varlen"],
         "kernels.attention = torch_varlen",
-        "set kernels.attention = auto",
+        "Set kernels.attention = auto",
     ),
 ]
 

@@ -111,7 +111,7 @@ def test_windows_and_caps_are_compared_quickly_where_the_run_has_them(
 def test_scores_that_a_kernel_cannot_compute_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(name: str, *, scores: Scores, **_: Any) -> str:
         if scores.softcap:
-            raise UserError("torch's kernel cannot cap scores")
+            raise UserError("torch's kernel does not support a cap on scores")
         return name
 
     monkeypatch.setattr(attention, "select_backend", asked)
@@ -156,7 +156,7 @@ def test_the_deterministic_kernel_is_examined_where_the_run_takes_it(
 def test_a_kernel_that_cannot_compute_the_run_fails() -> None:
     (found,) = kernels(patient(kernels__attention="torch_varlen"))
     assert found.verdict == Verdict.FAIL
-    assert "can't compute this run" in found.found
+    assert "cannot be used for this run" in found.found
 
 
 def test_heads_are_those_of_a_tp_rank() -> None:

@@ -231,7 +231,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     ("error", "check"),
     [
         (RuntimeError("Timed out waiting for clients. 3/4 clients joined."), "rendezvous"),
-        (UserError("rank 0 of 4 opens up to 300 files"), "rendezvous"),
+        (UserError("rank 0 of 4 needs up to 300 open files"), "rendezvous"),
     ],
 )
 def test_a_start_that_fails_is_a_finding(

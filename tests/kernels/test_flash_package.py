@@ -246,7 +246,7 @@ def test_one_package_does_not_pass_for_another(monkeypatch):
     install(monkeypatch, "4")
     on_gpu(monkeypatch, 9, 0)
     why = Flash2Backend().why_not(device=CUDA, dtype=BF16, head_size=128)
-    assert why == "package flash-attn is not installed"
+    assert why == "the package flash-attn is not installed"
     assert Flash4Backend().why_not(device=CUDA, dtype=BF16, head_size=128) is None
 
 
@@ -269,26 +269,26 @@ def test_a_package_that_fails_to_import_says_why(monkeypatch, error, words):
     monkeypatch.setattr(metadata, "version", lambda name: "3.0.0")
     problem = FLASH3.package.problem()
     assert problem is not None
-    assert problem.startswith("flash-attn-3 3.0.0 can't be imported: ")
+    assert problem.startswith("flash-attn-3 3.0.0 cannot be imported: ")
     assert problem.endswith(words)
 
 
 CAPABILITIES = [
     ("2", (8, 0), 256, None),
     ("2", (9, 0), 128, None),
-    ("2", (7, 5), 128, "compute capability 8.0 or newer only, not 7.5"),
-    ("2", (8, 0), 264, "heads up to 256 in steps of 8 only, not 264"),
-    ("2", (8, 0), 20, "heads up to 256 in steps of 8 only, not 20"),
+    ("2", (7, 5), 128, "supports only compute capability 8.0 or newer, not 7.5"),
+    ("2", (8, 0), 264, "supports only head sizes up to 256 that are multiples of 8, not 264"),
+    ("2", (8, 0), 20, "supports only head sizes up to 256 that are multiples of 8, not 20"),
     ("3", (9, 0), 192, None),
-    ("3", (9, 0), 256, "heads up to 192 in steps of 8 only, not 256"),
-    ("3", (10, 0), 128, "compute capability 9.x (Hopper) only, not 10.0"),
-    ("3", (8, 0), 128, "compute capability 9.x (Hopper) only, not 8.0"),
+    ("3", (9, 0), 256, "supports only head sizes up to 192 that are multiples of 8, not 256"),
+    ("3", (10, 0), 128, "supports only compute capability 9.x (Hopper), not 10.0"),
+    ("3", (8, 0), 128, "supports only compute capability 9.x (Hopper), not 8.0"),
     ("4", (9, 0), 256, None),
     ("4", (10, 0), 128, None),
     ("4", (10, 3), 256, None),
-    ("4", (10, 0), 192, "heads up to 128 in steps of 8 only, not 192"),
-    ("4", (8, 0), 128, "compute capability 9.x or 10.x only, not 8.0"),
-    ("4", (12, 0), 128, "compute capability 9.x or 10.x only, not 12.0"),
+    ("4", (10, 0), 192, "supports only head sizes up to 128 that are multiples of 8, not 192"),
+    ("4", (8, 0), 128, "supports only compute capability 9.x and 10.x, not 8.0"),
+    ("4", (12, 0), 128, "supports only compute capability 9.x and 10.x, not 12.0"),
 ]
 
 
@@ -313,7 +313,7 @@ def test_other_dtypes_and_devices(monkeypatch, which, device, dtype):
     install(monkeypatch, which)
     on_gpu(monkeypatch, 9, 0)
     why = BACKENDS[which]().why_not(device=device, dtype=dtype, head_size=128)
-    assert why == "bfloat16 and float16 on CUDA only"
+    assert why == "supports only bfloat16 and float16 on CUDA"
 
 
 def test_a_machine_without_a_gpu(monkeypatch):
@@ -321,7 +321,7 @@ def test_a_machine_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     why = Flash2Backend().why_not(device=CUDA, dtype=BF16, head_size=128)
     assert why is not None
-    assert "no GPU here" in why
+    assert "no GPU on this machine" in why
 
 
 def older(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, **options):
@@ -334,10 +334,18 @@ def newer(*, new_mask, **options):
 
 DRIFTS = [
     ("2", {"_flash_attn_varlen_forward": None}, "_flash_attn_varlen_forward is missing"),
-    ("2", {"_flash_attn_varlen_backward": flash2_forward}, "does not take dout, out, softmax_lse"),
+    (
+        "2",
+        {"_flash_attn_varlen_backward": flash2_forward},
+        ("does not have the parameters dout, out, softmax_lse"),
+    ),
     ("3", {"_flash_attn_backward": older}, "softmax_scale, .*is_causal, .*deterministic"),
-    ("3", {"_flash_attn_forward": newer}, "does not take q, .* and asks for new_mask"),
-    ("4", {"_flash_attn_fwd": older}, "does not take max_seqlen_q, max_seqlen_k"),
+    (
+        "3",
+        {"_flash_attn_forward": newer},
+        ("does not have the parameters q, .* and requires the parameters new_mask"),
+    ),
+    ("4", {"_flash_attn_fwd": older}, "does not have the parameters max_seqlen_q, max_seqlen_k"),
 ]
 
 
@@ -352,7 +360,7 @@ def test_other_signatures_are_refused(monkeypatch, which, replaced, difference):
     with pytest.raises(ValueError, match=difference) as caught:
         backend.forward(q, k, v, Segments.from_offsets([0, 3], [0, 3], device=CPU))
     assert str(caught.value).startswith(f"{package.distribution} 9.8.7 is not supported: ")
-    assert str(caught.value).endswith(f"supported is {package.supported}")
+    assert str(caught.value).endswith(f"Install the supported version {package.supported}")
     on_gpu(monkeypatch, 9, 0)
     assert backend.why_not(device=CUDA, dtype=BF16, head_size=128) == str(caught.value)
     assert not CALLS
@@ -375,7 +383,13 @@ def test_a_package_without_metadata_is_named_by_its_module(monkeypatch):
     )
     problem = package.problem() or ""
     assert (
-        lacks(problem, "no known version", "attend does not take b", "wlb-test-kernels 1.0") == []
+        lacks(
+            problem,
+            "version unknown",
+            ("attend does not have the parameters b"),
+            "wlb-test-kernels 1.0",
+        )
+        == []
     )
 
 

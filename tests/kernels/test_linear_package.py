@@ -59,9 +59,9 @@ def test_auto_takes_the_package_where_it_can_compute(monkeypatch: pytest.MonkeyP
     [
         ({"device": torch.device("cpu")}, "bfloat16 and float16 on GPUs, not torch.bfloat16 on cp"),
         ({"dtype": torch.float32}, "bfloat16 and float16 on GPUs, not torch.float32 on cuda"),
-        ({"head_size": 512}, "its heads have up to 256 channels, not 512"),
-        ({"deterministic": True}, "it tunes its kernels anew in each process"),
-        ({"compiled": True}, "torch.compile can't trace it"),
+        ({"head_size": 512}, "it supports at most 256 channels in a head, not 512"),
+        ({"deterministic": True}, "it tunes its kernels differently in each process"),
+        ({"compiled": True}, "torch.compile cannot trace it"),
     ],
 )
 def test_it_is_refused_by_name_and_auto_takes_torch(
@@ -72,7 +72,9 @@ def test_it_is_refused_by_name_and_auto_takes_torch(
     assert backend == TORCH
     assert line.startswith(f"kernel of linear layers torch (auto; not {PACKAGE}: ")
     assert why in line
-    refused = f"kernels.linear = {PACKAGE} can't compute this run: .*; set kernels.linear = auto or"
+    refused = (
+        f"kernels.linear = {PACKAGE} cannot be used for this run: .* Set kernels.linear = auto or"
+    )
     with pytest.raises(UserError, match=refused) as error:
         choose_linear(PACKAGE, **GPU | changed)
     assert why in str(error.value)
@@ -83,12 +85,15 @@ def test_a_version_without_initial_states_or_lengths_is_refused(
 ) -> None:
     install(monkeypatch, chunk_gated_delta_rule)
     lacks = (
-        "does not take initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu; "
-        f"supported is {linear_package.PACKAGE.supported}"
+        "does not have the parameters initial_state, "
+        "output_final_state, cu_seqlens, cu_seqlens_cpu. "
+        f"Install the supported version {linear_package.PACKAGE.supported}"
     )
     with pytest.raises(UserError, match=lacks) as error:
         choose_linear(PACKAGE, **GPU)
-    assert str(error.value).endswith("install it: pip install flash-linear-attention==0.6.0")
+    assert str(error.value).endswith(
+        "install the package: pip install flash-linear-attention==0.6.0"
+    )
     assert lacks in choose_linear(AUTO, **GPU)[1]
 
 

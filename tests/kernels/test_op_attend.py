@@ -179,7 +179,7 @@ def test_explicit_gradients_of_scores_are_those_of_finite_differences(scores):
 
 
 def test_a_window_needs_a_causal_call():
-    with pytest.raises(UserError, match="a sliding window of 2 needs a causal call"):
+    with pytest.raises(UserError, match="a sliding window of 2 needs a causal mask"):
         Segments.from_offsets([0, 1], [0, 3], device=CPU, is_causal=False, scores=Scores(sliding=2))
 
 
@@ -467,16 +467,16 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     [
         (_zeros(3, 16), _zeros(3, 2, 8), _zeros(3, 2, 8), r"q \(3, 16\)"),
         (_zeros(3, 4, 8), _zeros(3, 2, 8), _zeros(3, 4, 8), r"v \(3, 4, 8\)"),
-        (_zeros(3, 4, 8), _zeros(3, 3, 8), _zeros(3, 3, 8), "multiple of key heads"),
-        (_zeros(3, 4, 8), _zeros(3, 2, 4), _zeros(3, 2, 4), "all heads of one size"),
-        (_zeros(4, 4, 8), _zeros(3, 2, 8), _zeros(3, 2, 8), "3 queries and 3 keys, but q"),
+        (_zeros(3, 4, 8), _zeros(3, 3, 8), _zeros(3, 3, 8), "must be a multiple of k's"),
+        (_zeros(3, 4, 8), _zeros(3, 2, 4), _zeros(3, 2, 4), "all heads must have one size"),
+        (_zeros(4, 4, 8), _zeros(3, 2, 8), _zeros(3, 2, 8), "3 queries and 3 keys, but must have"),
         (
             _zeros(3, 4, 8),
             _zeros(3, 2, 8, dtype=torch.float64),
             _zeros(3, 2, 8),
             r"torch\.float64 on cpu",
         ),
-        (*[_zeros(3, 2, 8, dtype=torch.int32)] * 3, "one floating dtype"),
+        (*[_zeros(3, 2, 8, dtype=torch.int32)] * 3, "one floating-point dtype"),
     ],
 )
 def test_bad_tensors_are_refused(q, k, v, message):
@@ -488,7 +488,9 @@ def test_bad_tensors_are_refused(q, k, v, message):
 def test_bad_backends_are_refused():
     case = CASES["gqa"]
     *qkv, _ = inputs(case, dtype=torch.float32)
-    with pytest.raises(ValueError, match="'flash' is not one of sdpa, torch_varlen, "):
+    with pytest.raises(ValueError, match="'flash' must be one of sdpa, torch_varlen, "):
         attend(*qkv, segments_of(case), backend="flash")
-    with pytest.raises(ValueError, match=r"not torch\.float32 on cpu; use sdpa"):
+    with pytest.raises(
+        ValueError, match=r"not torch\.float32 on cpu; set kernels\.attention = sdpa"
+    ):
         attend(*qkv, segments_of(case), backend="torch_varlen")

@@ -71,9 +71,13 @@ def test_copies_of_segments_are_themselves():
 @pytest.mark.parametrize(
     ("key_rows", "message"),
     [
-        ([0, 1], r"key_rows must be 3 whole numbers, one per key, not int64 of shape \(2,\)"),
+        (
+            [0, 1],
+            r"key_rows must be an array of 3 whole numbers, one row "
+            r"number for each key, not int64 of shape \(2,\)",
+        ),
         ([0.0, 1.0, 2.0], "not float64 of shape"),
-        ([0, -1, 2], "key_rows has a negative row: -1"),
+        ([0, -1, 2], "key_rows must have no negative numbers, but has -1"),
     ],
 )
 def test_bad_key_rows_are_refused(key_rows, message):
@@ -84,12 +88,12 @@ def test_bad_key_rows_are_refused(key_rows, message):
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [
-        ([0, 3, 5], [0, 3], "cu_q has 2 segments, cu_k 1"),
+        ([0, 3, 5], [0, 3], "cu_q has 2 and cu_k has 1"),
         ([0, 3, 5], [0, 3, 4], "segment 1 has 2 queries but only 1 keys"),
-        ([0, 3, 2], [0, 3, 6], "cu_q falls from 3 to 2 at segment 1"),
-        ([0, 3], [1, 6], "cu_k begins with 1, not with 0"),
-        ([], [], "cu_q must be a list of whole numbers"),
-        ([0, 1.5], [0, 2], "cu_q must be a list of whole numbers"),
+        ([0, 3, 2], [0, 3, 6], "cu_q must never decrease, but falls from 3 to 2 at segment 1"),
+        ([0, 3], [1, 6], "cu_k must begin with 0, but begins with 1"),
+        ([], [], "cu_q must be a one-dimensional array of whole numbers"),
+        ([0, 1.5], [0, 2], "cu_q must be a one-dimensional array of whole numbers"),
         ([0, 2**31], [0, 2**31], "cu_q ends at 2147483648"),
     ],
 )

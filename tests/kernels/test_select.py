@@ -85,9 +85,11 @@ def test_auto_takes_a_kernel_with_windows_and_caps(
 def test_kernels_without_caps_are_refused_by_name(monkeypatch):
     machine(monkeypatch, BLACKWELL, ALL)
     asked = {"device": CUDA, "dtype": BF16, "head_size": 128, "scores": CAP}
-    with pytest.raises(UserError, match=r"torch_varlen can't .*torch's kernel cannot cap"):
+    with pytest.raises(
+        UserError, match=r"torch_varlen cannot .*torch's kernel does not support a cap"
+    ):
         select_backend(AttentionBackend.TORCH_VARLEN, **asked)
-    says = "flash_attention_4 can't .*heads of 256 has neither .*window of 4096 and scores"
+    says = "flash_attention_4 cannot .*heads of 256 supports neither"
     for scores in (WINDOW, CAP):
         of_256 = asked | {"head_size": 256, "scores": scores}
         assert select_backend(AUTO, **of_256) == (
@@ -99,7 +101,7 @@ def test_kernels_without_caps_are_refused_by_name(monkeypatch):
     assert select_backend(AUTO, **of_256) == "flash_attention_4"
     machine(monkeypatch, AMPERE, ())
     better = choose_backend(AUTO, **asked).better
-    assert "flash_attention_2 is made for this GPU and not used" in better
+    assert "flash_attention_2 is made for this GPU but cannot be used" in better
 
 
 DETERMINISTIC_CHOICES = [
@@ -147,25 +149,32 @@ def test_an_explicit_choice_is_refused_not_replaced(monkeypatch, requested, devi
     machine(monkeypatch, HOPPER, ALL)
     with pytest.raises(
         ValueError,
-        match=rf"kernels\.attention = {requested} can't compute this run: bfloat16 and float16 on "
-        rf"CUDA only, but the run is {dtype} on {device.type} with heads of 64; set "
-        r"kernels\.attention = auto or sdpa, or training\.dtype = bfloat16 on a GPU$",
+        match=rf"kernels\.attention = {requested} cannot be used for this run "
+        rf"\({dtype} on {device.type} with heads of 64\): supports only bfloat16 and float16 on "
+        r"CUDA\. Set kernels\.attention = auto or sdpa, or set "
+        r"training\.dtype = bfloat16 and train on a GPU$",
     ):
         select_backend(requested, device=device, dtype=dtype, head_size=64)
 
 
 REFUSALS = [
-    ("torch_varlen", HOPPER, ALL, 20, r"in steps of 8 only, not 20, .*auto or sdpa$"),
-    ("torch_varlen", TURING, ALL, 64, r"8\.0 or newer only, not 7\.5, .*auto or sdpa$"),
-    ("flash_attention_3", AMPERE, ALL, 64, r"9\.x \(Hopper\) only, not 8\.0, .*auto or sdpa$"),
-    ("flash_attention_4", BLACKWELL, ALL, 192, r"heads up to 128 .*, not 192, .*auto or sdpa$"),
-    ("flash_attention_2", None, ALL, 64, r"no GPU here .*auto or sdpa$"),
+    ("torch_varlen", HOPPER, ALL, 20, r"multiples of 8, not 20\..*auto or sdpa$"),
+    ("torch_varlen", TURING, ALL, 64, r"8\.0 or newer, not 7\.5\..*auto or sdpa$"),
+    ("flash_attention_3", AMPERE, ALL, 64, r"9\.x \(Hopper\), not 8\.0\..*auto or sdpa$"),
+    (
+        "flash_attention_4",
+        BLACKWELL,
+        ALL,
+        192,
+        r"head sizes up to 128 .*, not 192\..*auto or sdpa$",
+    ),
+    ("flash_attention_2", None, ALL, 64, r"no GPU on this machine.*auto or sdpa$"),
     (
         "flash_attention_3",
         HOPPER,
         (2, 4),
         64,
-        r"flash-attn-3 is not installed, .*or install flash-attn-3 3\.0\.0 \(pip install",
+        r"flash-attn-3 is not installed.*or install flash-attn-3 3\.0\.0 \(pip install",
     ),
     ("flash_attention_4", HOPPER, (), 64, r"install flash-attn-4 4\.0\.0b36 \(pip install 'wlb"),
     ("flash_attention_2", HOPPER, (), 64, r"install flash-attn 2\.8\.3 \(pip install"),
@@ -185,7 +194,7 @@ def test_the_log_line_on_a_gpu(monkeypatch):
     machine(monkeypatch, BLACKWELL, (3,))
     line = choose_backend(AUTO, device=CUDA, dtype=BF16, head_size=128).line
     assert lacks(line, "torch_varlen", "auto", "torch.bfloat16", "cuda", 128) == []
-    assert lacks(line, "flash_attention_3: compute capability 9.x", "10.0") == []
+    assert lacks(line, "flash_attention_3: supports only compute capability 9.x", "10.0") == []
     assert lacks(line, "flash_attention_4: ", "flash-attn-4 is not installed") == []
 
 
@@ -231,7 +240,10 @@ def test_no_warning_where_no_package_is_missing(monkeypatch, capability, install
 def test_the_log_line_on_cpu_gathers_equal_reasons():
     line = choose_backend(AUTO, device=CPU, dtype=FP32, head_size=64).line
     assert lacks(line, "sdpa", "auto", "torch.float32", "cpu", 64) == []
-    why = "flash_attention_3, flash_attention_4, torch_varlen, flash_attention_2: bfloat16"
+    why = (
+        "flash_attention_3, flash_attention_4, torch_varlen, "
+        "flash_attention_2: supports only bfloat16"
+    )
     assert lacks(line, why, "CUDA") == []
 
 

@@ -358,7 +358,7 @@ def front_door(world: World, exchange: KeyExchange) -> tuple[bool, list[str]]:
     expected, *_ = one_process(case, torch.float32, "sdpa")
     told: list[str] = []
     for bad in ((q[1:], k, v), (q, k.bfloat16(), v), (q[:, :3], k, v), (q, k, v[:, :1])):
-        with pytest.raises(ValueError, match="but this attention was made for") as caught:
+        with pytest.raises(ValueError, match="but this attention needs shape") as caught:
             attention(*bad)
         told.append(str(caught.value))
     return torch.allclose(put_rows(parts, plan), expected, atol=1e-6), told
@@ -369,12 +369,12 @@ def test_the_front_door(exchange: KeyExchange) -> None:
     for same, told in run_local(front_door, 2, exchange, start_group=True, timeout_s=600):
         assert same
         assert told == [
-            f"{name}, but this attention was made for {shape}, torch.float32 on cpu"
+            f"{name}, but this attention needs shape {shape} and dtype torch.float32 on cpu"
             for name, shape in (
-                ("q is (23, 4, 8), torch.float32 on cpu", (24, 4, 8)),
-                ("k is (24, 2, 8), torch.bfloat16 on cpu", (24, 2, 8)),
-                ("q is (24, 3, 8), torch.float32 on cpu", (24, 4, 8)),
-                ("v is (24, 1, 8), torch.float32 on cpu", (24, 2, 8)),
+                ("q has shape (23, 4, 8) and dtype torch.float32 on cpu", (24, 4, 8)),
+                ("k has shape (24, 2, 8) and dtype torch.bfloat16 on cpu", (24, 2, 8)),
+                ("q has shape (24, 3, 8) and dtype torch.float32 on cpu", (24, 4, 8)),
+                ("v has shape (24, 1, 8) and dtype torch.float32 on cpu", (24, 2, 8)),
             )
         ]
 
@@ -386,7 +386,7 @@ def test_one_rank_needs_no_group() -> None:
     assert attention.begin(k, v) is None
     segments = Segments.from_offsets([0, 5, 8], [0, 5, 8], device="cpu")
     assert torch.equal(attention(q, k, v), attend(q, k, v, segments, backend="sdpa"))
-    with pytest.raises(ValueError, match="the plan is for cp = 2 ranks, the group has 1"):
+    with pytest.raises(ValueError, match="the plan is for 2 CP ranks, but the group has 1"):
         ContextAttention.from_plan(per_sequence([5, 3], cp=2), group=None, **ARGUMENTS)
 
 

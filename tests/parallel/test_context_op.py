@@ -107,7 +107,13 @@ def described(x: Tensor) -> tuple[torch.dtype, torch.Size]:
 def test_a_kernel_without_a_log_sum_exp_is_refused() -> None:
     """Outside the CPU torch's own attention returns none that could be merged."""
     heads = HeadShape(num_heads=4, num_kv_heads=2, head_dim=D, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"cp\.overlap_stages needs the log-sum-exp"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"cp\.overlap_stages needs a kernel "
+            r"that returns the log-sum-exp"
+        ),
+    ):
         ContextAttention.from_rows(
             exchange(KeyExchange.NEEDED, own_first=True),
             group=None,

@@ -62,7 +62,7 @@ def test_ranks_that_disagree_all_say_so() -> None:
     first, *others = run_local(refusals, 3, start_group=True, timeout_s=600)
     assert all(first == other for other in others)
     digests = [per_document(x, cp=3).digest() for x in ((20, 3), (19, 4))]
-    start = "ranks have different arguments. "
+    start = "all ranks must pass the same arguments, but these differ. "
     assert first["plan"] == (
         f"{start}plan digest: rank 0 {digests[0]}, rank 1 {digests[1]}, rank 2 {digests[0]}"
     )
@@ -73,16 +73,16 @@ def test_ranks_that_disagree_all_say_so() -> None:
     assert first["heads"] == f"{start}num_heads: rank 0 4, rank 1 8, rank 2 4"
     assert first["keep"] == f"{start}keep_gathered_kv: rank 0 False, rank 1 True, rank 2 False"
     assert first["one rank's heads"] == (
-        "rank 1: num_heads = 4 is not a multiple of num_kv_heads = 3"
+        "rank 1: num_heads = 4 must be a multiple of num_kv_heads = 3"
     )
     assert first["one rank's type"].startswith("rank 1: TypeError")
     assert first["one rank's device"].startswith("rank 1: RuntimeError")
     assert "Expected one of cpu, cuda" in first["one rank's device"]
     assert first["device"] == f"{start}device: rank 0 cpu, rank 1 meta, rank 2 cpu"
     for name, message in {
-        "cp": "the plan is for cp = 2 ranks, the group has 3",
-        "tokens": "cp = 3 ranks are more than the 2 tokens",
-        "int": "dtype = torch.int64 is not one of torch.float32, ",
+        "cp": "the plan is for 2 CP ranks, but the group has 3",
+        "tokens": "cp = 3 must be at most the 2 tokens",
+        "int": "dtype = torch.int64 must be one of torch.float32, ",
         "backend": "backend = 'cutlass' is not one of auto, sdpa, ",
     }.items():
         assert all(f"rank {rank}: {message}" in first[name] for rank in range(3)), first[name]
@@ -92,12 +92,12 @@ def test_ranks_that_disagree_all_say_so() -> None:
 
 def long_values(world: World) -> str:
     """Returns what ranks say of values whose first 64 characters are the same."""
-    with pytest.raises(ValueError, match="different") as caught:
+    with pytest.raises(ValueError, match="these differ") as caught:
         agree({"long": "x" * 64 + str(world.rank), "same": "y" * 99}, None, group=dist.group.WORLD)
     return str(caught.value)
 
 
 def test_values_are_compared_to_their_end() -> None:
     values = ", ".join(f"rank {rank} {'x' * 64}" for rank in range(2))
-    expected = f"ranks have different arguments. long: {values}"
+    expected = f"all ranks must pass the same arguments, but these differ. long: {values}"
     assert run_local(long_values, 2, start_group=True, timeout_s=600) == [expected] * 2

@@ -38,7 +38,9 @@ def test_a_compiled_run_has_the_losses_of_another_and_says_its_graphs(
 def test_an_unknown_backend_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
     options = {"compile": True, "compile_backend": "inductr"}
     corpus = write_corpus(tmp_path / "corpus")
-    with pytest.raises(ValueError, match=r"'inductr' is not one of torch .*aot_eager, .*inductor"):
+    with pytest.raises(
+        ValueError, match=r"'inductr' must be one of the backends of torch .*aot_eager, .*inductor"
+    ):
         train(small_spec(tmp_path, corpus, training=options))
     assert not (tmp_path / "runs" / "small").exists()
 

@@ -192,5 +192,5 @@ def test_s_max_from_memory_trains(corpus: Path, tmp_path: Path) -> None:
     assert len(run.losses) == 6
     assert caps_of(apply(RunSpec(), spec, source="metrics"))[0] == 147
     small = small_spec(tmp_path, corpus, packing=packing, **LAYOUT)
-    with pytest.raises(ValueError, match=r"set cluster\.memory_gib or packing\.memory_gib"):
+    with pytest.raises(ValueError, match=r"set packing\.s_max .* set cluster\.memory_gib"):
         train(small)

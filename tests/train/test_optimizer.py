@@ -73,9 +73,9 @@ def test_a_rate_that_jumps_on_resume_is_told() -> None:
     before = spec(**wsd).training
     assert rate_change(longer, before, 6) == ""  # the stable part went on until here
     told = rate_change(longer, before, 8)
-    assert lacks(told, "step 9", "learning rate of 1", 0.5, "step 6", "--resume STEP") == []
+    assert lacks(told, "step 9", "is 1", 0.5, "step 6", "--resume STEP") == []
     told = rate_change(spec(steps=20), spec().training, 5)
-    assert lacks(told, "step 6", "learning rate of 0.933", 0.691) == []
+    assert lacks(told, "step 6", "is 0.933", 0.691) == []
     assert "--resume" not in told
 
 
@@ -123,8 +123,8 @@ def test_resuming_a_decayed_run_says_that_the_rate_rises(corpus: Path, tmp_path:
     spec = small_spec(tmp_path, corpus, training={**training, "steps": 6})
     _, said = train(spec, resume=True)
     assert (
-        "the learning rate of step 4 is 0.02, but was 0.002 with the configuration in the checkpoint"
-        in said
+        "the learning rate of step 4 is 0.02, but was 0.002 "
+        "with the configuration in the checkpoint" in said
     )
     assert "resume from step 1 or before with --resume STEP" in said
 

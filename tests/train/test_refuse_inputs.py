@@ -63,7 +63,8 @@ def test_a_heldout_store_with_more_tokens_than_the_model_is_refused(tmp_path: Pa
     store.store_path(foreign, ".json").unlink()
     spec = small_spec(tmp_path, tmp_path, model={"vocab_size": 319})
     message = (
-        r"model\.vocab_size = 319 is smaller than the 320 entries of the held-out store .*heldout"
+        r"model\.vocab_size = 319 is smaller than the vocabulary of "
+        r"the held-out store .*heldout, which has 320 entries"
     )
     with pytest.raises(ValueError, match=message):
         check_stores(spec, train=foreign, heldout=heldout)
@@ -98,7 +99,8 @@ def test_another_choice_of_experts_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         replace(model, experts=replace(model.experts, **others)), Path("saved")
     )
     assert said == (
-        "weights of saved continue with model.experts.per_token = 4 instead of 2, "
+        "the weights of saved continue with a changed model: "
+        "model.experts.per_token = 4 instead of 2, "
         "model.experts.scoring = sigmoid instead of softmax, "
         "model.experts.normalised = False instead of True"
     )

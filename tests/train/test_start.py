@@ -69,7 +69,13 @@ def test_a_checkpoint_whose_shards_rank_0_does_not_see_is_an_error(
     monkeypatch.setattr(CheckpointSaver, "_all_files", and_of_rank_1)
     monkeypatch.setattr("wlb.train.checkpoint.folder.SEEN_WITHIN_S", 0.2)
     spec = small_spec(tmp_path, write_corpus(tmp_path / "texts"), training={"steps": 1})
-    with pytest.raises(CheckpointError, match=r"shard-00002\.safetensors is missing; set run\.out"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"shard-00002\.safetensors is "
+            r"missing\. Set run\.out"
+        ),
+    ):
         train(spec)
     assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
 
@@ -141,7 +147,7 @@ def test_a_store_may_take_longer_to_make_than_a_collective_may(tmp_path: Path) -
 
 def _process_or_refusal(refuses: bool) -> int:
     if refuses:
-        raise UserError("kernels.fused = triton can't compute this run")
+        raise UserError("kernels.fused = triton cannot be used for this run")
     return os.getpid()
 
 
@@ -152,7 +158,7 @@ def test_a_launcher_of_ranks_leaves_gpus_to_them(
 ) -> None:
     """What a run tries on a GPU is tried in a process that ends, if ranks are other processes."""
     assert start._in_new_process(_process_or_refusal, False) != os.getpid()
-    with pytest.raises(UserError, match=r"kernels\.fused = triton can't"):
+    with pytest.raises(UserError, match=r"kernels\.fused = triton cannot"):
         start._in_new_process(_process_or_refusal, True)
 
     class Claimed(Exception):

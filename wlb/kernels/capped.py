@@ -30,7 +30,7 @@ def capped_forward(
         q_BHQD: Queries.
         k_BHKD: Keys, with as many heads as queries.
         v_BHKD: Values.
-        mask: Is added to the capped scores, shape [B or 1, 1, Q, K]. None adds nothing.
+        mask: Values that are added to the capped scores, shape [B or 1, 1, Q, K]; None for no mask.
         is_causal: Whether query i attends only to the keys up to i.
         softcap: The cap on scores.
     """

@@ -85,16 +85,16 @@ class Flash3Backend(FlashBackend):
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
         """Return why the package does not support this GPU or head size, or None if it does."""
         if major != 9:
-            return f"compute capability 9.x (Hopper) only, not {major}.{minor}"
+            return f"supports only compute capability 9.x (Hopper), not {major}.{minor}"
         return wrong_head_size(head_size, 192 if self.deterministic else 256)
 
 
 class Flash4Backend(FlashBackend):
     """FlashAttention-4 for Hopper and Blackwell, of which there are only pre-releases so far.
 
-    It compiles a kernel when a call of a new kind is made. A run therefore makes a call of each
-    kind (`compiled_calls`) before its first step (`wlb.train.warm_up`). flash-attn 2.8.3 contains
-    an older copy of the package, which is refused.
+    The package compiles a kernel when a call of a new kind is made. A run therefore makes a call of
+    each kind (`compiled_calls`) before its first step (`wlb.train.warm_up`). flash-attn 2.8.3
+    contains an older copy of the package, which is refused.
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_4
@@ -113,7 +113,7 @@ class Flash4Backend(FlashBackend):
         """Return why the package does not support this GPU or head size, or None if it does."""
         is_blackwell = major == 10
         if major != 9 and not is_blackwell:
-            return f"compute capability 9.x or 10.x only, not {major}.{minor}"
+            return f"supports only compute capability 9.x and 10.x, not {major}.{minor}"
         return wrong_head_size(head_size, 128 if is_blackwell and head_size != 256 else 256)
 
     def compiled_calls(
@@ -141,8 +141,8 @@ class Flash4Backend(FlashBackend):
         """Return why the package cannot compute these scores on this GPU, or None if it can."""
         if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):
             return (
-                "its backward of heads of 256 has neither sliding windows nor caps "
-                "(attention_softcap) on compute capability 10.x"
+                "its backward pass with heads of 256 supports neither sliding windows "
+                "nor caps (model.attention_softcap) on compute capability 10.x"
             )
         return None
 

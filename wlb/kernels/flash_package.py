@@ -1,8 +1,8 @@
 """Base of the three FlashAttention backends: checks and calls that the packages have in common.
 
-We call the packages' private functions that their public ones use, because only the private ones
-have separate forward and backward calls. Their parameters may change between versions, which
-`wlb.kernels.package` detects.
+We call private functions of the packages, because the public functions run backward only through
+autograd. Parameters of private functions may change between versions, which `wlb.kernels.package`
+detects.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class FlashBackend:
             return reason
         capability = compute_capability(device)
         if capability is None:
-            return "torch sees no GPU here to ask for its compute capability"
+            return "torch sees no GPU on this machine, so the GPU's compute capability is unknown"
         if wrong := self.wrong_device(*capability, head_size):
             return wrong
         return self.wrong_scores(capability[0], head_size, scores) or self.package.problem()
@@ -132,7 +132,7 @@ class FlashBackend:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The package's functions by name, imported at first use; UserError if that fails."""
+        """The package's functions by name. The first use imports them, or raises UserError."""
         return self.package.load()
 
     def forward(
@@ -183,17 +183,23 @@ class FlashBackend:
 
 
 def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why FlashAttention cannot compute tensors of this device and dtype, or None."""
+    """Return why FlashAttention cannot compute tensors of this device and dtype; None if it can."""
     if device.type == "cuda" and dtype in DTYPES:
         return None
-    return "bfloat16 and float16 on CUDA only"
+    return "supports only bfloat16 and float16 on CUDA"
 
 
 def wrong_head_size(head_size: int, largest: int) -> str | None:
-    """Return why a kernel does not support this head size, or None; `largest` is its maximum."""
+    """Return why a kernel does not support this head size, or None if it does.
+
+    `largest` is the largest head size of the kernel.
+    """
     if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
         return None
-    return f"heads up to {largest} in steps of {HEAD_SIZE_STEP} only, not {head_size}"
+    return (
+        f"supports only head sizes up to {largest} that are multiples of {HEAD_SIZE_STEP}, "
+        f"not {head_size}"
+    )
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -203,4 +209,6 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 def before_ampere(major: int, minor: int) -> str | None:
     """Return why a GPU of this compute capability is too old, or None from Ampere (8.0) on."""
-    return f"compute capability 8.0 or newer only, not {major}.{minor}" if major < 8 else None
+    return (
+        f"supports only compute capability 8.0 or newer, not {major}.{minor}" if major < 8 else None
+    )

@@ -36,7 +36,7 @@ def weight_gradients(grads: Sequence[Tensor], x_MC: Tensor, ends_E: Tensor) -> l
 def may_leave_groups_unwritten(device: torch.device) -> bool:
     """Return whether the weight gradient of an expert without rows may be uninitialised memory.
 
-    torch's grouped product does this on data centre Blackwell
+    On data centre Blackwell, torch's grouped product does not write this gradient
     (https://github.com/pytorch/pytorch/issues/172439, open; CUTLASS 4.3 fixes it). Filling such
     gradients with zeros reads and writes all gradients once, so it is done only on these GPUs.
     Other products are not affected, because they have no output for an expert without rows.
@@ -66,7 +66,7 @@ def waits_for_host(device: torch.device, dtype: torch.dtype) -> str:
     else:
         return ""
     return (
-        f"WARNING: the host waits for the GPU at every product of experts, and launches one kernel "
-        f"an expert: torch computes all experts in one kernel in bfloat16 on compute capability "
-        f"9.x and 10.x only, not in {where}{remedy}"
+        "WARNING: torch launches one kernel per expert, and the host waits for the "
+        "GPU at each product of experts. One kernel for all experts needs bfloat16 "
+        f"and compute capability 9.x or 10.x, but this run uses {where}{remedy}"
     )

@@ -1,8 +1,8 @@
 """The gated delta rule by the Triton kernels of the optional package flash-linear-attention.
 
-The package is imported at first use. It is refused if its function does not take the arguments that
-we pass (`KernelPackage`): some older versions have no initial states or no sequences of different
-lengths.
+The package is imported at first use. The package is refused if its function does not take the
+arguments that we pass (`KernelPackage`): some older versions have no initial states or no sequences
+of different lengths.
 """
 
 from typing import Any, NamedTuple
@@ -73,10 +73,10 @@ def choose_linear(
             return package, _line(package, "auto")
         return torch_backend, _line(torch_backend, f"auto; not {package}: {why}")
     if why is not None:
-        remedy = f", or install it: {PACKAGE.install}" if PACKAGE.problem() else ""
+        remedy = f", or install the package: {PACKAGE.install}" if PACKAGE.problem() else ""
         raise UserError(
-            f"kernels.linear = {package} can't compute this run: {why}; set kernels.linear = auto "
-            f"or torch{remedy}"
+            f"kernels.linear = {package} cannot be used for this run: {why}. Set "
+            f"kernels.linear = auto or torch{remedy}"
         )
     return package, _line(package, "asked for")
 
@@ -90,13 +90,16 @@ def _why_not(
 ) -> str | None:
     """Return why the package cannot compute a run, or None if it can. Cheap checks come first."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes bfloat16 and float16 on GPUs, not {dtype} on {device.type}"
+        return f"it supports only bfloat16 and float16 on GPUs, not {dtype} on {device.type}"
     if head_size > LARGEST_HEAD:
-        return f"its heads have up to {LARGEST_HEAD} channels, not {head_size}"
+        return f"it supports at most {LARGEST_HEAD} channels in a head, not {head_size}"
     if deterministic:
-        return "it tunes its kernels anew in each process (kernels.deterministic = true)"
+        return (
+            "it tunes its kernels differently in each process, so results vary "
+            "(kernels.deterministic = true)"
+        )
     if compiled:
-        return "torch.compile can't trace it (training.compile = true)"
+        return "torch.compile cannot trace it (training.compile = true)"
     return PACKAGE.missing() or PACKAGE.problem()
 
 

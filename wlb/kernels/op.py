@@ -9,8 +9,9 @@ This file has four layers, each of which uses the one before it:
 1. A `Backend` is one attention kernel, without autograd.
 2. `forward` and `backward` call a backend by its name, for any number of queries, and notify an
    observer.
-3. The custom ops wlb::attend and wlb::attend_backward make it differentiable. torch.compile sees
-   only tensors and numbers and never looks inside, so one compiled graph serves all lengths.
+3. The custom ops wlb::attend and wlb::attend_backward make these calls differentiable.
+   torch.compile sees only the ops' arguments, which are tensors and numbers, and never looks
+   inside. So one compiled graph serves all lengths.
 4. `attend` checks its inputs and calls the op.
 
 Shapes: T query rows, S key rows (or R rows of a buffer), H query heads, G key/value heads, D head
@@ -62,8 +63,8 @@ class Backend(Protocol):
 
         Such a backend returns the gradients of the buffer's rows. For other backends, such as
         FlashAttention's varlen kernels, the caller copies the keys of each segment out of the
-        buffer. It also adds up the gradients of keys that were copied from the same row, because
-        segments may share rows.
+        buffer. The caller also adds up the gradients of keys that were copied from the same row,
+        because segments may share rows.
         """
         ...
 
@@ -99,8 +100,8 @@ def empty_lse(q_THD: Tensor) -> Tensor:
 def kernel_name(backend: str, *, deterministic: bool) -> str:
     """Return the key in `BACKENDS` of a backend, with or without deterministic sums.
 
-    Custom ops take it as an argument. It is a string, so a compiled graph contains it as a
-    constant.
+    Custom ops take this key as an argument. The key is a string, so a compiled graph contains it as
+    a constant.
 
     Args:
         backend: Name of the backend without its variants, such as "sdpa".
@@ -146,7 +147,7 @@ _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """Return the observer's context for calling a kernel, which does nothing without observer."""
+    """Return the context in which a kernel is called; it does nothing if there is no observer."""
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 
@@ -159,7 +160,9 @@ def observing(observer: AttentionObserver) -> Iterator[None]:
     """
     global _observer
     if _observer is not None:
-        raise RuntimeError(f"attention is already observed by {_observer}; use one at a time")
+        raise RuntimeError(
+            f"attention calls are already observed by {_observer}; use only one observer at a time"
+        )
     _observer = observer
     try:
         yield
@@ -296,15 +299,16 @@ def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
     """Raise UserError if the segments do not have as many queries and keys as q and k have rows.
 
     Kernels would otherwise read out of bounds. The check is skipped if the offsets are only on the
-    device, because reading them would wait for it.
+    device, because reading them would make the host wait for the device.
     """
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
     rows = (segments.num_queries, segments.num_keys)
     if rows != (q_THD.shape[0], k_SGD.shape[0]):
         raise UserError(
-            f"segments have {rows[0]} queries and {rows[1]} keys, but q {tuple(q_THD.shape)}, "
-            f"k {tuple(k_SGD.shape)}"
+            f"segments have {rows[0]} queries and {rows[1]} keys, but must have as "
+            f"many as the rows of q (shape {tuple(q_THD.shape)}) and of k (shape "
+            f"{tuple(k_SGD.shape)})"
         )
 
 
@@ -321,7 +325,7 @@ def attend(
         backend: Name of the attention kernel, a key of `BACKENDS`.
     """
     if backend not in BACKENDS:
-        raise UserError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+        raise UserError(f"backend = {backend!r} must be one of {', '.join(BACKENDS)}")
     _check_inputs(q_THD, k_SGD, v_SGD, segments)
     out_THD, _ = attend_op(q_THD, k_SGD, v_SGD, *segments.arguments, backend)
     return out_THD
@@ -331,15 +335,18 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     """Raise UserError if shapes, dtypes or devices do not fit; `attend_op` checks the offsets."""
     if segments.key_rows is not None:
         raise UserError(
-            "attend takes the keys of each segment; segments with key_rows are for Backend.forward"
+            "attend does not support segments with key_rows; use Backend.forward for these"
         )
     tensors = (q_THD, k_SGD, v_SGD)
     if any(tensor.dim() != 3 for tensor in tensors) or k_SGD.shape != v_SGD.shape:
-        raise UserError(f"attend takes q [T, H, D] and k, v [S, G, D], not {_shapes(*tensors)}")
+        raise UserError(
+            "attend needs q of shape [T, H, D] and k and v of equal shapes [S, G, D], "
+            f"not {_shapes(*tensors)}"
+        )
     (_, num_heads, head_dim), (_, num_kv_heads, kv_head_dim) = q_THD.shape, k_SGD.shape
     if head_dim != kv_head_dim or num_kv_heads == 0 or num_heads % num_kv_heads:
         raise UserError(
-            "query heads must be a multiple of key heads and all heads of one size: "
+            "the number of q's heads must be a multiple of k's, and all heads must have one size: "
             f"{_shapes(*tensors)}"
         )
     is_one_kind = all(
@@ -347,9 +354,14 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     )
     if not is_one_kind or not q_THD.is_floating_point():
         found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
-        raise UserError(f"q, k and v must be of one floating dtype on one device, not {found}")
+        raise UserError(
+            f"q, k and v must have one floating-point dtype and be on one device, not {found}"
+        )
     if segments.cu_seqlens_q.device != q_THD.device:
-        raise UserError(f"segments are on {segments.cu_seqlens_q.device}, q on {q_THD.device}")
+        raise UserError(
+            "segments and q must be on one device, but segments are on "
+            f"{segments.cu_seqlens_q.device} and q is on {q_THD.device}"
+        )
 
 
 def _shapes(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor) -> str:

@@ -52,7 +52,7 @@ class KernelPackage(Generic[Called]):
         try:
             return f"{self.distribution} {metadata.version(self.distribution)}"
         except metadata.PackageNotFoundError:
-            return f"{self.module} (of no known version)"
+            return f"{self.module} (version unknown)"
 
     def missing(self) -> str | None:
         """Return a message if the package is not installed, else None.
@@ -76,7 +76,7 @@ class KernelPackage(Generic[Called]):
         """Import the package, and return its functions by name.
 
         Raises:
-            UserError: The package is missing, broken or has other parameters.
+            UserError: The package is missing or broken, or its functions have other parameters.
         """
         try:
             module = importlib.import_module(self.module)
@@ -94,18 +94,19 @@ class KernelPackage(Generic[Called]):
             problem = "is missing" if function is None else _difference(function, called.passed)
             if function is None or problem:
                 raise UserError(
-                    f"{self.installed} is not supported: {self.module}.{called.name} {problem}; "
-                    f"supported is {self.supported}"
+                    f"{self.installed} is not supported: its function "
+                    f"{self.module}.{called.name} {problem}. Install the supported "
+                    f"version {self.supported}"
                 )
             kernels[called.name] = function
         return kernels
 
     def _not_installed(self) -> str:
-        return f"package {self.distribution} is not installed"
+        return f"the package {self.distribution} is not installed"
 
     def _broken(self, error: Exception) -> str:
         words = " ".join(str(error).split())
-        return f"{self.installed} can't be imported: {type(error).__name__}: {words}"
+        return f"{self.installed} cannot be imported: {type(error).__name__}: {words}"
 
 
 def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
@@ -113,8 +114,8 @@ def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
     required = _parameters(function)
     unknown = [name for name in passed if name not in required]
     lacking = [name for name, is_required in required.items() if is_required and name not in passed]
-    words = ["does not take " + ", ".join(unknown)] if unknown else []
-    words += ["asks for " + ", ".join(lacking)] if lacking else []
+    words = ["does not have the parameters " + ", ".join(unknown)] if unknown else []
+    words += ["requires the parameters " + ", ".join(lacking)] if lacking else []
     return " and ".join(words)
 
 

@@ -3,8 +3,8 @@
 Segments of similar lengths form a **class**; lengths below 512 are rounded up for this. The rows of
 a class are copied into one padded batch, which one call of torch computes. Masks hide the padding,
 so results are exact; padding adds at most 41% of work. With a sliding window, segments are cut into
-blocks of queries. A key row may be copied several times, for example for several blocks. Its
-gradients are then added up in float32, in a fixed order.
+blocks of queries. A key row may be copied several times, for example for several blocks. The
+gradients of its copies are then added up in float32, in a fixed order.
 
 Shapes: B segments of Q query and K key rows in a class; P rows of all padded batches; N rows of the
 tensor (of queries or keys) from which they are copied, the source rows.
@@ -57,7 +57,7 @@ class _Rows:
 
         Args:
             x_N: Source rows.
-            fill: Value of padding. None repeats the first row of the segment.
+            fill: Value of padding. With None, padding repeats the first row of its segment.
         """
         if self.take_P is None:
             return x_N if x_N.stride(-1) == 1 else x_N.contiguous()

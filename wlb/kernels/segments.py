@@ -1,8 +1,8 @@
 """Segments: where the attention segments of one variable-length call begin and end.
 
 The offsets exist twice: on the device for kernels, and on the host for backends that loop over
-segments. So no backend must wait for the device. A custom op can take only tensors and numbers, so
-the host's offsets cannot be passed to it. Inside an op they are looked up in a dictionary whose
+segments. So no backend has to wait for the device. A custom op can take only tensors and numbers,
+so the host's offsets cannot be passed to it. Inside an op they are looked up in a dictionary whose
 keys are the device tensors (`Segments.of`). An entry lives as long as its tensor cu_seqlens_q.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
-    """The data of `Segments` on the host, found by the device tensor cu_seqlens_q."""
+    """The data of `Segments` on the host, looked up by the device tensor cu_seqlens_q."""
 
     cu_seqlens_k: TensorWeakRef  # the tensor of key offsets that was made with cu_seqlens_q
     # torch's in-place version counters of both tensors when this was made, to notice changes
@@ -43,18 +43,21 @@ _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class Scores:
     """How a layer changes attention's scores, besides the causal mask."""
 
-    # number of latest keys, its own position included, that a query attends to; 0 means all
+    # A query attends to this many latest keys, its own position included; 0 means all keys.
     sliding: int = 0
     # A score s becomes softcap * tanh(s / softcap) before the mask is applied; 0 means no cap.
     softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.sliding < 0 or not 0 <= self.softcap < float("inf"):
-            raise UserError(f"{self} must have finite numbers of at least 0")
+            raise UserError(
+                f"{self} is not valid: sliding must be at least 0, and softcap must be "
+                "a finite number of at least 0"
+            )
 
     @classmethod
     def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
-        """Return how a model's layers with (`slides`) or without a sliding window change scores."""
+        """Return the `Scores` of layers with a sliding window if `slides`, else of the others."""
         return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
 
     def __str__(self) -> str:
@@ -113,18 +116,27 @@ class Segments:
         _check("cu_q", q)
         _check("cu_k", k)
         if q.size != k.size:
-            raise UserError(f"cu_q has {q.size - 1} segments, cu_k {k.size - 1}")
+            raise UserError(
+                "cu_q and cu_k must have equally many segments, but cu_q has "
+                f"{q.size - 1} and cu_k has {k.size - 1}"
+            )
         num_q, num_k = np.diff(q), np.diff(k)
         short = np.flatnonzero(num_k < num_q) if is_causal else np.flatnonzero(num_k < 1)
         if scores.sliding and not is_causal:
-            raise UserError(f"{scores} needs a causal call: {is_causal = }")
+            raise UserError(
+                f"{scores} needs a causal mask, but {is_causal = }; set is_causal = "
+                "True or remove the sliding window"
+            )
         if short.size and not is_causal:
-            raise UserError(f"segment {short[0]} has no key; leave it out of a call without mask")
+            raise UserError(
+                f"segment {short[0]} has no keys, which is not valid without a causal "
+                "mask; remove this segment"
+            )
         if short.size:
             i = int(short[0])
             raise UserError(
-                f"segment {i} has {num_q[i]} queries but only {num_k[i]} keys; its keys must "
-                "include its queries' own positions"
+                f"segment {i} has {num_q[i]} queries but only {num_k[i]} keys; with a "
+                "causal mask the keys must include the positions of all queries"
             )
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
@@ -256,27 +268,33 @@ def _versions(*tensors: torch.Tensor) -> tuple[int, int]:
 def _check(name: str, offsets: np.ndarray) -> None:
     if offsets.ndim != 1 or offsets.size == 0 or offsets.dtype.kind not in "iu":
         raise UserError(
-            f"{name} must be a list of whole numbers beginning with 0, not {offsets.dtype} of "
-            f"shape {offsets.shape}"
+            f"{name} must be a one-dimensional array of whole numbers that begins with "
+            f"0, not {offsets.dtype} of shape {offsets.shape}"
         )
     if offsets[0] != 0:
-        raise UserError(f"{name} begins with {offsets[0]}, not with 0")
+        raise UserError(f"{name} must begin with 0, but begins with {offsets[0]}")
     down = np.flatnonzero(offsets[1:] < offsets[:-1])
     if down.size:
         i = int(down[0])
-        raise UserError(f"{name} falls from {offsets[i]} to {offsets[i + 1]} at segment {i}")
+        raise UserError(
+            f"{name} must never decrease, but falls from {offsets[i]} to "
+            f"{offsets[i + 1]} at segment {i}"
+        )
     if offsets[-1] > np.iinfo(np.int32).max:
-        raise UserError(f"{name} ends at {offsets[-1]}; kernels count rows in 32 bits")
+        raise UserError(
+            f"{name} ends at {offsets[-1]}, but kernels count rows with 32 bits, so at "
+            "most 2147483647; give fewer tokens"
+        )
 
 
 def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
     if key_rows.shape != (num_keys,) or key_rows.dtype.kind not in "iu":
         raise UserError(
-            f"key_rows must be {num_keys} whole numbers, one per key, not {key_rows.dtype} of "
-            f"shape {key_rows.shape}"
+            f"key_rows must be an array of {num_keys} whole numbers, one row number "
+            f"for each key, not {key_rows.dtype} of shape {key_rows.shape}"
         )
     if key_rows.min(initial=0) < 0:
-        raise UserError(f"key_rows has a negative row: {key_rows.min()}")
+        raise UserError(f"key_rows must have no negative numbers, but has {key_rows.min()}")
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

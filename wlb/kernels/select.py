@@ -35,7 +35,8 @@ AUTO_ORDER = (
 """Backends in the order in which `auto` tries them."""
 
 
-# Backends that cannot compute every run, by name. Their method `why_not` says which they cannot.
+# Backends that cannot compute every run, by name. Their method `why_not` says why they cannot
+# compute a given run.
 _CHECKED: dict[str, TorchVarlenBackend | FlashBackend] = {
     backend.name: backend
     for backend in (
@@ -105,7 +106,7 @@ class _Computed:
         return checked.why_not(**self._arguments)
 
     def chosen(self, backend: AttentionBackend, reason: str) -> Choice:
-        """Make the `Choice` of a backend, with a hint if a better one needs only its package."""
+        """Make the `Choice` of a backend, with a hint if a better one only has to be installed."""
         better = self._better_than(backend)
         return Choice(
             backend=backend, reason=reason, deterministic=self.deterministic, better=better
@@ -114,14 +115,16 @@ class _Computed:
     def _better_than(self, backend: AttentionBackend) -> str:
         """Return a sentence about a better backend that needs only a package to be installed.
 
-        Better are the backends before `backend` in AUTO_ORDER. Empty if there is none.
+        The backends before `backend` in AUTO_ORDER are better. Returns "" if installing a package
+        would not make a better backend usable.
         """
         for other in AUTO_ORDER[: AUTO_ORDER.index(backend)]:
             checked = _CHECKED[kernel_name(other, deterministic=self.deterministic)]
             if isinstance(checked, FlashBackend) and checked.lacks_package_only(**self._arguments):
                 return (
-                    f"{other} is made for this GPU and not used: {checked.package.problem()}; "
-                    f"install it: {checked.package.install}"
+                    f"{other} is made for this GPU but cannot be used: "
+                    f"{checked.package.problem()}. Install it: "
+                    f"{checked.package.install}"
                 )
         return ""
 
@@ -175,8 +178,8 @@ def choose_backend(
     if requested != AttentionBackend.AUTO:
         if why := run.why_not(requested):
             raise UserError(
-                f"kernels.attention = {requested} can't compute this run: {why}, but the run is "
-                f"{run}; set kernels.attention = auto or sdpa{_remedy(requested, run)}"
+                f"kernels.attention = {requested} cannot be used for this run ({run}): "
+                f"{why}. Set kernels.attention = auto or sdpa{_remedy(requested, run)}"
             )
         return run.chosen(requested, f"asked for; {run}")
     reason = f"auto; {run}"
@@ -193,7 +196,7 @@ def choose_backend(
 
 def _remedy(backend: AttentionBackend, run: _Computed) -> str:
     if wrong_tensors(run.device, run.dtype):
-        return ", or training.dtype = bfloat16 on a GPU"
+        return ", or set training.dtype = bfloat16 and train on a GPU"
     for flash in FLASH_BACKENDS:
         if flash.name == backend and flash.package.problem():
             return f", or install {flash.package.supported} ({flash.package.install})"

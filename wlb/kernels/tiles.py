@@ -1,6 +1,7 @@
 """Tile sizes of variable-length, causal attention kernels, from their public sources.
 
-Read in November 2026 in github.com/Dao-AILab/flash-attention, for bfloat16 on Hopper:
+The sizes for bfloat16 on Hopper were read in November 2026, in these files of
+github.com/Dao-AILab/flash-attention:
 
 - FlashAttention-2, which is also torch's kernel: csrc/flash_attn/src/flash_fwd_launch_template.h
   and flash_bwd_launch_template.h.
@@ -56,5 +57,5 @@ def tiles_of(backend: str, head_dim: int) -> Tiles:
     """
     sizes = [size for size in _TILES.get(backend, {}) if head_dim <= size]
     if not sizes:
-        raise ValueError(f"the tiles of {backend} at head size {head_dim} are not known")
+        raise ValueError(f"the tile sizes of {backend} at head size {head_dim} are not known")
     return _TILES[backend][min(sizes)]

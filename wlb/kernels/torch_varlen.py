@@ -1,13 +1,13 @@
 """Attention by torch's variable-length kernel (FlashAttention-2 inside torch), CUDA only.
 
 It computes float16 and bfloat16 without padding. The public function varlen_attn can run backward
-only through autograd, but we need a separate backward call. So we call the two operators that it
-uses. Their first ten arguments are the same in torch 2.11 to 2.13.
+only through autograd, but we need a separate backward call. So we call the two operators that
+varlen_attn uses. Their first ten arguments are the same in torch 2.11 to 2.13.
 """
 
 import torch
 
-# This import registers the operators.
+# This import registers the operators of torch.ops.torch_attn.
 import torch.nn.attention.varlen
 from torch import Tensor
 
@@ -50,7 +50,7 @@ class TorchVarlenBackend:
         If torch sees no GPU on this machine, the run's GPU is assumed to be new enough.
         """
         if scores.softcap:
-            return "torch's kernel cannot cap scores (attention_softcap)"
+            return "torch's kernel does not support a cap on scores (model.attention_softcap)"
         if why := wrong_tensors(device, dtype) or wrong_head_size(head_size, MAX_HEAD_SIZE):
             return why
         capability = compute_capability(device)
@@ -85,7 +85,9 @@ TORCH_VARLEN_DETERMINISTIC = TorchVarlenBackend(deterministic=True)
 
 def _window(segments: Segments) -> list[int]:
     if segments.scores.softcap:
-        raise UserError(f"torch_varlen cannot compute {segments.scores}; use sdpa")
+        raise UserError(
+            f"torch_varlen does not support {segments.scores}; set kernels.attention = sdpa"
+        )
     if segments.scores.sliding:
         return [segments.scores.sliding - 1, 0]
     return _CAUSAL if segments.is_causal else _WITHOUT_MASK
@@ -94,8 +96,8 @@ def _window(segments: Segments) -> list[int]:
 def _check(q_THD: Tensor) -> None:
     if q_THD.device.type != "cuda" or q_THD.dtype not in DTYPES:
         raise UserError(
-            f"torch_varlen computes bfloat16 and float16 on CUDA, not {q_THD.dtype} on "
-            f"{q_THD.device}; use sdpa there"
+            "torch_varlen supports only bfloat16 and float16 on CUDA, not "
+            f"{q_THD.dtype} on {q_THD.device}; set kernels.attention = sdpa"
         )
     if why := wrong_head_size(q_THD.shape[-1], MAX_HEAD_SIZE):
-        raise UserError(f"torch_varlen takes {why}; use sdpa")
+        raise UserError(f"torch_varlen {why}; set kernels.attention = sdpa")

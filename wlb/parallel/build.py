@@ -109,7 +109,10 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
         The stages by their index in the pipeline.
     """
     if not spec.model.vocab_size:
-        raise UserError("model.vocab_size is 0; take the token store's before building a model")
+        raise UserError(
+            "model.vocab_size = 0 must be replaced before a model is built; set "
+            "model.vocab_size to the size of the token store's vocabulary"
+        )
     assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
     copies = spec.model.kv_copies(spec.parallel.tp)
     assert (copies > 1) == (mesh.kv_heads is not None), "the mesh was built for another model"

@@ -36,12 +36,18 @@ class Group(Protocol):
 
 
 def start_all_gather(x: Tensor, group: Group) -> Tensor:
-    """Start to gather the rows of all ranks: [T, ...] -> [size * T, ...]; `wait` before use."""
+    """Start to gather the rows of all ranks: [T, ...] -> [size * T, ...].
+
+    Call `wait` on the result before it is used.
+    """
     return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Start to sum over ranks and scatter rows: [size * T, ...] -> [T, ...]; `wait` before use."""
+    """Start to sum rows over ranks and scatter the sums: [size * T, ...] -> [T, ...].
+
+    Call `wait` on the result before it is used.
+    """
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
@@ -56,14 +62,16 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over ranks and scatter rows: [size * T, ...] -> [T, ...]."""
+    """Sum rows over ranks, and give each rank its part: [size * T, ...] -> [T, ...]."""
     return wait(start_reduce_scatter(x, group))
 
 
 def start_all_to_all(
     x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
 ) -> Tensor:
-    """Start to exchange rows with all ranks; `wait` before use.
+    """Start to exchange rows with all ranks.
+
+    Call `wait` on the result before it is used.
 
     Args:
         x: Rows to send, sorted by the rank that receives them.
@@ -132,4 +140,6 @@ def agree(
         if len(set(column)) > 1
     ]
     if differing:
-        raise UserError(f"ranks have different arguments. {'; '.join(differing)}")
+        raise UserError(
+            f"all ranks must pass the same arguments, but these differ. {'; '.join(differing)}"
+        )

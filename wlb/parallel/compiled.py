@@ -70,8 +70,9 @@ def _compile_attention(layer: Any, backend: str) -> None:
     """Compile the first half of a layer with experts: its norm and attention.
 
     In backward, the gather of K and V then starts at the end of this half instead of the end of the
-    layer, so it is inside the compiled graph. It must be: the gathered rows are passed to attention
-    as gradients while they are still in transfer, and torch may copy gradients that enter a graph.
+    layer, so the gather is inside the compiled graph. This is necessary: the gathered rows are
+    passed to attention as gradients while they are still in transfer, and torch may copy gradients
+    that enter a graph.
     """
     first_half = layer.first_half
 
@@ -120,7 +121,7 @@ def _mark_residual(x_TC: Tensor) -> None:
 def _compiled(
     layer: Any, traced: Callable[[Tensor, Rows], Tensor], backend: str
 ) -> Callable[[Tensor, Rows], Tensor]:
-    """Return the compiled form of a function of a layer's input, which marks lengths as dynamic.
+    """Compile `traced`; returns a function that marks lengths as dynamic and calls the result.
 
     Args:
         layer: The layer.
@@ -158,7 +159,7 @@ def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
 def num_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process so far.
 
-    Compiling one takes long: on a CPU as long as tens of small steps.
+    Compiling a graph takes long: on a CPU, as long as tens of training steps of a small model.
     """
     return counters["stats"]["unique_graphs"]
 
@@ -176,8 +177,8 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
     known = torch.compiler.list_backends(exclude_tags=None)
     if backend not in known:
         raise UserError(
-            f"training.compile_backend = {backend!r} is not one of torch {torch.__version__}'s "
-            f"backends: {', '.join(known)}"
+            f"training.compile_backend = {backend!r} must be one of the backends of "
+            f"torch {torch.__version__}: {', '.join(known)}"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
         # This is a dry run on a machine without GPUs, so nothing can be compiled for them.
@@ -191,9 +192,9 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"training.compile = true, but torch's backend {backend!r} cannot compile for "
-            f"{device.type} here: {reason}; install its requirements (for training.compile_backend "
-            f"= "
-            f"inductor: on CPU a C++ compiler and Python's headers, Debian's g++ and python3-dev; "
-            f"on CUDA Triton) or set training.compile = false"
+            f"training.compile = true, but torch's backend {backend!r} cannot compile "
+            f"for {device.type} on this machine: {reason}. Install what it needs (for "
+            "training.compile_backend = inductor: on CPU a C++ compiler and Python's "
+            "headers, such as Debian's g++ and python3-dev; on CUDA Triton), or set "
+            "training.compile = false"
         ) from error

@@ -41,7 +41,7 @@ class BrokenCommunicator(RuntimeError):
 def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
     """Use every communicator of `mesh` once, and check the results. This is a collective call.
 
-    All ranks use the communicators in the same order, so no two of them can wait for each other.
+    All ranks use the communicators in the same order, so no two ranks can wait for each other.
 
     Args:
         mesh: The ranks.
@@ -67,14 +67,15 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
     # Read all results from the device at once, after all calls have been issued.
     values = torch.stack([torch.stack(pair) for _, *pair in checks]).tolist() if checks else []
     wrong = [
-        f"{name}: {found} for {due}"
+        f"{name}: {found} instead of {due}"
         for (name, *_), (found, due) in zip(checks, values, strict=True)
         if found != due
     ]
     if wrong:
         raise BrokenCommunicator(
-            f"rank {mesh.rank}: communicators carry wrong values ({'; '.join(wrong)}); check the "
-            f"links between GPUs, such as with nccl-tests"
+            f"rank {mesh.rank} received wrong values in test collectives "
+            f"({'; '.join(wrong)}); check the links between GPUs, for example with "
+            "nccl-tests"
         )
     return Warmed(len(used), len(exchanged), time.perf_counter() - begin)
 
@@ -82,7 +83,7 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
 def checked_collectives(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run an all-reduce, all-gather and reduce-scatter at each size of `_ROWS`.
+    """Run an all-reduce, an all-gather and a reduce-scatter of each size in `_ROWS`.
 
     Args:
         name: Name of the group, for messages.
@@ -107,7 +108,7 @@ def checked_collectives(
 def checked_all_to_all(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run an all-to-all at each size of `_ROWS`, which connects each pair of ranks.
+    """Run an all-to-all of each size in `_ROWS`, so that each pair of ranks is connected.
 
     Args:
         name: Name of the group, for messages.

@@ -29,7 +29,7 @@ from wlb.spec.machine import LAYERS_AHEAD
 
 
 def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection) -> None:
-    """Apply FSDP2 to each layer and then to the stage, in place. Does nothing if not `needs_fsdp`.
+    """Apply FSDP2 to each layer and then to the stage, in place, if FSDP is needed (`needs_fsdp`).
 
     Args:
         stage: The stage, without storage.
@@ -187,9 +187,9 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
 
     Call it once, after a step's last backward pass. A rank's norms see only 1/tp of the rows, and a
     copy of a KV head sees only some of its query heads, so each rank has one term of a gradient's
-    sum. These parameters are declared as replicated (`TensorParallelOps.norm`), so that FSDP does
-    not make one all-reduce per parameter. Instead one all-reduce here adds up the gradients of all
-    norms, and another one those of all copied KV heads.
+    sum. Norms and copied KV heads are declared as replicated (`TensorParallelOps.norm`), so that
+    FSDP does not make one all-reduce per parameter. Instead one all-reduce here adds up the
+    gradients of all norms, and another one those of all copied KV heads.
 
     Args:
         parameters: This rank's parameters by name. Their gradients are changed in place.
@@ -231,7 +231,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
     Args:
         parameters: Parameters whose gradients are scaled.
         norm: Global norm of the gradients, over all ranks.
-        max_norm: Largest norm allowed. 0 disables clipping.
+        max_norm: Largest norm allowed. 0 means no clipping.
     """
     if max_norm and norm > max_norm:
         for parameter in parameters:

@@ -40,8 +40,9 @@ class WeightQueue:
         Args:
             parameters: The weights.
             compute: Returns this rank's gradient of each weight, given the result of `begin`.
-            begin: Starts a collective whose result `compute` needs. None if it needs none. It is
-                called before the previous entry is computed, so that the collective runs meanwhile.
+            begin: Starts a collective whose result `compute` needs. None if it needs none. `begin`
+                is called before the previous entry is computed, so that the collective runs
+                meanwhile.
         """
         if any(parameter.requires_grad for parameter in parameters):
             self._waiting.append((parameters, begin, compute))
@@ -97,7 +98,7 @@ class Product(torch.autograd.Function):
             ctx: Autograd's context.
             multiply: Computes the product.
             grads: Where backward stores the product's gradient.
-            i: The key under which it is stored.
+            i: Key of that gradient in `grads`.
             x: Input.
             weight: Weight.
         """

@@ -128,7 +128,7 @@ class Executor:
     def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
         """Read this rank's tokens and labels of a step, and make all inputs of the model.
 
-        It starts no collective, so any thread may call it.
+        This method starts no collective, so any thread may call it.
 
         Args:
             plan: The plan of this rank's pipeline.
@@ -154,11 +154,11 @@ class Executor:
             plan: The plan of this rank's pipeline.
             reader: Source of tokens. Unused if `inputs` is given.
             loss_scale: The summed loss is multiplied by this.
-            inputs: Result of `load` for the same plan. None loads the inputs here.
+            inputs: Result of `load` for the same plan. With None this method loads the inputs.
 
         Returns:
-            The sum of token losses over this rank's rows, times loss_scale, as a float32 scalar. It
-            is zero on ranks without the last stage, and equal on all TP ranks of a stage.
+            The sum of token losses over this rank's rows, times loss_scale, as a float32 scalar.
+            The sum is zero on ranks without the last stage, and equal on all TP ranks of a stage.
         """
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
         with nullcontext() if self._watchers is None else self._watchers.step():

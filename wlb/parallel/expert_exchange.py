@@ -1,8 +1,8 @@
 """Expert parallelism's all-to-alls of rows, in stages: one stage travels while another is computed.
 
-The host must know how many rows travel between each pair of ranks, which it reads from the GPU once
-per layer and micro-batch. Meanwhile the GPU sorts rows by expert and computes shared experts.
-Backward sends gradients the same way and reads nothing from the GPU.
+The host must know how many rows travel between each pair of ranks. It reads these numbers from the
+GPU once per layer and micro-batch. Meanwhile the GPU sorts rows by expert and computes shared
+experts. Backward sends gradients the same way and reads nothing from the GPU.
 
 Stage s has the s-th part of every rank's experts, so each expert's rows are computed in one call,
 in the order (expert, source rank, token). All ranks of an EP group make the same calls, even if
@@ -37,7 +37,7 @@ class RowsBetween(NamedTuple):
     def bounds(self) -> tuple[list[slice], list[slice]]:
         """Return the slice of each stage in all received rows, and in all sent rows.
 
-        Rows of the stages follow each other.
+        Received rows and sent rows are sorted by stage.
         """
         received, sent = (
             [slice(*pair) for pair in pairwise(accumulate(map(sum, numbers), initial=0))]
@@ -123,7 +123,7 @@ class StagedTrip:
         Args:
             x: Rows to select from.
             rows_N: Indices of the rows that travel, in the order of `Way.order_N`.
-            scores_N: Score of each of them. None sends no scores.
+            scores_N: Score of each of these rows. With None no scores are sent.
         """
         self._leaving = _select(x, rows_N, scores_N)
         self._score_type = None if scores_N is None else scores_N.dtype

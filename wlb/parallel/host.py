@@ -2,9 +2,10 @@
 
 NCCL groups cannot carry CPU tensors, and a Gloo group that is split off an NCCL group would have
 torch's default options (two workers, see `wlb.parallel.gloo`). So there is one Gloo group of all
-ranks. It connects two ranks when they first communicate. Sums and tables run along a tree, so a
-rank of 8,192 needs dozens of sockets. If all pairs of ranks were connected, a rank would need 8,191
-sockets, and the store on rank 0 would send 4.4 TB of addresses (`host_cost` computes both).
+ranks. This group connects two ranks when they first communicate. Sums and tables run along a tree,
+so with 8,192 ranks each rank needs only dozens of sockets. If all pairs of ranks were connected, a
+rank would need 8,191 sockets, and the store on rank 0 would send 4.4 TB of addresses (`host_cost`
+computes both).
 """
 
 import resource
@@ -110,7 +111,9 @@ class HostCost(NamedTuple):
 
     sockets: int  # sockets of a rank other than 0
     root_sockets: int  # sockets of rank 0
-    messages: int  # messages of a sum over all ranks that wait for each other (longest chain)
+    # In a sum over all ranks, messages form chains in which each one waits for the one before. This
+    # is the number of messages in the longest chain.
+    messages: int
     store_requests: int  # requests that all ranks send to the store
     store_bytes: int  # bytes of the rank addresses that those requests carry
     full_mesh_sockets: int  # for comparison: sockets of a rank if one group connected all pairs
@@ -145,7 +148,8 @@ def host_cost(world_size: int) -> HostCost:
         sockets=each,
         root_sockets=root,
         messages=2 * (n - 1).bit_length(),
-        # Each rank writes its keys to the store; for each key of another rank it waits and reads.
+        # Each rank writes its keys to the store. To look up another rank's key, a rank sends two
+        # requests: it waits until the key exists, and reads it.
         store_requests=2 * (2 * n + 2 * lookups),
         store_bytes=(2 * n + lookups) * _ADDRESS_BYTES,
         full_mesh_sockets=n - 1 + listener,
@@ -176,9 +180,10 @@ def allow_open_files(rank: int, world_size: int, device: str) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
-            f"rank {rank} of {world_size} opens up to {needed} files and sockets, but may open "
-            f"{hard} (ulimit -Hn); raise the hard limit on its node, such as by LimitNOFILE of "
-            f"slurmd's systemd unit or in /etc/security/limits.conf"
+            f"rank {rank} of {world_size} needs up to {needed} open files and sockets, "
+            f"but its limit is {hard} (ulimit -Hn). Raise the hard limit on its node, "
+            "for example with LimitNOFILE of slurmd's systemd unit or in "
+            "/etc/security/limits.conf"
         )
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard)

@@ -63,7 +63,10 @@ class Coordinates(NamedTuple):
 def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
     """Return a rank's index along each axis of the mesh; tp varies fastest, then cp, pp and dp."""
     if not 0 <= rank < parallel.world_size:
-        raise UserError(f"rank {rank} is outside the {parallel.world_size} ranks of {parallel}")
+        raise UserError(
+            f"rank = {rank} must be from 0 to {parallel.world_size - 1}, because "
+            f"{parallel} has {parallel.world_size} ranks"
+        )
     rank, tp = divmod(rank, parallel.tp)
     rank, cp = divmod(rank, parallel.cp)
     dp, pp = divmod(rank, parallel.pp)
@@ -126,7 +129,7 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Index of the parameters' copy of which this rank has a shard; 0 without HSDP."""
+        """Which copy of the parameters this rank's shard belongs to; 0 without HSDP."""
         return self.fsdp_rank // self.shard_size
 
     @property
@@ -146,7 +149,7 @@ class Mesh:
 
     @property
     def link_after(self) -> dist.ProcessGroup:
-        """The group of this rank and the next pipeline rank; the first follows the last."""
+        """The group of this rank and the next pipeline rank; the first rank follows the last."""
         return self._link(self.at.pp)
 
     def _link(self, link: int) -> dist.ProcessGroup:
@@ -196,8 +199,10 @@ def build_mesh(
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
-            f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {parallel.dp} is not the "
-            f"{world_size} ranks that run; set parallel.dp = ranks / (tp * cp * pp)"
+            f"parallel.tp = {parallel.tp} x parallel.cp = {parallel.cp} x parallel.pp "
+            f"= {parallel.pp} x parallel.dp = {parallel.dp} must equal the number of "
+            f"ranks that run, {world_size}; set parallel.dp = ranks / (tp x cp x pp), "
+            "or start as many ranks as the product"
         )
     has_experts = model is not None and model.experts.num > 0
     copies = 1 if model is None else model.kv_copies(parallel.tp)
@@ -257,7 +262,8 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
     copies, rest = divmod(fsdp.size(), shard_size)
     if rest:
         raise UserError(
-            f"fsdp.shard_size = {shard_size} does not divide the {fsdp.size()} ranks of dp x cp"
+            f"fsdp.shard_size = {shard_size} must divide the {fsdp.size()} ranks of "
+            f"parallel.dp x parallel.cp; set a divisor of {fsdp.size()}"
         )
     # Unflatten the axis instead of building a new mesh: FSDP combines these axes with tp, for which
     # both must come from the same root mesh.
@@ -267,13 +273,13 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
     """Set the timeout of collectives, in all groups of a mesh or in the groups of all ranks.
 
-    Otherwise torch gives each new group a timeout of half an hour, whatever timeout the default
-    group has.
+    Without this call torch gives each new group a timeout of half an hour, whatever timeout the
+    default group has.
 
     Args:
         timeout_s: Seconds that a collective may wait for other ranks.
-        mesh: The mesh. None sets the timeout of the default group and of the Gloo group of all
-            ranks.
+        mesh: The mesh. With None, the timeout of the default group and of the Gloo group of all
+            ranks is set.
     """
     for group in [dist.group.WORLD, host_group()] if mesh is None else mesh.groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -116,8 +116,8 @@ def watch_ends(stage: Llama, clock: Timer) -> None:
     """Make a timer count a stage's embedding and head separately from its layers.
 
     For this, hooks switch the timer to another part of the model: in forward at the input of the
-    first layer and at the decoder's output, and in backward when the gradients of these are
-    computed.
+    first layer and at the decoder's output, and in backward when the gradients of these two tensors
+    are computed.
 
     Args:
         stage: The stage.

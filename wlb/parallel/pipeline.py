@@ -70,8 +70,8 @@ class VarLenStage(PipelineStage):
         self._queue, self._watchers = queue, watchers or Watchers()
         self._before, self._after = mesh.link_before, mesh.link_after
         self._rows_record: dict[str, Any] = {}
-        # Give torch example tensors, so that it need not run the model to infer shapes. Of these
-        # tensors it uses only the number of axes and the dtype.
+        # Give torch example tensors, so that torch need not run the model to infer shapes. torch
+        # uses only their number of axes and their dtype.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(1, dtype=torch.long, device="meta")
         super().__init__(
@@ -96,7 +96,7 @@ class VarLenStage(PipelineStage):
             info.buffer = torch.empty(0, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate the buffer for a micro-batch's activation, and return the receive operation."""
+        """Return the operation that receives a micro-batch's activation in a new buffer."""
         if not self.is_first:
             infos = self.args_recv_info[fwd_chunk_id]
             self._allocate(infos, self.rows[fwd_chunk_id], requires_grad=self.has_backward)
@@ -107,7 +107,7 @@ class VarLenStage(PipelineStage):
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate the buffer for a micro-batch's output gradient; returns the receive to start."""
+        """Return the operation that receives a micro-batch's output gradient in a new buffer."""
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
@@ -307,11 +307,12 @@ class Pipeline:
 def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
     """Set all stages to static shapes, in place of the vote of ranks in torch 2.12 and later.
 
-    In that vote the ranks decide whether torch must infer shapes. Here it never has to. The vote
-    sends messages through all stages and reads the result on the host, before a schedule's first
-    step and whenever a run changes between training and evaluation
-    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py). It
-    also connects neighbouring ranks, which `wlb.parallel.connect` has already done.
+    In that vote the ranks decide whether torch must infer shapes. In wlb torch never has to,
+    because the plan gives all shapes. The vote sends messages through all stages and reads the
+    result on the host, before a schedule's first step and whenever a run changes between training
+    and evaluation
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py). The
+    vote also connects neighbouring ranks, which `wlb.parallel.connect` has already done.
     """
     from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.12
 

@@ -219,8 +219,8 @@ class _GatherRows(torch.autograd.Function):
     """Gathers x_SC once for several linear layers (`_FanProduct`), which run one after the other.
 
     Autograd runs the backward of this function after the backward of those layers. By then the
-    gradient of all rows is complete in `fan`. It is reduce-scattered once, during the products that
-    give the weights' gradients.
+    gradient of all rows is complete in `fan`. This gradient is reduce-scattered once, during the
+    products that give the weights' gradients.
     """
 
     @staticmethod
@@ -400,8 +400,8 @@ class TensorParallelOps(Ops):
 
         Args:
             parameters: The weights.
-            rows: This rank's rows of the tensor that `compute` takes. It is gathered from all ranks
-                first.
+            rows: This rank's rows of the tensor that `compute` takes. The rows of all ranks are
+                gathered first.
             compute: Returns the gradient of each weight, given all ranks' rows.
         """
 

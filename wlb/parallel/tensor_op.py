@@ -60,7 +60,7 @@ def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather all ranks' rows; returns them and a slot for the product with each weight.
+    """Gather all ranks' rows; returns the rows, and a slot for the product with each weight.
 
     A slot is a tensor without memory. In backward its gradient is the gradient of the product. The
     rows themselves are not differentiable.

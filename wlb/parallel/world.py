@@ -1,4 +1,4 @@
-"""Where this process stands among all ranks, its device, and how torch.distributed starts and ends.
+"""This process's rank and device, and the start and end of torch.distributed.
 
 `discover` finds out whether torchrun or Slurm started this process, `choose_device` chooses CPU or
 CUDA, and `init` starts torch.distributed. No other file reads the environment.
@@ -60,16 +60,20 @@ class World:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise UserError(f"rank {self.rank} is outside the {self.world_size} ranks of the run")
+            raise UserError(
+                f"rank = {self.rank} must be from 0 to world_size - 1 (world_size = "
+                f"{self.world_size}); correct the rank that the launcher sets"
+            )
         if not 0 <= self.local_rank < self.local_world_size:
             raise UserError(
-                f"local rank {self.local_rank} is outside the {self.local_world_size} ranks of "
-                f"node {self.node_rank}"
+                f"local rank = {self.local_rank} on node {self.node_rank} must be from "
+                "0 to local_world_size - 1 (local_world_size = "
+                f"{self.local_world_size}); correct the values that the launcher sets"
             )
         if self.world_size > 1 and not (self.rendezvous_file or self.master_port):
             raise UserError(
-                f"{self.world_size} ranks need a rendezvous: give a master address and port, or "
-                "a rendezvous file"
+                f"{self.world_size} ranks must agree on a place to connect; give "
+                "master_address and master_port, or rendezvous_file"
             )
 
 
@@ -94,16 +98,16 @@ def discover() -> World | None:
     if is_given and _number(env, "WORLD_SIZE") != max(1, num_tasks):
         step = f"a step of srun with {num_tasks} tasks" if num_tasks else "no step of srun"
         raise UserError(
-            f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} are set, but not "
-            f"LOCAL_WORLD_SIZE, the number of ranks on this machine, and this process belongs to "
-            f"{step}; start it with torchrun or srun, set LOCAL_WORLD_SIZE, or unset RANK and "
-            f"WORLD_SIZE"
+            f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} are set "
+            "without LOCAL_WORLD_SIZE (the number of ranks on this machine), and this "
+            f"process belongs to {step}. Start it with torchrun or srun, or set "
+            "LOCAL_WORLD_SIZE, or unset RANK and WORLD_SIZE"
         )
     return _from_slurm(env, num_tasks) if num_tasks > 1 else None
 
 
 def _tasks_of_step(env: Mapping[str, str]) -> int:
-    """Return the number of tasks of the srun step that this process belongs to; 0 outside one."""
+    """Return the number of tasks of the srun step of this process; 0 if srun did not start it."""
     if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) >= _FIRST_SPECIAL_STEP:
         return 0
     return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
@@ -129,9 +133,9 @@ def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
     job, step = _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
     starts = _number(env, "SLURM_RESTART_COUNT", 0)
-    # Choose a port below the range that the system gives to other programs. It differs between the
-    # steps of a job and between restarts, so that a port in use by an earlier one is not taken
-    # again.
+    # Choose a port below the range that the system gives to other programs. The port differs
+    # between the steps of a job and between restarts, so that a port that an earlier step or
+    # attempt still uses is not chosen again.
     port = 15_000 + (31 * job + 997 * starts + step) % 15_000
     first = first_host(hosts) if hosts else ""
     return World(
@@ -165,20 +169,24 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
             raise UserError(
-                f"SLURM_TASKS_PER_NODE = {tasks_per_node!r} cannot be read; Slurm writes it as in "
-                "8(x2),4"
+                f"SLURM_TASKS_PER_NODE = {tasks_per_node!r} must be written as in "
+                "8(x2),4; start with srun, which sets this variable"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if node >= len(counts):
-        raise UserError(f"SLURM_NODEID = {node}, but tasks are given for {len(counts)} nodes")
+        raise UserError(
+            f"SLURM_NODEID = {node}, but SLURM_TASKS_PER_NODE lists only {len(counts)} "
+            "nodes; start with srun, which sets both variables"
+        )
     return counts[node]
 
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if name not in env:
         raise UserError(
-            f"{name} is not set although this process looks like one rank of several; start it "
-            "with torchrun or srun, or unset RANK and WORLD_SIZE"
+            f"{name} must be set, because other variables say that this process is one "
+            "of several ranks. Start it with torchrun or srun, or unset RANK and "
+            "WORLD_SIZE"
         )
     return env[name]
 
@@ -190,7 +198,9 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name} = {text!r} is not a whole number") from None
+        raise UserError(
+            f"{name} = {text!r} must be a whole number; correct this environment variable"
+        ) from None
 
 
 class DeviceChoice(NamedTuple):
@@ -224,13 +234,14 @@ def choose_device(
     needed = 1 if one_gpu_each else local_ranks
     found = f"{num_gpus} GPUs for {local_ranks} ranks on this machine"
     if one_gpu_each:
-        found += " (the launcher shows each rank its own)"
+        found += " (each rank sees only its GPU)"
     if num_gpus >= needed:
         return DeviceChoice("cuda", found)
     if requested == Device.CUDA:
         raise UserError(
-            f"run.device = cuda, but there are {found}; start at most {num_gpus} ranks here or "
-            f"set run.device = {'auto' if num_gpus else 'cpu'}"
+            f"run.device = cuda needs a GPU for each rank, but there are {found}. "
+            f"Start at most {num_gpus} ranks on this machine, or set run.device = "
+            f"{'auto' if num_gpus else 'cpu'}"
         )
     return DeviceChoice("cpu", found)
 
@@ -374,8 +385,8 @@ def set_flight_records(prefix: str) -> None:
     """Make NCCL groups record their last 2,000 operations, and write them when a collective hangs.
 
     When a collective times out, each rank writes its record to the path `prefix` followed by its
-    rank. torch reads the variables that this sets when it makes a group. Variables that the user
-    has set remain.
+    rank. This function sets environment variables, which torch reads when it makes a group.
+    Variables that the user has set keep their values.
     """
     _set_unless_given(
         {
@@ -418,9 +429,10 @@ def _free_port(world: World) -> Iterator[None]:
         if world.rank or "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"another program of {world.master_address} uses port {world.master_port}, where the "
-            f"ranks meet; set MASTER_PORT to a free port, below those that the system gives out "
-            f"(/proc/sys/net/ipv4/ip_local_port_range)"
+            f"port {world.master_port} on {world.master_address} is already in use by "
+            "another program, so ranks cannot connect there. Set MASTER_PORT to a "
+            "free port, below the range from which the system assigns ports "
+            "(/proc/sys/net/ipv4/ip_local_port_range)"
         ) from None
 
 
@@ -439,8 +451,9 @@ def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
 def _store_of_attempt(world: World, timeout: timedelta) -> Any:
     """Connect to the store of torchrun's agent, with key names that contain the number of restarts.
 
-    torchrun restarts failed ranks up to --max-restarts times. With a static rendezvous its store
-    then still has the addresses of ranks that have ended; the key names keep attempts apart.
+    torchrun restarts failed ranks up to --max-restarts times. With a static rendezvous, the agent's
+    store then still has the addresses of ranks that have ended. The number in the key names keeps
+    the attempts apart.
     """
     attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
     host, port = world.master_address, world.master_port

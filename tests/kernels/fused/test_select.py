@@ -64,8 +64,18 @@ def refuse(*_: object) -> torch.Tensor:
 
 BROKEN = [
     (select, "find_spec", lambda name: None, "Triton is not installed"),
-    (torch.cuda, "get_device_capability", lambda device: (7, 5), "they need Ampere"),
-    (select, "fused_gated", refuse, "cannot launch a kernel here: Failed to find C compiler."),
+    (
+        torch.cuda,
+        "get_device_capability",
+        lambda device: (7, 5),
+        "the fused kernels need compute capability 8.0",
+    ),
+    (
+        select,
+        "fused_gated",
+        refuse,
+        "cannot launch a kernel on this GPU: Failed to find C compiler.",
+    ),
 ]
 
 
@@ -79,14 +89,15 @@ def test_what_is_missing_is_said(
     assert reason in choice.line
     with pytest.raises(UserError, match=reason) as refused:
         choose_fused(TRITON, device=CUDA, dtype=BF16)
-    facts = ("kernels.fused = triton", "set kernels.fused = auto or off")
+    facts = ("kernels.fused = triton", "Set kernels.fused = auto or off")
     assert not lacks(str(refused.value), *facts)
 
 
 def test_float64_is_plain_torch(hopper: pytest.MonkeyPatch) -> None:
     choice = choose_fused(AUTO, device=CUDA, dtype=torch.float64)
     assert not choice.fused
-    assert "they compute torch.float32, torch.bfloat16, torch.float16" in choice.line
+    supported = "torch.float32, torch.bfloat16, torch.float16"
+    assert f"the fused kernels support only {supported}" in choice.line
 
 
 def test_rows_that_norms_cannot_hold_are_plain_torch(hopper: pytest.MonkeyPatch) -> None:
@@ -94,7 +105,10 @@ def test_rows_that_norms_cannot_hold_are_plain_torch(hopper: pytest.MonkeyPatch)
     assert choose_fused(AUTO, norm_width=select.MOST_NORM_WIDTH, **asked).fused
     choice = choose_fused(AUTO, norm_width=16640, **asked)
     assert not choice.fused
-    assert "RMSNorm of 16640 columns exceeds registers (at most 16384)" in choice.line
+    assert (
+        "RMSNorm of 16640 columns does not fit into registers (at most 16384 columns)"
+        in choice.line
+    )
     with pytest.raises(UserError, match="RMSNorm of 16640 columns"):
         choose_fused(TRITON, norm_width=16640, **asked)
 

@@ -173,15 +173,19 @@ def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
     [
         ("planner.json", "carry", "contradicts itself: the corpus gave"),
         ("run.json", "step", "its weights have 60 updates, but its planner state has only 6 steps"),
-        ("planner.json", "next_step", "was saved with .*'next_step': 6.* has .*'next_step': 100"),
+        (
+            "planner.json",
+            "next_step",
+            "describes the planner state as .*'next_step': 6.* is .*'next_step': 100",
+        ),
         (
             "planner.json",
             "policy",
-            "was saved with .*'policy': 'var_len'.* has .*'policy': 'original'",
+            "describes the planner state as .*'policy': 'var_len'.* is .*'policy': 'original'",
         ),
         ("planner.json", "exhausted", "contradicts itself: exhausted = true"),
         ("planner.json", "surplus", "contradicts itself: the state of the corpus has surplus"),
-        ("planner.json", "arrival", "contradicts itself: .* arrived at a step that is still to"),
+        ("planner.json", "arrival", "contradicts itself: .* must have arrived in a step from 0 to"),
         ("planner.json", "more", "has the key 'more', which wlb does not write there"),
         ("run.json", "more", r"run\.json: it has the key 'more', which wlb does not write there"),
         ("run.json", "training", r"run\.json: spec lacks the key 'training'"),
@@ -205,9 +209,9 @@ def test_a_state_that_was_edited_and_signed_again_is_refused(
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, but runs save torch\.float32"),
+        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, but a run saves it in torch\.float32"),
         (b"DCP_SHARDING_INFO", b"DCP_SHARDING_INFX", "lacks the metadata"),
-        (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is incomplete or corrupt"),
+        (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is damaged or incomplete"),
     ],
 )
 def test_a_header_that_was_edited_and_signed_again_is_refused(
@@ -290,7 +294,9 @@ def test_a_stray_that_a_load_could_read_is_refused(tmp_path: Path, name: str) ->
     (tmp_path / "b.safetensors").write_bytes(bytes(8))
     checkpoint.write_manifest(tmp_path)
     (tmp_path / name).write_bytes(b"{}")
-    with pytest.raises(checkpoint.DamagedCheckpoint, match=rf"{name} is not in manifest\.json"):
+    with pytest.raises(
+        checkpoint.DamagedCheckpoint, match=rf"{name} is not listed in manifest\.json"
+    ):
         checkpoint.check_files(tmp_path)
 
 

@@ -48,7 +48,9 @@ def test_tensors_that_the_model_lacks_are_refused_by_name() -> None:
 
 
 def test_tensors_that_the_checkpoint_lacks_are_refused_by_name() -> None:
-    with pytest.raises(DamagedCheckpoint, match=r"it lacks 1, such as model\.norm\.weight"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"lacks 1 tensors of the run's model, such as model\.norm\.weight"
+    ):
         check_names(HERE, names_of(MODEL) - {"model.model.norm.weight"}, MODEL)
 
 
@@ -89,5 +91,5 @@ def test_rank_0_alone_holds_the_headers_and_all_ranks_refuse_what_it_found(tmp_p
     found = run_local(loading_fails, 2, folder, start_group=True, timeout_s=600)
     for error, said, _ in found:
         assert error is DamagedCheckpoint
-        assert "w occurs more than once in the files of the checkpoint" in said
+        assert "w is saved more than once in the files of the checkpoint" in said
     assert [reads for *_, reads in found] == [1, 0]

@@ -62,7 +62,12 @@ def test_a_save_needs_room_for_one_more_than_are_kept(tmp_path: Path, fit: Fit) 
     assert room.check_disk_space(directory, spec, None) == []
     fit(spec, 2.9)
     (told,) = room.check_disk_space(directory, spec, None)
-    words = [f"WARNING: {tmp_path} has ", "2 more fit", "space for 3 more", "checkpoint.keep = 2"]
+    words = [
+        f"WARNING: {tmp_path} has ",
+        "Only 2 more checkpoints fit",
+        "space for 3 more",
+        "checkpoint.keep = 2",
+    ]
     assert lacks(told, *words) == []
     fit(spec, 0.9)
     with pytest.raises(

@@ -43,10 +43,13 @@ def test_a_second_process_is_told_who_trains_the_run(
     first, second = said_by(tmp_path / "runs" / "mine")[0], said_by(tmp_path / "runs" / "mine")[0]
     first.take()
     first.take()
-    owner = rf"runs/mine is in use: process {os.getpid()} on {socket.gethostname()} since"
+    owner = rf"runs/mine is in use: process {os.getpid()} on {socket.gethostname()}"
     with pytest.raises(
         ValueError,
-        match=rf"{owner} .* has trained a run there since .*\. End that process, or set another run\.name",
+        match=(
+            rf"{owner} has trained a run there since .*\. End "
+            r"that process, or set another run\.name"
+        ),
     ):
         second.take()
     other = said_by(tmp_path / "runs" / "other")[0]
@@ -88,10 +91,16 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     monkeypatch.setattr(fcntl, "flock", lock_files_only)
     gone, second = said_by(tmp_path / "mine"), said_by(tmp_path / "mine")
     gone[0].take()
-    said = f"is on a file system that can lock files but not folders, such as NFS .* do not remove {gone[0].path}"
+    said = (
+        "is on a file system that can lock files but not "
+        f"folders, such as NFS .* do not remove {gone[0].path}"
+    )
     assert re.search(said, gone[1].getvalue())
     gone[0].path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
-    remedy = rf"process 7 on n12 has trained a run there since 2026-11-01.*its machine no longer runs, remove {gone[0].path}\)"
+    remedy = (
+        r"process 7 on n12 has trained a run there since "
+        rf"2026-11-01.*its machine no longer runs, remove {gone[0].path}"
+    )
     with pytest.raises(ValueError, match=remedy):
         second[0].take()
     assert second[1].getvalue().count("waiting for") == 1

@@ -112,7 +112,10 @@ def test_a_package_that_is_missing_is_named_before_ranks_start(
 ) -> None:
     spec = small_spec(tmp_path, write_corpus(tmp_path / "corpus"), telemetry={key: value})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    message = rf"telemetry\.{key} = .* needs {key}, which is not installed. Install it with pip install 'wlb-llm\["
+    message = (
+        rf"telemetry\.{key} = .* needs the package {key}, which is not "
+        rf"installed. Install it with pip install 'wlb-llm\["
+    )
     with pytest.raises(ValueError, match=message):
         refuse_missing(spec)
     with pytest.raises(ValueError, match=message):

@@ -59,7 +59,10 @@ def test_snapshots_are_written_after_steps_and_where_memory_ends(
     allocator.observers[0](0, 4096, 2**30, 1024)
     assert (tmp_path / "memory" / "oom-rank-3.pickle").exists()
     told = capsys.readouterr().err
-    assert lacks(told, "rank 3 needs 4,096 bytes", "1,024 free", "oom-rank-3.pickle") == []
+    assert (
+        lacks(told, "rank 3 tried to allocate 4,096 bytes", "1,024 bytes free", "oom-rank-3.pickle")
+        == []
+    )
     hook.close()
     assert allocator.recorded[-1] == {"enabled": None}
 

@@ -57,8 +57,8 @@ def choose_fused(
     why = _why_not(device, dtype, norm_width)
     if requested == FusedKernels.TRITON and why:
         raise UserError(
-            f"kernels.fused = triton can't compute this run: {why}, but the run is {run}; set "
-            f"kernels.fused = auto or off"
+            f"kernels.fused = triton cannot be used for this run ({run}): {why}. Set "
+            "kernels.fused = auto or off"
         )
     source = "asked for" if requested == FusedKernels.TRITON else "auto"
     reason = f"{source}; {run}" + (f"; not fused: {why}" if why else "")
@@ -67,11 +67,14 @@ def choose_fused(
 
 def _why_not(device: torch.device, dtype: torch.dtype, norm_width: int) -> str | None:
     if device.type != "cuda":
-        return "they need an NVIDIA GPU"
+        return "the fused kernels need an NVIDIA GPU"
     if norm_width > MOST_NORM_WIDTH:
-        return f"RMSNorm of {norm_width} columns exceeds registers (at most {MOST_NORM_WIDTH})"
+        return (
+            f"RMSNorm of {norm_width} columns does not fit into registers (at most "
+            f"{MOST_NORM_WIDTH} columns)"
+        )
     if dtype not in _DTYPES:
-        return f"they compute {', '.join(map(str, _DTYPES))}"
+        return f"the fused kernels support only {', '.join(map(str, _DTYPES))}"
     if not torch.cuda.is_available():
         # The run is prepared on a machine without GPUs. Assume Triton, which CUDA builds include.
         return None
@@ -84,12 +87,12 @@ def launch_problem(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton, as torch's CUDA builds for Linux do)"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "they need Ampere (compute capability 8.0) or newer"
+        return "the fused kernels need compute capability 8.0 (Ampere) or newer"
     try:
         one = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
         fused_gated(one, one, False)
     # Catch every error, because a C compiler, a driver or a cache folder may fail in many ways.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"Triton cannot launch a kernel here: {reason}"
+        return f"Triton cannot launch a kernel on this GPU: {reason}"
     return None

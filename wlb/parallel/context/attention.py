@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Shapes of attention's inputs on one TP rank; values that do not fit raise UserError.
+    """Shapes of attention's inputs on one TP rank; raises UserError if they do not fit each other.
 
     q has shape [T, num_heads, head_dim], and k and v have shape [T, num_kv_heads, head_dim].
     """
@@ -53,11 +53,11 @@ class HeadShape:
                 raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
+                f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = "
                 f"{self.num_kv_heads}"
             )
         if self.dtype not in DTYPES:
-            raise UserError(f"dtype = {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+            raise UserError(f"dtype = {self.dtype} must be one of {', '.join(map(str, DTYPES))}")
 
 
 class KvGather(NamedTuple):
@@ -81,7 +81,7 @@ class ContextAttention:
     """Attention over one rank's rows of one micro-batch, called with q, k and v of every layer.
 
     `from_plan` first checks that all ranks pass the same arguments. The executor uses `from_rows`,
-    which checks nothing, because it compares the digests of whole plans.
+    which checks nothing, because the executor compares the digests of whole plans.
     """
 
     segments: Segments  # segments of the first attention call, which has all queries
@@ -96,7 +96,7 @@ class ContextAttention:
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange of K and V, and return it; None with one CP rank.
 
-        Pass the result to `attend` (or `__call__`) with the same k and v, which waits for the
+        Pass the result to `attend` (or `__call__`) with the same k and v. That call waits for the
         transfers and frees their buffers.
         """
         self._check_keys(k_TGD, v_TGD)
@@ -114,11 +114,11 @@ class ContextAttention:
             q_THD: Queries of this rank's rows.
             k_TGD: Keys of this rank's rows.
             v_TGD: Values of this rank's rows.
-            begun: Result of `begin` for the same k and v. None starts the exchange here.
+            begun: Result of `begin` for the same k and v. With None this call starts the exchange.
 
         Raises:
-            UserError: q, k or v do not have the declared shape, dtype or device. It is raised
-                before this rank starts a collective.
+            UserError: q, k or v do not have the declared shape, dtype or device. The error is
+                raised before this rank starts a collective.
         """
         return self.attend(q_THD, k_TGD, v_TGD, begun)[0]
 
@@ -191,8 +191,9 @@ class ContextAttention:
         device = self.segments.cu_seqlens_q.device
         if x.shape != shape or x.dtype != self.heads.dtype or x.device.type != device.type:
             raise UserError(
-                f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}, but this attention was "
-                f"made for {shape}, {self.heads.dtype} on {device}"
+                f"{name} has shape {tuple(x.shape)} and dtype {x.dtype} on {x.device}, "
+                f"but this attention needs shape {shape} and dtype {self.heads.dtype} "
+                f"on {device}"
             )
 
     @classmethod
@@ -209,9 +210,9 @@ class ContextAttention:
         on_device: Mapping[str, Tensor] | None = None,
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
-        """Make attention from one rank's index arrays. Not a collective call.
+        """Make attention from one rank's index arrays. This is not a collective call.
 
-        Trusts that all ranks of the group pass arguments of the same plan.
+        All ranks of the group must pass arguments of the same plan; this is not checked.
 
         Args:
             rows: Index arrays of this rank.
@@ -222,7 +223,7 @@ class ContextAttention:
             keep_gathered_kv: Keep the received K and V for backward instead of gathering them
                 twice.
             fused: Let a Triton kernel add the gradients of K and V.
-            on_device: `rows.arrays()` as tensors on the device. None copies them here.
+            on_device: `rows.arrays()` as tensors on the device. With None they are copied here.
             scores: The mask's window and the cap on scores. The window must equal that of `rows`.
         """
         if len(rows.stages) > 1:
@@ -261,7 +262,7 @@ class ContextAttention:
         stages: int = 1,
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
-        """Make attention of a micro-batch that `sharding_plan` divides over the ranks of `group`.
+        """Make the attention of a micro-batch that `sharding_plan` divides among the group's ranks.
 
         This is a collective call: if one rank has a bad argument or the arguments differ, every
         rank raises an error instead of hanging. The call waits for the device, so call it once per
@@ -331,9 +332,15 @@ class ContextAttention:
 def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
     """Return T, the rows of each rank, or raise UserError if the group cannot execute the plan."""
     if plan.cp != num_ranks:
-        raise UserError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
+        raise UserError(
+            f"the plan is for {plan.cp} CP ranks, but the group has {num_ranks} ranks; "
+            "give a plan and a group with equally many ranks"
+        )
     if plan.num_tokens < plan.cp:
-        raise UserError(f"cp = {plan.cp} ranks are more than the {plan.num_tokens} tokens")
+        raise UserError(
+            f"cp = {plan.cp} must be at most the {plan.num_tokens} tokens of the "
+            "micro-batch, because each CP rank needs a token; use fewer CP ranks"
+        )
     plan.validate()
     return local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
 
@@ -356,7 +363,7 @@ def _resolved(
             scores=scores,
         )
     if backend not in BACKENDS:
-        raise UserError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
+        raise UserError(f"backend = {backend!r} must be one of auto, {', '.join(BACKENDS)}")
     return backend
 
 
@@ -364,8 +371,9 @@ def _check_gives_lse(backend: str, device: torch.device) -> None:
     # Results of several calls can be merged only if each comes with its log-sum-exp.
     if device.type != "cpu" and backend.startswith("sdpa"):
         raise UserError(
-            f"cp.overlap_stages needs the log-sum-exp of attention's rows, which {backend} does "
-            f"not give on {device.type}; set cp.overlap_stages = 0 or another kernels.attention"
+            "cp.overlap_stages needs a kernel that returns the log-sum-exp of scores, "
+            f"but {backend} does not return it on {device.type}; set cp.overlap_stages "
+            "= 0 or another kernels.attention"
         )
 
 

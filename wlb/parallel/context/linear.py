@@ -4,8 +4,8 @@ A span that starts inside a document needs two things from the tokens before it,
 two exchanges. The first one brings the last few rows before the span, which the convolution reads.
 The second one brings the summaries of the document's earlier spans, from which the rank computes
 the state before its span. The plan (`wlb.plan.rank_summaries`) fixes all sizes, so ranks exchange
-no shapes. Gradients return the same way. They are added in a fixed order of ranks, so results are
-the same to the bit in every run.
+no shapes. Gradients return the same way and are added in a fixed order of ranks, so results are the
+same to the bit in every run.
 """
 
 from typing import Any, NamedTuple
@@ -102,15 +102,15 @@ class _Composition(NamedTuple):
         """Make the index tensors from the summaries that each span needs.
 
         Args:
-            found: For each span, the indices in the pool of the summaries of the spans before it in
-                its document, in order; -1 fills the rest of a row (`RowsOf.found`).
+            found: For each span, the pool's indices of the summaries of earlier spans of its
+                document, in order; -1 fills the rest of a row (`RowsOf.found`).
             num_spans: Number of spans of the rank, including the span of padding if there is one.
             device: Where the index tensors are copied to.
         """
         count = (found >= 0).sum(axis=1)
         cut = np.flatnonzero(count)
-        # A document is identified by the index of its first summary. Of a document's spans on this
-        # rank, the last one needs every summary that the others need.
+        # A document is identified by the index of its first summary. The last of a document's spans
+        # on this rank needs every summary that the others need.
         names, document = np.unique(found[cut, 0] if cut.size else cut, return_inverse=True)
         most = np.zeros(names.size, np.int64)
         np.maximum.at(most, document, count[cut])

@@ -405,7 +405,7 @@ def context_attend(
     """Compute attention with one call per stage, waiting for a stage's keys just before its call.
 
     The output is differentiable in q and in the slots of `begun`. The gradients of k and v travel
-    as the gradients of those slots, so k and v themselves get none here.
+    as the gradients of those slots, so k and v themselves get no gradients here.
 
     Args:
         q_THD: Queries.
@@ -468,7 +468,7 @@ def _stage_backward(
 
     Args:
         stage: The stage of the call.
-        segments: Its segments.
+        segments: Segments of the call.
         local: Local k and v, read by the call over local keys.
         left: Received rows of this stage and of the stages after it. The call removes the first
             entry, its own.

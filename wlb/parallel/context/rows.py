@@ -116,7 +116,7 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
     cp, spans = sharding.cp, exchange.sharding.for_rank(rank)
     num = spans.num_tokens
     if num > num_rows:
-        raise ValueError(f"rank {rank} holds {num} tokens, more than its {num_rows} rows")
+        raise ValueError(f"rank {rank} has {num} tokens, but must have at most {num_rows} rows")
     positions = np.concatenate([spans.positions, np.arange(num_rows - num)])
     first_key = spans.first_keys(exchange.sliding)
     num_keys = spans.stop - first_key
@@ -210,7 +210,10 @@ def _written(array: IntArray) -> str:
 
 
 def _offsets(sizes: IntArray, padding: int) -> IntArray:
-    """Return the offsets of segments of these sizes; `padding` > 0 rows make one more segment."""
+    """Return the offsets of segments of these sizes.
+
+    If `padding` is not 0, a last segment has this many rows.
+    """
     return offsets_of(np.append(sizes, padding) if padding else sizes)
 
 

@@ -446,7 +446,7 @@ def _set_aside(damaged: Path, why: str) -> Path | None:
     """
     before = checkpoint.sound_before(damaged)
     if before is not None:
-        sys.stderr.write(f"wlb train: WARNING: {why}. The run resumes from {before}\n")
+        sys.stderr.write(f"wlb train: WARNING: {why}. Now resuming from {before}\n")
         for path in checkpoint.prepare_for_resume(damaged.parent, before):
             sys.stderr.write(f"wlb train: a checkpoint that cannot be used was renamed to {path}\n")
         sys.stderr.flush()
