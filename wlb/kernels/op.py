@@ -285,7 +285,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    # The output was not part of the loss, and the log-sum-exp has no derivative.
+    # The output was not part of the loss, so there are no gradients. (The log-sum-exp is not
+    # differentiable.)
     if grad_THD is None:
         return (None,) * 10
     dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)

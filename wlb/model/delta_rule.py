@@ -86,7 +86,7 @@ class SpanLayout(NamedTuple):
         return sum(self.sizes)
 
     def members(self, spans: np.ndarray) -> "SpanMembers":
-        """Return the selection of some spans; their numbers `spans` must be in ascending order."""
+        """Select spans by their numbers, which must be in ascending order."""
         device = self.slots_T.device
         chunks = -(-np.array(self.lengths, np.int64)[spans] // CHUNK)
         all_chunks = -(-np.array(self.lengths, np.int64) // CHUNK)
@@ -199,7 +199,7 @@ class Chunks(NamedTuple):
         """For each step, yield its chunks: those of all spans, or those of the selected spans."""
         chunks = self
         if isinstance(of, SpanMembers):
-            # Selections are used only to compute states. These do not depend on queries, so leave
+            # Selections are used only to compute states. States do not depend on queries, so leave
             # out the two tensors that contain queries.
             none = of.chunks[:0]
             chosen = (none, none, *(of.chunks,) * 4)

@@ -41,7 +41,7 @@ class Trip(Protocol):
         Args:
             x: Rows to select from.
             rows_N: Index in x of each row that travels, in the order of `Way.order_N`.
-            scores_N: Score of each of these rows. None sends no scores.
+            scores_N: Score of each of these rows. With None no scores are sent.
         """
         ...
 
@@ -54,7 +54,7 @@ class Trip(Protocol):
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and scores that arrived in all stages, [M, ...], and drop references.
+        """Return the rows and scores of all stages, [M, ...], and drop the references to them.
 
         The results of `arrived` are parts of these tensors.
         """
@@ -79,7 +79,8 @@ class Way(Protocol):
     """The routing of a micro-batch's rows to experts in one layer, for forward and backward."""
 
     counts_E: Tensor  # number of this process's rows that chose each expert
-    # The order in which the N copies of rows are sent, stage by stage. Copy i is of row i // K.
+    # The order in which the N copies of rows are sent, stage by stage. Copy i is a copy of row i //
+    # K.
     order_N: Tensor
     # whether `back` is started by the layer's recomputation instead of by backward (`FirstPass`)
     starts_late: bool
@@ -164,7 +165,7 @@ class LocalTrip:
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Store the results."""
+        """Store the results until `answers` returns them."""
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:

@@ -178,8 +178,8 @@ class _GroupedSwiGlu(torch.autograd.Function):
 class _Spread(torch.autograd.Function):
     """Copies each row once for each of its K experts, and passes the copies to `way` to send.
 
-    Returns an empty tensor that stands for the rows in autograd's graph, because they may still be
-    in transfer.
+    Returns an empty tensor that stands for the rows in autograd's graph, because the rows may still
+    be in transfer.
     """
 
     @staticmethod
@@ -343,8 +343,9 @@ class MixtureMlp(nn.Module):
     def passes(self, *, whole_layer: bool) -> tuple[Any, Any]:
         """Return the two contexts that torch's checkpoint wants from its `context_fn`.
 
-        The first one surrounds the first forward pass, and the second one the recomputation. They
-        make the recomputation use the experts that the first pass chose (see `FirstPass`).
+        The first one surrounds the first forward pass, and the second one the recomputation.
+        Together they make the recomputation use the experts that the first pass chose (see
+        `FirstPass`).
 
         Args:
             whole_layer: Whether the whole layer is recomputed, or only its second half.
@@ -367,7 +368,8 @@ class MixtureMlp(nn.Module):
             x_TC: Rows.
             rows: Has the weight of a row in the auxiliary loss and the z-loss. With None these
                 losses are left out.
-            chosen_TK: Numbers of the experts that an earlier pass chose. None chooses them here.
+            chosen_TK: Numbers of the experts that an earlier pass chose. With None they are chosen
+                here.
         """
         logits_TE = linear(x_TC, self.ops.weight(self.gate)).float()
         is_softmax = self.spec.scoring == Scoring.SOFTMAX

@@ -91,7 +91,8 @@ class LinearRows(NamedTuple):
 class Rows:
     """Inputs of a micro-batch's forward pass besides its tokens or hidden states."""
 
-    cos: Tensor  # as in `LayerRows`, for layers without a sliding window
+    # These three are for layers without a sliding window, as in `LayerRows`.
+    cos: Tensor
     sin: Tensor
     attend: Attend
     labels: Tensor | None = None  # target of each row, shape [T]; only on the last pipeline stage
@@ -351,7 +352,7 @@ def _mixture(spec: ModelSpec, ops: Ops) -> MixtureMlp:
 
 
 class Decoder(nn.Module):
-    """The decoder layers of one pipeline stage, with embedding or final norm where they belong.
+    """The decoder layers of one pipeline stage, and its embedding or final norm if it has one.
 
     Args:
         spec: Sizes and options of the model.
@@ -409,7 +410,7 @@ class Llama(nn.Module):
         is_last: Whether the stage has the final norm, the head and the loss. With tied embeddings,
             the head is the embedding itself if the stage has both; otherwise it is a second
             parameter, whose values `wlb.parallel.tied` keeps equal.
-        ops: How weights are applied. None applies them without parallelism.
+        ops: How weights are applied. With None they are applied without parallelism.
         loss_chunk: Number of rows whose logits are in memory at a time.
     """
 

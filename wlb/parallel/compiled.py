@@ -109,8 +109,8 @@ def _traced(function: Any, backend: str) -> Any:
 def _mark_residual(x_TC: Tensor) -> None:
     """Mark a layer's input: its number of rows is dynamic, and its width is static.
 
-    Otherwise torch would compile a special graph when the number of rows happens to equal the
-    width.
+    Without the marks torch would compile a special graph when the number of rows happens to equal
+    the width.
     """
     base = x_TC._base  # not None if FSDP's hooks pass a view of the residual stream
     for residual in [x_TC] if base is None else [x_TC, base]:

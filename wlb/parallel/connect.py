@@ -30,7 +30,7 @@ class Warmed(NamedTuple):
     """How many communicators `warm` has connected, and how long it took."""
 
     communicators: int  # number of this rank's communicators
-    links: int  # number of them that are links to neighbours in the pipeline
+    links: int  # how many of these are links to neighbours in the pipeline
     seconds: float  # time of all calls together
 
 

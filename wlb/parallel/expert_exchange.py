@@ -207,7 +207,7 @@ class _Choice:
     sent: list[slice] = field(default_factory=list[slice])  # each stage's slice of `order_N`
     # for each stage, which of this rank's experts compute which arriving rows
     stages: list[StageRows] = field(default_factory=list[StageRows])
-    order_M: Tensor | None = None  # sorts arriving rows by expert
+    order_M: Tensor | None = None  # the order that sorts arriving rows by expert
     inverse_M: Tensor | None = None  # the inverse of `order_M`
     ends_E: Tensor | None = None  # for each of this rank's experts the index after its last row
 

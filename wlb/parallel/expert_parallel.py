@@ -144,7 +144,7 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
         return
     by_batch = [r.experts.counts for r in rows if r.experts is not None]
     of_batches = [torch.stack([counts[mixture] for mixture in mixtures]) for counts in by_batch]
-    # B micro-batches, L layers, E experts, R ranks of an EP group.
+    # Shapes: B micro-batches, L layers, E experts, R ranks of an EP group.
     counts_BLE = torch.stack(of_batches).long()
     counts_LE = counts_BLE.sum(0)
     ranks_BLR = counts_BLE.unflatten(-1, (mesh.parallel.ep, -1)).sum(-1)

@@ -144,12 +144,12 @@ class Mesh:
 
     @property
     def link_before(self) -> dist.ProcessGroup:
-        """The group of this rank and the previous pipeline rank; the last precedes the first."""
+        """The group of this and the previous pipeline rank; the last rank precedes the first."""
         return self._link((self.at.pp - 1) % self.parallel.pp)
 
     @property
     def link_after(self) -> dist.ProcessGroup:
-        """The group of this rank and the next pipeline rank; the first rank follows the last."""
+        """The group of this and the next pipeline rank; the first rank follows the last."""
         return self._link(self.at.pp)
 
     def _link(self, link: int) -> dist.ProcessGroup:

@@ -52,7 +52,8 @@ class VarLenStage(PipelineStage):
         watchers: Observers of the stage's passes.
     """
 
-    rows: list[int]  # rows that stages exchange for each micro-batch; set before each step
+    # number of rows that stages exchange for each micro-batch; set before each step
+    rows: list[int]
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class VarLenStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
-        """Call the stage's module, also with the `Rows` that `forward_one_chunk` has stored."""
+        """Call the stage's module with its input and the `Rows` stored by `forward_one_chunk`."""
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:

@@ -82,7 +82,7 @@ def placement(name: str, mesh: Mesh) -> TpPlacement:
 
 
 class Products(NamedTuple):
-    """Tensor-parallel matrix products and their collectives, for forward and backward, no autograd.
+    """Tensor-parallel matrix products, forward and backward, with collectives, without autograd.
 
     `gathered` layers gather rows before the product (column-parallel). `scattered` layers
     reduce-scatter rows after it (row-parallel).

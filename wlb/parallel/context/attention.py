@@ -88,7 +88,7 @@ class ContextAttention:
     num_rows: int  # T, the number of this rank's rows, padding included
     heads: HeadShape
     backend: str  # name of the attention kernel, a key of `BACKENDS`
-    exchange: FlatExchange | None  # None with one CP rank
+    exchange: FlatExchange | None  # the exchange of K and V; None with one CP rank
     group_name: str  # name of the CP process group; "" with one CP rank
     keep_gathered_kv: bool  # keep K and V of all ranks for backward instead of gathering them twice
     fused: bool = False  # let a Triton kernel add the gradients of K and V

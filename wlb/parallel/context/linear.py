@@ -32,7 +32,8 @@ class _SharedRows(NamedTuple):
     """
 
     kept: Tensor  # indices of the local rows that are in the pool
-    sent: tuple[Tensor, ...]  # for each rank the entries of `kept` sent to it; no entry repeats
+    # for each rank, which entries of `kept` are sent to it; none is sent twice
+    sent: tuple[Tensor, ...]
     received: list[int]  # number of rows that come from each rank
 
     @classmethod

@@ -620,7 +620,8 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     no_rows = [None] * ctx.num_travelling
     rest = ([None] * ctx.num_tensors, *(None,) * 7)
-    # The output was not part of the loss, and the log-sum-exp has no derivative.
+    # The output was not part of the loss, so there are no gradients. (The log-sum-exp is not
+    # differentiable.)
     if grad_THD is None:
         return None, None, None, [*no_rows, *no_rows, None], *rest
     q_THD, out_THD, lse_HT, numbers, *kept = ctx.saved_tensors
