@@ -79,8 +79,7 @@ class Way(Protocol):
     """The routing of a micro-batch's rows to experts in one layer, for forward and backward."""
 
     counts_E: Tensor  # number of this process's rows that chose each expert
-    # The order in which the N copies of rows are sent, stage by stage. Copy i is a copy of row i //
-    # K.
+    # Order in which the N copies of rows are sent, stage by stage. Copy i copies row i // K.
     order_N: Tensor
     # whether `back` is started by the layer's recomputation instead of by backward (`FirstPass`)
     starts_late: bool

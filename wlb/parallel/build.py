@@ -164,8 +164,8 @@ def recompute_layers(stage: Llama, recompute: Recompute) -> None:
         # timer have added, then do not run a second time in backward.
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
-            # The mixture must know what is recomputed: only with FULL is attention recomputed while
-            # the gradients of the experts' outputs travel.
+            # The mixture must know what is recomputed: with FULL, the gradients of the experts'
+            # outputs travel while attention is recomputed.
             passes = partial(layer.mlp.passes, whole_layer=recompute == Recompute.FULL)
             call = partial(call, context_fn=passes)
         setattr(layer, method, call)

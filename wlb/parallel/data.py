@@ -149,8 +149,7 @@ def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
     """
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
-    # FSDP's `unshard` returns a handle with a method `wait`. Return a handle whose `wait` does
-    # nothing.
+    # FSDP's `unshard` returns a handle with a method `wait`. Replace it by one that does nothing.
     nothing = SimpleNamespace(wait=lambda: None)
     for layer in layers:
         setattr(layer, "unshard", lambda **_: nothing)  # noqa: B010
