@@ -138,33 +138,33 @@ REFUSED = {
     "empty": (([],), {}, "lengths is empty"),
     "zero": (([3, 0],), {}, r"lengths\[1\] = 0 must be at least 1"),
     "negative": (([3, -4],), {}, r"lengths\[1\] = -4 must be at least 1"),
-    "nan": (([3, 4],), {"cost": [1.0, math.nan]}, "sample 1 of 4 tokens costs nan"),
-    "negative cost": (([3, 4],), {"cost": [-1.0, 1.0]}, "sample 0 of 3 tokens costs -1"),
+    "nan": (([3, 4],), {"cost": [1.0, math.nan]}, "sample 1, which has 4 tokens, is nan"),
+    "negative cost": (([3, 4],), {"cost": [-1.0, 1.0]}, "sample 0, which has 3 tokens, is -1"),
     "costs": (([3, 4],), {"cost": [1.0]}, "there are 2 samples"),
-    "name": (([3, 4],), {"cost": "trl"}, "unknown cost 'trl'"),
+    "name": (([3, 4],), {"cost": "trl"}, "cost = 'trl' is unknown"),
     "ratio": (([3, 4],), {"cost": 0.0}, "must be a positive, finite number of tokens"),
     "cap": (([3, 41],), {}, "sample 1 has 41 tokens.*max_tokens = 40"),
     "atom": (([30, 20, 5],), {"atoms": [0, 0, 1]}, "atom of sample 0 has 50 tokens.*= 40"),
     "few": (([3],), {}, "1 samples or atoms.*1 micro-batches.*2 ranks"),
     "fixed": (([30] * 6,), {"num_micro_batches": 2}, "180 tokens do not fit into 2 "),
-    "counts": (([3, 4, 5],), {"equal_counts": True}, "3 samples, which.*2 ranks.*count_slack"),
-    "slack": (([3, 4],), {"count_slack": 1}, "needs equal_counts"),
-    "multiple": (([3, 4],), {"num_micro_batches": 3, "multiple": 2}, "3 is not a multiple of 2"),
-    "divided": (([3, 4],), {"groups": [0, 0], "mini_batches": [0, 1]}, "samples 0 and 1 have the"),
-    "group": (([3, 4],), {"groups": [0, 1], "atoms": [0, 0]}, "0 and 1 have the same atom"),
+    "counts": (([3, 4, 5],), {"equal_counts": True}, "2 samples, but there are 3; .* count_slack"),
+    "slack": (([3, 4],), {"count_slack": 1}, "has no effect without equal_counts"),
+    "multiple": (([3, 4],), {"num_micro_batches": 3, "multiple": 2}, "3 must be a multiple of 2"),
+    "divided": (([3, 4],), {"groups": [0, 0], "mini_batches": [0, 1]}, "0 and 1 are in the same"),
+    "group": (([3, 4],), {"groups": [0, 1], "atoms": [0, 0]}, "0 and 1 are in the same atom"),
     "groups": (([3, 4],), {"groups": [0, 0], "groups_on": "rank"}, "1 groups.*2 ranks"),
     "unequal": (
         ([3] * 8,),
         {"groups": [0, 0, 0, 0, 0, 1, 1, 2], "groups_on": "rank", "equal_counts": True},
         "groups and atoms give ranks",
     ),
-    "mini-batches": (([3, 4],), {"mini_batches": 3}, "2 samples or groups cannot fill 3"),
-    "rank": (([3, 4],), {"ranks": [0, 2]}, r"ranks\[1\] = 2 must be .* num_ranks = 2"),
-    "entries": (([3, 4],), {"groups": [0]}, "groups has 1 entries, and there are 2 samples"),
-    "wait": (([3, 4],), {"wait": "never"}, "wait = 'never' must be one of"),
-    "passes": (([3, 4],), {"passes": "back"}, "passes = 'back' must be one of"),
+    "mini-batches": (([3, 4],), {"mini_batches": 3}, "atoms are too few for mini_batches = 3"),
+    "rank": (([3, 4],), {"ranks": [0, 2]}, r"ranks\[1\] = 2 must be from 0 to 1"),
+    "entries": (([3, 4],), {"groups": [0]}, "groups has 1 entries, but there are 2 samples"),
+    "wait": (([3, 4],), {"wait": "never"}, "wait = 'never' is unknown"),
+    "passes": (([3, 4],), {"passes": "back"}, "passes = 'back' is unknown"),
     "degree": (([3, 4],), {"dynamic_cp": 3}, "dynamic_cp = 3 must be a power of two"),
-    "too wide": (([3, 90],), {"dynamic_cp": 2}, "90 tokens needs more than dynamic_cp = 2"),
+    "too wide": (([3, 90],), {"dynamic_cp": 2}, "90 tokens must fit into dynamic_cp = 2"),
 }  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_sharding_of_a_micro_batch_over_its_context_parallel_group() -> None:
     plan = balance.shard(0, 1, 0, strategy="per_document")
     assert plan.lengths.tolist() == TAILS[samples].tolist()
     assert plan.cp == 2
-    with pytest.raises(UserError, match="workload model"):
+    with pytest.raises(UserError, match="give balance_step a WorkloadModel"):
         balance_step(TAILS, num_ranks=4, max_tokens=34000, cost=TAILS).shard(0, 0, 0)
 
 

@@ -91,7 +91,7 @@ def test_nothing_and_one(method: BinMethod) -> None:
 @pytest.mark.parametrize("method", list(BinMethod))
 def test_a_document_over_the_capacity_is_refused_by_name(method: BinMethod) -> None:
     """In other packers it ends the epoch, overfills its bin, is truncated or is dropped."""
-    message = "document 1 has 11 tokens, more than a bin of 10; split it first"
+    message = "document 1 has 11 tokens, but a bin has at most 10; cut long documents first"
     with pytest.raises(ValueError, match=message):
         pack_bins([3, 11, 4], 10, method=method)
 
@@ -102,8 +102,8 @@ def test_a_document_over_the_capacity_is_refused_by_name(method: BinMethod) -> N
         ([3, 0], 10, {}, "lengths[1] = 0 must be at least 1"),
         ([3], 0, {}, "capacity = 0 must be at least 1"),
         ([3], 10, {"window": 0}, "window = 0 must be at least 1"),
-        ([3], 10, {"num_first": 2}, "num_first = 2 is not between 0 and 1 documents"),
-        ([3], 10, {"method": "worst_fit"}, "unknown method 'worst_fit'; known: first_fit_"),
+        ([3], 10, {"num_first": 2}, "num_first = 2 must be from 0 to the number of documents, 1"),
+        ([3], 10, {"method": "worst_fit"}, "method = 'worst_fit' is unknown; use one of first"),
     ],
 )
 def test_refusals(lengths: list[int], capacity: int, options: dict[str, int], message: str) -> None:
@@ -112,7 +112,7 @@ def test_refusals(lengths: list[int], capacity: int, options: dict[str, int], me
 
 
 def test_a_record_that_does_not_add_up_is_refused() -> None:
-    with pytest.raises(ValueError, match="bin 1 has 11 tokens, more than 10"):
+    with pytest.raises(ValueError, match="bin 1 has 11 tokens, but a bin must have at most 10"):
         Bins(order=[0, 1], offsets=[0, 1, 2], tokens=[3, 11], capacity=10)
     with pytest.raises(ValueError, match="do not divide 2 documents into 1 bins"):
         Bins(order=[0, 1], offsets=[0, 1], tokens=[3], capacity=10)

@@ -297,11 +297,15 @@ def test_equal_documents_leave_oldest_first() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="s_max = 2048 is below the context window of 4096"):
+    with pytest.raises(
+        ValueError, match="s_max = 2048 tokens must be at least the context window, 4096 tokens"
+    ):
         packer(s_max=0.5)
-    with pytest.raises(ValueError, match="step_tokens = 16384 is not more than the 16384 tokens"):
+    with pytest.raises(
+        ValueError, match="a step has at most 16384 tokens, and a global batch 16384"
+    ):
         packer(step_tokens=1.0)
-    with pytest.raises(ValueError, match=r"step_tokens = .* raise step_tokens"):
+    with pytest.raises(ValueError, match=r"step_tokens must .* Raise packing.step_tokens"):
         packer(s_max=1.0, step_tokens=None)
     with pytest.raises(ValueError, match="max_delay = 0 must be at least 1"):
         packer(max_delay=0)
@@ -442,7 +446,7 @@ def test_plans_do_not_depend_on_the_unit_of_cost() -> None:
 
 def test_a_piece_that_no_step_can_take_is_refused_not_flushed_for_ever() -> None:
     pack = small(1, 100, 200, 120, 5)
-    with pytest.raises(ValueError, match="longer than s_max or step_tokens = 120"):
+    with pytest.raises(ValueError, match="at most s_max or step_tokens = 120"):
         pack.push(None, waiting_for("bounded", [150], [0], 0))
     options = PackerOptions(num_micro_batches=2, context_window=100, cost=COST)
     literal = VarLenPacker(options=options, s_max=101, queue_thresholds=(), literal=True)

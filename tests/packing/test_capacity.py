@@ -118,16 +118,18 @@ def test_a_method_by_its_name() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="capacity = 9 is below the context window of 10"):
+    with pytest.raises(
+        ValueError, match="capacity = 9 tokens must be at least the context window, 10 tokens"
+    ):
         packer(capacity=9)
     with pytest.raises(ValueError, match="pack_batches = 0 must be at least 1"):
         packer(pack_batches=0)
     with pytest.raises(ValueError, match="open_bins = 0 must be at least 1"):
         packer(open_bins=0)
-    with pytest.raises(ValueError, match="unknown method 'worst_fit'; known: first_fit"):
+    with pytest.raises(ValueError, match="method = 'worst_fit' is unknown; use one of first_fit"):
         packer("worst_fit")  # pyright: ignore[reportArgumentType]
     _, carry = packer().push(batch([9]), packer().start())
-    with pytest.raises(ValueError, match="document 0 waits as a piece of 9 tokens"):
+    with pytest.raises(ValueError, match="a piece of 9 tokens of document 0 waits in the carry"):
         packer(window=8).push(None, carry)
 
 

@@ -59,7 +59,7 @@ def test_what_fits_nowhere_is_cut_to_fill_the_gaps() -> None:
 
 
 def test_more_tokens_than_room_are_refused() -> None:
-    with pytest.raises(ValueError, match="17 tokens do not fit 2 micro-batches of 8 tokens"):
+    with pytest.raises(ValueError, match="17 tokens do not fit into 2 micro-batches of at most 8"):
         greedy(pieces([9, 8]), int_array("w", [1, 1]), num_micro_batches=2, capacity=8)
 
 

@@ -203,7 +203,7 @@ def test_caps_of_a_run() -> None:
             2.0,
             "for weights, gradients, optimiser and logits, but packing.memory_gib allows 2.0 GiB",
         ),
-        (30.0, "packing.memory_gib = 30.0: a step of at most"),
+        (30.0, "packing.memory_gib = 30.0 has room for steps of at most"),
     ],
 )
 def test_memory_that_cannot_hold_a_step_is_refused(gib: float, message: str) -> None:
@@ -273,7 +273,7 @@ def test_s_max_leaves_room_for_a_step(gib: float, windows: float, share: float |
 
 def test_s_max_without_memory_is_refused() -> None:
     unfilled = spec(s_max=0)
-    with pytest.raises(ValueError, match=r"not known on the CPU; set cluster\.memory_gib"):
+    with pytest.raises(ValueError, match=r"unknown on a CPU; .* set cluster\.memory_gib"):
         with_s_max(unfilled, planned_gib=None)
     with pytest.raises(ValueError, match=r"needs .* GiB for weights, gradients, optimiser and"):
         with_s_max(unfilled, planned_gib=0.001)

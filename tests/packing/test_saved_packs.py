@@ -104,15 +104,15 @@ def test_padding_is_kept_too(store: str, tmp_path: Path) -> None:
     [
         (
             "data.num_windows=8",
-            "packing.packs have 4 micro-batches a step, but the run has 8; make",
+            "packing.packs was made with 4 micro-batches per step, but the run has 8; make",
         ),
         (
             "data.context_window=512",
-            "packing.packs have 256 tokens of a context window, but the run has",
+            "packing.packs was made with 256 tokens of a context window, but the run has",
         ),
         (
             "packing.method=random_padding",
-            "packing.packs have separate layout, but the run has padded",
+            "packing.packs was made with separate layout, but the run has padded",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_packs_of_another_store_or_of_no_kind_are_refused(
     store: str, packs: str, tmp_path: Path
 ) -> None:
     other = write_store(tmp_path / "other", [*LENGTHS[:-1].tolist(), 7])
-    with pytest.raises(ValueError, match="were made of another store"):
+    with pytest.raises(ValueError, match="was made for another token store"):
         planner(spec_of(other, f"packing.packs={packs}"))
     (tmp_path / "text.npz").write_text("no archive")
     (tmp_path / "empty.npz").write_bytes(b"")
@@ -141,7 +141,7 @@ def test_packs_of_another_store_or_of_no_kind_are_refused(
 def test_cut_documents_and_waiting_ones_have_no_place(store: str, packs: str) -> None:
     cut = spec_of(store, "packing.method=fixed_length_posid")
     with pytest.raises(
-        ValueError, match=r"document \d+ was cut .* only whole documents are packed"
+        ValueError, match=r"document \d+ was cut: .* Packs must have whole documents"
     ):
         packs_of(cut, TokenStore(store), workload_for(cut, "cpu"))
     plan = next(planner(spec_of(store)).steps())
@@ -149,7 +149,7 @@ def test_cut_documents_and_waiting_ones_have_no_place(store: str, packs: str) ->
     made = planner(spec_of(store, f"packing.packs={packs}"))
     state = replace(plan.state, corpus=made.start().corpus, ready=())
     with pytest.raises(
-        ValueError, match=r"documents wait from a run with packing\.policy = capacity"
+        ValueError, match=r"documents still wait from a run with packing\.policy = capacity"
     ):
         made.next(state)
     with pytest.raises(ValueError, match="the state of packs must have"):

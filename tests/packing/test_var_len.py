@@ -104,9 +104,9 @@ def test_held_outliers_leave_after_so_many_steps_however_many_there_are() -> Non
     assert [documents(plan) for plan in plans] == [[[5], []]]
     with pytest.raises(ValueError, match="hold = -1 must be at least 0"):
         replace(pack, hold=-1)
-    with pytest.raises(ValueError, match="hold = 2 is not Algorithm 1"):
+    with pytest.raises(ValueError, match="hold = 2 must be 0 if literal is True"):
         replace(pack, literal=True)
-    with pytest.raises(ValueError, match="hold = 2 delays nothing without queue_thresholds"):
+    with pytest.raises(ValueError, match="hold = 2 delays no document"):
         replace(pack, queue_thresholds=())
 
 
@@ -196,7 +196,9 @@ def test_shuffle_is_a_function_of_the_seed() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="s_max = 7 is below the context window of 8"):
+    with pytest.raises(
+        ValueError, match="s_max = 7 tokens must be at least the context window, 8 tokens"
+    ):
         packer(s_max=7)
     with pytest.raises(ValueError, match="must increase"):
         packer(thresholds=(6, 6))
@@ -227,7 +229,7 @@ def test_a_cost_that_is_none_is_refused_with_its_document(value: float) -> None:
         BoundedPacker(options=options, s_max=16),
     ):
         with pytest.raises(
-            ValueError, match=r"cost of Piece\(document=1, .* at least 0 and finite"
+            ValueError, match=r"cost of Piece\(document=1, .* must be finite, at least 0"
         ):
             pack.push(batch(0, [3, 5]), pack.start())
 
@@ -237,7 +239,9 @@ def test_costs_whose_sum_does_not_fit_are_refused() -> None:
         num_micro_batches=64, context_window=8, cost=FlopsWorkload(quadratic_ns=2e15)
     )
     pack = BoundedPacker(options=options, s_max=16)
-    with pytest.raises(ValueError, match=r"beyond 64-bit integers; the largest is 128000"):
+    with pytest.raises(
+        ValueError, match=r"more than a 64-bit integer can store; the largest is 128000"
+    ):
         pack.push(batch(0, [3] * 100 + [8]), pack.start())
 
 
@@ -250,10 +254,12 @@ def test_a_carry_of_a_larger_window_is_refused_not_flushed_for_ever() -> None:
     _, carry = wide.push(batch(0, [12, 3, 14]), wide.start())
     assert waiting(carry) == [(1, 2)]
     for after in (None, batch(1, [2], first_id=3)):
-        with pytest.raises(ValueError, match="document 2 waits as a piece of 14 tokens, cut for a"):
+        with pytest.raises(
+            ValueError, match=r"a piece of 14 tokens of document 2 waits .* It was cut for a"
+        ):
             packer(s_max=13).push(after, carry)
     (plan,), _ = packer(s_max=14).push(None, carry)  # what fits S_max can go on
     assert documents(plan) == [[2], []]
     capped = replace(packer(s_max=14), step_tokens=13)  # one micro-batch holds it, a step does not
-    with pytest.raises(ValueError, match="longer than s_max or step_tokens = 13"):
+    with pytest.raises(ValueError, match="at most s_max or step_tokens = 13"):
         capped.push(None, carry)

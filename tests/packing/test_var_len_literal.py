@@ -100,7 +100,7 @@ def test_a_literal_run_releases_everything_at_the_end_of_data() -> None:
 
 
 def test_a_document_of_s_max_tokens() -> None:
-    with pytest.raises(ValueError, match="the literal Algorithm 1 keeps micro-batches below s_max"):
+    with pytest.raises(ValueError, match="the printed Algorithm 1 keeps micro-batches below s_max"):
         packer(2, WINDOW, [])
     made, carry = run(packer(1, WINDOW, [], literal=False), [[WINDOW]])
     assert (made, carry.num_tokens) == ([[[0]]], 0)
@@ -114,5 +114,7 @@ def test_a_cap_on_the_tokens_of_a_step_leaves_over() -> None:
     # 8 and 5 leave one token of room: the 3 waits, the 1 does not.
     assert sorted(sorted(m.pieces.length.tolist()) for m in plan.micro_batches) == [[1, 5], [8]]
     assert carry.pieces.document.tolist() == [2]
-    with pytest.raises(ValueError, match="step_tokens = 7 is below the context window of 8"):
+    with pytest.raises(
+        ValueError, match="step_tokens = 7 must be at least the context window, 8 tokens"
+    ):
         VarLenPacker(options=options, s_max=12, step_tokens=7, queue_thresholds=())

@@ -85,7 +85,7 @@ def test_dealing_gives_equal_numbers_and_near_equal_work() -> None:
     assert again[assign_micro_batches(again, again, 2)].sum(1).tolist() == [20, 22]
     assert assign_micro_batches(work, work, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
     with pytest.raises(
-        ValueError, match="6 micro-batches cannot be divided equally over 4 pipelines"
+        ValueError, match="6 micro-batches, but their number must be a multiple of the 4 pipelines"
     ):
         assign_micro_batches(work, work, 4)
 
@@ -255,7 +255,7 @@ def test_a_baseline_that_was_off_starts_where_the_run_is() -> None:
     ("change", "message"),
     [
         ({"dp": 0}, "dp = 0 must be at least 1"),
-        ({"dp": 3}, "4 micro-batches cannot be divided equally over dp = 3"),
+        ({"dp": 3}, "num_micro_batches = 4 must be a multiple of dp = 3"),
         ({"cp": 0}, "cp = 0"),
         ({"strategy": "ring"}, "unknown sharding strategy 'ring'"),
     ],

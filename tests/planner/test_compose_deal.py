@@ -43,7 +43,11 @@ def test_every_micro_batch_is_dealt_once_and_waits_are_least(
 
 def test_numbers_that_do_not_divide_are_refused() -> None:
     six = np.arange(6)
-    with pytest.raises(ValueError, match="6 micro-batches cannot be divided over 4 pipelines"):
+    with pytest.raises(
+        ValueError, match="micro-batches, 6, must be a multiple of the number of pipelines, 4"
+    ):
         assign_rounds(six, six, 4, 2)
-    with pytest.raises(ValueError, match="over 3 pipelines, of which 2 share"):
+    with pytest.raises(
+        ValueError, match="pipelines, 3, which must be a multiple of the 2 pipelines that share"
+    ):
         assign_rounds(six, six, 3, 2)

@@ -93,7 +93,7 @@ def test_costs_are_those_of_balance_step() -> None:
         ("h100", r"unknown cost 'h100'.*load_profile\('h100'\)"),
         ("slime", "cost is 'slime', which prices whole samples only"),
         ([1.0] * len(LENGTHS), "cost is a list, which prices whole samples only"),
-        (-1, "must be a positive number"),
+        (-1, "must be a positive, finite number"),
     ):
         with pytest.raises(UserError, match=said):
             digests(cost=cost)

@@ -270,7 +270,7 @@ def test_open_windows_are_held_to_their_numbers(cut: WindowCut) -> None:
     state = next(s for s in held if len(s.carry.pieces) > 2)
     slot = state.carry.slot.copy()
     slot[-1] += len(slot)
-    with pytest.raises(UserError, match="where the policy puts no such piece"):
+    with pytest.raises(UserError, match="this policy never places a piece of this length"):
         check_planner_state(replace(state, carry=replace(state.carry, slot=slot)), made.source)
 
 

@@ -272,7 +272,9 @@ def starts(
 def test_a_planner_that_is_stopped_before_it_listens_is_named(more: bytes) -> None:
     """A job of megabytes is more than a pipe takes from a parent whose planner reads no more."""
     address = Address.new()
-    with pytest.raises(PlannerLost, match="gave no sign of life for 2 s: it is stopped") as caught:
+    with pytest.raises(
+        PlannerLost, match="gave no sign of life for 2 s, so it is considered stopped"
+    ) as caught:
         starts(StopsItsReader(), more, silence_s=2.0, address=address)
     (pid,) = re.findall(r"process (\d+) on", str(caught.value))
     assert not Path("/proc", pid).exists()

@@ -67,5 +67,5 @@ def test_adaptive_is_never_slower_than_either(cp: int) -> None:
 
 def test_ties_go_to_per_sequence_and_unknown_names_are_refused() -> None:
     assert shard([16], cp=2, strategy="adaptive", cost=FLOPS).strategy == "per_sequence"
-    with pytest.raises(ValueError, match="unknown sharding strategy 'ring'; known: per_sequence"):
+    with pytest.raises(ValueError, match="strategy = 'ring' is unknown; use one of per_sequence"):
         shard([16], cp=2, strategy="ring", cost=FLOPS)

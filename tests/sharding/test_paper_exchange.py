@@ -96,5 +96,5 @@ def test_free_exchanges_are_gathers() -> None:
 
 
 def test_an_unknown_exchange_is_refused() -> None:
-    with pytest.raises(UserError, match="exchange = 'ring' is not one of auto, gather, needed"):
+    with pytest.raises(UserError, match="exchange = 'ring' is unknown; use one of auto, gather"):
         shard([8], cp=2, strategy="balanced", cost=FLOPS, exchange="ring")

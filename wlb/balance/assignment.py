@@ -42,7 +42,10 @@ class StepBalance:
 
     def __post_init__(self) -> None:
         if not np.array_equal(np.sort(self.order), np.arange(self.lengths.size)):
-            raise ValueError("an assignment must have every sample exactly once")
+            raise ValueError(
+                "an assignment must have every sample exactly once, but order is no permutation "
+                f"of the {self.lengths.size} samples"
+            )
 
     @property
     def num_mini_batches(self) -> int:
@@ -129,7 +132,11 @@ class StepBalance:
                 predicted times of parts of samples.
         """
         if self.model is None:
-            raise UserError("sharding prices segments: give balance_step a workload model as cost")
+            raise UserError(
+                "cost gives only the costs of whole samples, but sharding needs the costs of "
+                "their parts; give balance_step a WorkloadModel, a kernel profile or the path of "
+                "a config.json as cost"
+            )
         lengths = self.lengths[self.samples(mini_batch, rank, micro_batch)]
         degree = self.cp_degree(mini_batch, rank, micro_batch)
         return shard(lengths, cp=degree, strategy=strategy, cost=self.model)

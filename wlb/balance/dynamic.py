@@ -63,8 +63,9 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
     while True:
         if num > units.work.size:
             raise UserError(
-                f"{rules.name}: {units.work.size} samples cannot fill {num} micro-batches of "
-                f"{ranks} ranks; give it more samples or a larger max_tokens"
+                f"{rules.name}: {units.work.size} samples or atoms are too few for {num} "
+                f"micro-batches over {ranks} ranks, because each micro-batch needs at least one; "
+                "give more samples, or raise max_tokens"
             )
         level = max(total / (ranks * num), float(units.work[0]) / most)
         placed = _place(units, rules, num, level, most)
@@ -76,8 +77,8 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
         if rules.num is not None:
             raise UserError(
                 f"{rules.name}: {units.tokens.sum():.0f} tokens do not fit into {num} "
-                f"micro-batches of {ranks} ranks with {rules.cap} tokens each; raise "
-                f"num_micro_batches or max_tokens"
+                f"micro-batches over {ranks} ranks of max_tokens = {rules.cap} each; raise "
+                "num_micro_batches or max_tokens"
             )
         num += rules.multiple
 
@@ -85,22 +86,23 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
 def _check(units: Units, rules: Rules, most: int) -> None:
     if most & (most - 1) or rules.num_ranks % most:
         raise UserError(
-            f"dynamic_cp = {most} must be a power of two that divides num_ranks = {rules.num_ranks}"
+            f"dynamic_cp = {most} must be a power of two and a divisor of num_ranks = "
+            f"{rules.num_ranks}; change dynamic_cp or num_ranks"
         )
     if rules.counts is not None or units.group is not None:
         raise UserError(
-            "with dynamic_cp a sample may be on several ranks, so it cannot be combined with "
-            "equal_counts or groups_on='rank'"
+            "dynamic_cp must be 1 with equal_counts or groups_on='rank', because it may put a "
+            "sample on several ranks; set dynamic_cp = 1, or leave out the other argument"
         )
     if units.rank is not None:
         raise UserError(
-            "with dynamic_cp a sample may be on several ranks, so it cannot be combined with "
-            "ranks; leave out one of them"
+            "dynamic_cp must be 1 with ranks, because it may put a sample on several ranks; set "
+            "dynamic_cp = 1, or leave out ranks"
         )
     if (i := first_true(units.tokens > rules.cap * most)) is not None:
         raise UserError(
-            f"{rules.name}: a sample of {units.tokens[i]:.0f} tokens needs more than dynamic_cp = "
-            f"{most} ranks of max_tokens = {rules.cap}; raise one of them"
+            f"{rules.name}: a sample of {units.tokens[i]:.0f} tokens must fit into dynamic_cp = "
+            f"{most} ranks of max_tokens = {rules.cap} each; raise dynamic_cp or max_tokens"
         )
 
 

@@ -31,7 +31,8 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
     """
     if work.size < num:
         raise UserError(
-            f"{work.size} samples or groups cannot fill {num} mini-batches; lower mini_batches"
+            f"{work.size} samples, groups or atoms are too few for mini_batches = {num}, because "
+            "each mini-batch needs at least one; lower mini_batches"
         )
     order = np.lexsort((-work, -samples))
     out = np.empty(work.size, np.int64)
@@ -39,8 +40,8 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
     held = np.bincount(out, samples, num)
     if equal_counts and held.min() < held.max():
         raise UserError(
-            f"mini-batches would have {held.min():.0f} to {held.max():.0f} samples, but "
-            f"equal_counts requires {samples.sum() / num:g}; give groups of equal size, whose "
-            f"number is a multiple of mini_batches = {num}"
+            f"equal_counts requires {samples.sum() / num:g} samples in each mini-batch, but groups "
+            f"or atoms would give {held.min():.0f} to {held.max():.0f}; give groups of equal size, "
+            f"whose number is a multiple of mini_batches = {num}"
         )
     return out

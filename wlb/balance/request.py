@@ -110,17 +110,24 @@ class StepRequest:
 
     def __post_init__(self) -> None:
         if not self.lengths.size:
-            raise UserError("lengths is empty: a step needs at least one sample")
+            raise UserError(
+                "lengths is empty, but a step needs at least one sample; give the length of each "
+                "sample"
+            )
         check_minimum("lengths", self.lengths, 1)
         convert_to_ints(self, num_ranks=1, max_tokens=1)
         one_of("wait", self.slots.wait, WAITS)
         one_of("too_long", self.too_long, TOO_LONG)
         one_of("groups_on", self.rank_rules.groups_on, GROUPS_ON)
         if self.rank_rules.slack and not self.rank_rules.equal_counts:
-            raise UserError(f"count_slack = {self.rank_rules.slack} needs equal_counts = True")
+            raise UserError(
+                f"count_slack = {self.rank_rules.slack} has no effect without equal_counts; set "
+                "equal_counts = True, or count_slack = 0"
+            )
         if self.slots.num is not None and self.slots.num % self.slots.multiple:
             raise UserError(
-                f"num_micro_batches = {self.slots.num} is not a multiple of {self.slots.multiple}"
+                f"num_micro_batches = {self.slots.num} must be a multiple of {self.slots.multiple} "
+                f"(multiple = {self.slots.multiple}); change num_micro_batches or multiple"
             )
         self._check_caps()
         self._check_labels(self.labels)
@@ -137,20 +144,25 @@ class StepRequest:
     def _check_ranks(self, given: SampleLabels, rank: IntArray) -> None:
         if rank.size != self.lengths.size:
             raise UserError(
-                f"ranks has {rank.size} entries, and there are {self.lengths.size} samples"
+                f"ranks has {rank.size} entries, but there are {self.lengths.size} samples; give "
+                "one entry for each sample"
             )
         if (i := first_true((rank < 0) | (rank >= self.num_ranks))) is not None:
             raise UserError(
-                f"ranks[{i}] = {rank[i]} must be at least 0 and below num_ranks = {self.num_ranks}"
+                f"ranks[{i}] = {rank[i]} must be from 0 to {self.num_ranks - 1} (num_ranks = "
+                f"{self.num_ranks})"
             )
         if self.rank_rules.equal_counts or self.rank_rules.groups_on == "rank":
             raise UserError(
-                "ranks keeps each sample on its rank, so it cannot be combined with equal_counts "
-                "or groups_on='rank'"
+                "ranks cannot be combined with equal_counts or groups_on='rank', because ranks "
+                "already says on which rank each sample is; leave out one of them"
             )
         several = isinstance(given.mini_batches, int) and given.mini_batches > 1
         if given.group is not None and several:
-            raise UserError("with ranks and groups, give the mini-batch of each sample")
+            raise UserError(
+                "mini_batches must be a list if both ranks and groups are given; give the "
+                "mini-batch of each sample instead of a number of mini-batches"
+            )
         _inside("rank", rank, "atom", given.atom)
 
     def _check_caps(self) -> None:
@@ -161,8 +173,9 @@ class StepRequest:
         alone = int((self.labels.atom == over).sum()) == 1
         what = f"sample {sample} has" if alone else f"the atom of sample {sample} has"
         raise UserError(
-            f"{what} {tokens[over]} tokens, more than the max_tokens = {self.max_tokens} of a "
-            f"micro-batch; cut it, raise max_tokens, or let it be alone (too_long='alone')"
+            f"{what} {tokens[over]} tokens, but a micro-batch must have at most max_tokens = "
+            f"{self.max_tokens}; shorten the sample, raise max_tokens, or set too_long = 'alone' "
+            "to train it in a micro-batch without other samples"
         )
 
 
@@ -175,7 +188,7 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         known: The permitted values.
     """
     if value not in known:
-        raise UserError(f"{name} = {value!r} must be one of {', '.join(known)}")
+        raise UserError(f"{name} = {value!r} is unknown; use one of {', '.join(known)}")
 
 
 def labels(name: str, values: IntLike, num: int) -> IntArray:
@@ -191,7 +204,10 @@ def labels(name: str, values: IntLike, num: int) -> IntArray:
     """
     array = int_array(name, values)
     if array.size != num:
-        raise UserError(f"{name} has {array.size} entries, and there are {num} samples")
+        raise UserError(
+            f"{name} has {array.size} entries, but there are {num} samples; give one entry for "
+            "each sample"
+        )
     _, first, inverse = np.unique(array, return_index=True, return_inverse=True)
     place = np.empty(first.size, np.int64)
     place[np.argsort(first, kind="stable")] = np.arange(first.size)
@@ -208,7 +224,10 @@ def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
         return whole_number("mini_batches", given, 1)
     array = int_array("mini_batches", given)
     if array.size != num:
-        raise UserError(f"mini_batches has {array.size} entries, and there are {num} samples")
+        raise UserError(
+            f"mini_batches has {array.size} entries, but there are {num} samples; give one entry "
+            "for each sample, or the number of mini-batches"
+        )
     return np.unique(array, return_inverse=True)[1]
 
 
@@ -226,6 +245,6 @@ def _inside(outer_name: str, outer: IntArray, inner_name: str, inner: IntArray) 
     if (i := first_true(of[inner] != outer)) is not None:
         first = int(np.flatnonzero(inner == inner[i])[0])
         raise UserError(
-            f"samples {first} and {i} have the same {inner_name}, but different {outer_name}s; "
-            f"give all samples of one {inner_name} the same {outer_name}"
+            f"samples {first} and {i} are in the same {inner_name}, but not in the same "
+            f"{outer_name}; give all samples of one {inner_name} the same {outer_name}"
         )

@@ -59,7 +59,7 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
         UserError: If a sample has no finite cost of at least 0.
     """
     if passes not in PASSES:
-        raise UserError(f"passes = {passes!r} must be one of {', '.join(PASSES)}")
+        raise UserError(f"passes = {passes!r} is unknown; use one of {', '.join(PASSES)}")
     model = model_of(cost)
     if model is not None:
         is_forward = passes == "forward"
@@ -76,7 +76,8 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
         )
     if (i := first_true(~(np.isfinite(out) & (out >= 0)))) is not None:
         raise UserError(
-            f"sample {i} of {lengths[i]} tokens costs {out[i]}; costs must be finite and at least 0"
+            f"the cost of sample {i}, which has {lengths[i]} tokens, is {out[i]}, but costs must "
+            "be finite and at least 0; correct cost"
         )
     return out
 

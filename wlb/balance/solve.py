@@ -66,9 +66,10 @@ def solve(units: Units, rules: Rules) -> Placed:
     while True:
         if rules.num_ranks * num > units.work.size:
             raise UserError(
-                f"{rules.name} has {units.work.size} samples or atoms, which cannot fill {num} "
-                f"micro-batches of at most {rules.cap} tokens on each of {rules.num_ranks} ranks; "
-                f"give it more samples, fewer ranks or a larger max_tokens"
+                f"{rules.name}: {units.work.size} samples or atoms are too few for {num} "
+                f"micro-batches of at most {rules.cap} tokens on each of {rules.num_ranks} ranks, "
+                "because each micro-batch needs at least one; give more samples, use fewer ranks, "
+                "or raise max_tokens"
             )
         tried = (_by_rank if is_ranked else _by_bins)(units, rules, num, bound)
         if tried is not None:
@@ -76,8 +77,8 @@ def solve(units: Units, rules: Rules) -> Placed:
         if rules.num is not None:
             raise UserError(
                 f"{rules.name}: {units.tokens.sum():.0f} tokens do not fit into {num} "
-                f"micro-batches of at most {rules.cap} on each of {rules.num_ranks} ranks; raise "
-                f"num_micro_batches or max_tokens"
+                f"micro-batches of at most {rules.cap} tokens on each of {rules.num_ranks} ranks; "
+                "raise num_micro_batches or max_tokens"
             )
         num += rules.multiple
 
@@ -260,8 +261,9 @@ def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
     order = np.lexsort((-sums[0], -sums[2]))
     if order.size < rules.num_ranks:
         raise UserError(
-            f"{rules.name} has {order.size} groups, which cannot fill {rules.num_ranks} ranks; "
-            f"give it more groups, or groups_on='mini_batch'"
+            f"{rules.name}: {order.size} groups are too few for {rules.num_ranks} ranks, because "
+            "groups_on='rank' keeps each group on one rank; give more groups, or set "
+            "groups_on='mini_batch'"
         )
     wholes = Units(work=sums[0][order], tokens=sums[1][order], samples=sums[2][order])
     has_counts = rules.counts is not None
@@ -316,7 +318,7 @@ def _check_counts(held: FloatArray, rules: Rules) -> None:
     least, most = rules.counts or (0, 0)
     if held.min() < least or held.max() > most:
         raise UserError(
-            f"{rules.name}: groups and atoms give ranks {held.min():.0f} to {held.max():.0f} "
-            f"samples, but equal_counts requires {least} to {most}; raise count_slack, or give "
-            f"groups of equal size"
+            f"{rules.name}: equal_counts requires {least} to {most} samples on each rank, but "
+            f"groups and atoms give ranks {held.min():.0f} to {held.max():.0f}; raise count_slack, "
+            "or give groups of equal size"
         )

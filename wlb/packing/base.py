@@ -139,8 +139,9 @@ class PackerOptions:
         if max(work.sum(dtype=float), float(most * self.num_micro_batches)) > MOST_WORK:
             piece = pieces[int(work.argmax())]
             raise UserError(
-                f"the costs of {len(pieces)} pieces add up beyond 64-bit integers; the largest is "
-                f"{most} ns for {piece}: check the cost model's units"
+                f"the costs of {len(pieces)} pieces add up to more than a 64-bit integer can "
+                f"store; the largest is {most} ns, of {piece}. Correct the units of the cost "
+                "model, which must be ns"
             )
         return work
 
@@ -154,12 +155,18 @@ class PackerOptions:
 
 
 def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
-    """Return the costs of pieces, shape [num_pieces], as integers; raise UserError if invalid."""
+    """Return the cost of each piece in ns, as integers; raise UserError if a cost is invalid."""
     raw = np.asarray(cost_ns)
     if raw.shape != (len(pieces),):
-        raise UserError(f"the cost model gave {raw.shape} costs for {len(pieces)} pieces")
+        raise UserError(
+            f"the cost model returned costs of shape {raw.shape} for {len(pieces)} pieces; it must "
+            "return one cost for each piece"
+        )
     if (i := first_true(~(raw >= 0) | ~(raw < MOST_WORK))) is not None:
-        raise UserError(f"the cost of {pieces[i]} is {raw[i]} ns; it must be at least 0 and finite")
+        raise UserError(
+            f"the cost of {pieces[i]} is {raw[i]} ns, but costs must be finite, at least 0 and "
+            f"below {MOST_WORK} ns; correct the cost model"
+        )
     return int_array("cost_ns", raw)
 
 
@@ -174,8 +181,8 @@ class PolicyPacker:
     options: PackerOptions  # the options that every policy has
     policy: ClassVar[str]  # its name in the configuration
     slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots its carry uses
-    # Whether waiting pieces may have an `arrival_step` after the next step: true where several
-    # batches are collected and packed together.
+    # Whether a waiting piece may have an `arrival_step` later than the next step. This happens if a
+    # policy collects several batches before it packs them together.
     batches_wait: ClassVar[bool] = True
 
     @property
@@ -213,7 +220,8 @@ class PolicyPacker:
 
         Args:
             step: Index of the step.
-            pieces: Pieces of which the step trains some.
+            pieces: The pieces to which `rows` refers. The step trains only those that are in
+                `rows`.
             rows: Indices of the pieces in each micro-batch.
             work_ns: Work of every piece, shape [num_pieces].
             num_held_tokens: Tokens that still wait after this step.
@@ -264,7 +272,8 @@ class PolicyPacker:
             shuffle: Whether to put the pieces of a micro-batch in a random order.
         """
         work, length = self.options.workloads(pieces), pieces.length
-        # The tokens that wait after a step are those of later steps, and those in no step.
+        # The tokens of all later steps still wait after a step, and so do the tokens that no step
+        # trains.
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
         held = num_waiting_tokens + sum(tokens) - np.cumsum(tokens, dtype=np.int64)
         return tuple(
@@ -279,8 +288,9 @@ def check_s_max(s_max: int, options: PackerOptions) -> None:
     """Raise UserError for an S_max (tokens) below the context window."""
     if s_max < options.context_window:
         raise UserError(
-            f"s_max = {s_max} is below the context window of {options.context_window}: a document "
-            f"that fills it could never be placed"
+            f"s_max = {s_max} tokens must be at least the context window, {options.context_window} "
+            "tokens, or a document that fills the window could never be placed; raise "
+            "packing.s_max"
         )
 
 
@@ -298,9 +308,9 @@ def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
     if (i := first_true(pieces.length > limit)) is not None:
         piece = pieces[i]
         raise UserError(
-            f"document {piece.document} waits as a piece of {piece.stop - piece.start} tokens, "
-            f"cut for a larger context window than this packer's: it is longer than {name} = "
-            f"{limit}; resume with a larger window or {name}"
+            f"a piece of {piece.stop - piece.start} tokens of document {piece.document} waits in "
+            f"the carry, but pieces must have at most {name} = {limit} tokens. It was cut for a "
+            f"larger context window; resume with a larger context window or a larger {name}"
         )
 
 
@@ -382,14 +392,14 @@ class PriceRange:
     def __post_init__(self) -> None:
         if not 0 < self.low <= 1 <= self.high < np.inf:
             raise UserError(
-                f"price_range = {self.low}, {self.high}: the lower factor of attention's price "
-                f"must be above 0 and at most 1, the upper one at least 1 and finite; 1, 1 trusts "
-                f"the price"
+                f"packing.price_range = {self.low}, {self.high} must have a lower factor above 0 "
+                "and at most 1, and an upper factor that is finite and at least 1; set 1, 1 to "
+                "trust the price of attention exactly"
             )
 
     @property
     def is_one_price(self) -> bool:
-        """Whether the range is the predicted price alone."""
+        """Whether low = high = 1, so that only the predicted price counts."""
         return self.low == self.high
 
     def ends(self, options: PackerOptions, pieces: Pieces, work_ns: IntArray) -> IntArray:

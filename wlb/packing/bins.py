@@ -61,11 +61,14 @@ class Bins:
         ends_ok = self.offsets[0] == 0 and self.offsets[-1] == self.order.size
         if not ends_ok or self.tokens.size != self.num_bins:
             raise ValueError(
-                f"offsets from {self.offsets[0]} to {self.offsets[-1]} do not divide "
-                f"{self.order.size} documents into {self.tokens.size} bins"
+                f"offsets must go from 0 to the {self.order.size} documents and divide them into "
+                f"{self.tokens.size} bins, but offsets has {self.offsets.size} entries from "
+                f"{self.offsets[0]} to {self.offsets[-1]}"
             )
         if (b := first_true(self.tokens > self.capacity)) is not None:
-            raise ValueError(f"bin {b} has {self.tokens[b]} tokens, more than {self.capacity}")
+            raise ValueError(
+                f"bin {b} has {self.tokens[b]} tokens, but a bin must have at most {self.capacity}"
+            )
 
     @property
     def num_bins(self) -> int:
@@ -109,7 +112,9 @@ def pack_bins(
     checked = _checked(lengths, capacity)
     check_at_least("window", window, 1)
     if not 0 <= num_first <= checked.size:
-        raise UserError(f"num_first = {num_first} is not between 0 and {checked.size} documents")
+        raise UserError(
+            f"num_first = {num_first} must be from 0 to the number of documents, {checked.size}"
+        )
     match method:
         case BinMethod.FIRST_FIT_DECREASING | BinMethod.BEST_FIT_DECREASING:
             return _decreasing(checked, capacity, method=method, num_first=num_first)
@@ -120,7 +125,7 @@ def pack_bins(
         case BinMethod.BEST_FIT:
             return _best_fit(checked, capacity, window=window)
         case _:
-            raise UserError(f"unknown method {method!r}; known: {', '.join(BinMethod)}")
+            raise UserError(f"method = {method!r} is unknown; use one of {', '.join(BinMethod)}")
 
 
 def _checked(lengths: IntLike, capacity: int) -> IntArray:
@@ -129,8 +134,8 @@ def _checked(lengths: IntLike, capacity: int) -> IntArray:
     check_minimum("lengths", checked, 1)
     if (row := first_true(checked > capacity)) is not None:
         raise UserError(
-            f"document {row} has {checked[row]} tokens, more than a bin of {capacity}; "
-            f"split it first (split_long) or raise the capacity"
+            f"document {row} has {checked[row]} tokens, but a bin has at most {capacity}; cut long "
+            "documents first (split_long), or raise the capacity"
         )
     return checked
 
@@ -191,8 +196,8 @@ def _in_order(lengths: IntArray, order: IntArray, offsets: IntArray, capacity: i
 
 def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_first: int) -> Bins:
     # 1. Sort the documents by descending length and find the runs of equal lengths. The tables
-    # below have an entry for each number of free tokens that a bin can have. To keep them short, a
-    # bin has at most as many as all documents together.
+    # below have an entry for each number of free tokens that a bin can have. To keep the tables
+    # short, no bin is larger than all documents together.
     room = min(capacity, int(lengths.sum()))
     parts = (lengths[:num_first], lengths[num_first:])
     first, rest = (_stable_order(room - part, room) for part in parts)
@@ -205,8 +210,7 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     is_first_fit = method == BinMethod.FIRST_FIT_DECREASING
     fills = _place(runs, room, _FirstFitGroups() if is_first_fit else _BestFitGroups(room))
     start, num_documents, each, filled = fills.T
-    # 3. Divide the fills into visits of single bins. A visit puts the next `each` documents into
-    # its bin.
+    # 3. Divide the fills into visits. A visit puts the next `each` documents into one bin.
     num_visits = num_documents // each
     each = np.repeat(each, num_visits)
     nth = np.arange(each.size) - np.repeat(offsets_of(num_visits)[:-1], num_visits)
@@ -277,7 +281,7 @@ class _FirstFitGroups:
 
     def __init__(self) -> None:
         # Heap of the groups that have room for a document of the current length, as (first bin, end
-        # bin, documents of each bin, free tokens of each bin).
+        # bin, number of documents in each bin, free tokens of each bin).
         self.ready: list[tuple[int, int, int, int]] = []
         # Heap of the groups that have too little room, as (-free tokens of each bin, group). They
         # become ready when the current length is short enough.
@@ -324,9 +328,9 @@ def _place(
         groups: The groups of bins, empty at first.
 
     Returns:
-        An array of shape [num_fills, 4]. Each line puts the next documents of the runs into
-        consecutive bins: (first bin, number of documents, how many of them go into each bin, how
-        many documents each bin had before).
+        An array of shape [num_fills, 4]. Each row puts the next documents of the runs into
+        consecutive bins. Its columns are the first bin, the number of documents, how many of them
+        go into each bin, and how many documents each bin had before.
     """
     fills = array("q")
     num_bins = 0

@@ -7,7 +7,8 @@ N of them. This policy instead chooses the documents whose step costs least, by 
    are outliers, and the policy chooses which of them to release. Of all others (ordinary documents)
    it only chooses how many tokens to train. Outliers of nearly equal work form a size class, in
    which the oldest comes first.
-2. Documents that have waited `max_delay` steps must leave, oldest first, as far as the caps allow.
+2. Train the documents that have waited `max_delay` steps, the oldest first, as far as the limits on
+   tokens allow.
 3. List the candidates. A candidate is a choice of the outliers that this step trains (releases); it
    holds back all others. It releases an interval of the sorted outliers, and all outliers from a
    second position to the end:
@@ -25,9 +26,9 @@ N of them. This policy instead chooses the documents whose step costs least, by 
    micro-batches (`refine`).
 
 Guarantees: at most S_max tokens a micro-batch, at most `step_tokens` a step (in the flush too), and
-at most `most_held_tokens` tokens that wait after a global batch. Documents leave within `max_delay`
-steps if the caps permit; otherwise they are counted as overdue. All hosts compute the same plan,
-because only integers and single IEEE operations are used.
+at most `most_held_tokens` tokens that wait after a global batch. Documents are trained within
+`max_delay` steps if these limits permit; otherwise they are counted as overdue. All hosts compute
+the same plan, because only integers and single IEEE operations are used.
 Cost: O(n log n) in the number of waiting documents; 0.8 ms for 200, 0.1 s for 51,000.
 """
 
@@ -153,8 +154,8 @@ class BoundedPacker(PolicyPacker):
     Its carry has the waiting documents in slot 0, in arrival order. `push` usually returns one step
     for each global batch. The exceptions are:
 
-    - No step, if fewer documents than micro-batches wait, or less than half a global batch of
-      tokens (less than a whole one if the batch brought no document).
+    - No step, if fewer documents than micro-batches wait, or if too few tokens wait: less than half
+      a global batch, or, if the batch brought no document, less than a whole one.
     - Several steps, until at most `most_held_tokens` tokens wait. This happens when a document of
       many windows arrives: all its tokens come in one batch, and the next batches are empty,
       because its tokens count as theirs.
@@ -172,8 +173,8 @@ class BoundedPacker(PolicyPacker):
     # micro-batch. None means DELAY_PRICE / sqrt(N), or DELAY_PRICE_IN_RANGE / sqrt(N) with a price
     # range.
     delay_price: float | None = None
-    # Micro-batches are balanced for the price of attention in this range at which they are most
-    # unequal.
+    # Range of factors by which the price of attention may be wrong. Micro-batches are balanced for
+    # the price in this range at which they are most unequal.
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
@@ -183,12 +184,13 @@ class BoundedPacker(PolicyPacker):
         check_s_max(self.s_max, options)
         if step_tokens <= brought:
             raise UserError(
-                f"step_tokens = {step_tokens} is not more than the {brought} tokens that a global "
-                f"batch brings ({brought // window} x {window}), so what is held back could never "
-                f"be caught up; raise step_tokens, or s_max above the window"
+                "packing.step_tokens must allow more tokens than a global batch has, or delayed "
+                f"documents could never be trained: a step has at most {step_tokens} tokens, and a "
+                f"global batch {brought} ({brought // window} x {window}). Raise "
+                "packing.step_tokens, or raise packing.s_max above the context window"
             )
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
-            raise UserError(f"delay_price = {self.delay_price} must be above 0 and finite")
+            raise UserError(f"packing.delay_price = {self.delay_price} must be above 0 and finite")
 
     @property
     def limits(self) -> StepLimits:
@@ -223,9 +225,9 @@ class BoundedPacker(PolicyPacker):
         if batch is None or batch.is_last:
             last = self._flushed(waiting, step)
             if batch is not None and len(waiting):
-                # Two ways to end the data: flush everything together, so that the last batch helps
-                # to balance long documents, or make a usual step first and flush the rest. Take the
-                # one whose steps are faster.
+                # The last batch can be packed in two ways. Flush everything together, so that this
+                # batch helps to balance long documents, or make a usual step first and flush the
+                # rest. Take the way whose steps are faster.
                 plan, rest = self._step(waiting, step, flush=False)
                 apart = plan, *self._flushed(rest, step + 1)
                 last = min(last, apart, key=lambda x: sum(int(p.workload_ns.max()) for p in x))
@@ -304,7 +306,8 @@ def choose(
     *,
     ends: IntArray | None = None,
 ) -> BoolArray:
-    """Choose which of the waiting documents the next step trains (steps 1 to 5 of this file's top).
+    """Choose the waiting documents that the next step trains (steps 1 to 5 at the top of this
+    file).
 
     As an example, take six documents and N = 2 micro-batches of 100 tokens. In a document of 100
     tokens attention takes 100 / 60 times as long as linear work, as in the paper's 7B model at its
@@ -368,7 +371,7 @@ def choose(
 
 
 class WaitingDocuments:
-    """The waiting documents, sorted, with sums of their values over any interval of them.
+    """The waiting documents in sorted order, with running sums of their tokens, work and delay.
 
     Outliers (documents with much work) come first, by size class and then by age. All others, the
     ordinary documents, follow by descending work. Ordinary documents that have waited for the
@@ -378,7 +381,7 @@ class WaitingDocuments:
 
     0. its tokens,
     1. its work in ns,
-    2. its tokens times the delay that they have if the document is not trained in this step,
+    2. its tokens times the steps by which they are delayed if this step does not train it,
     3. and following: its work in ns at each end of the price range.
 
     `rows` has these values, shape [3 + num_ends, n]. `sums` has their running sums over the
@@ -447,16 +450,16 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return where the outliers end that have about as much work as a candidate's largest one.
+        """Return where the size class of each candidate's largest released outlier ends.
 
-        These are the released outliers of its size class. At most N of them count, since each is
-        assumed to have a micro-batch to itself.
+        Only released outliers count, and at most N of them, since each is assumed to have a
+        micro-batch to itself.
 
         Args:
             candidates: The candidates.
 
         Returns:
-            Position after the last of these outliers, shape [num_candidates].
+            Position after the last outlier that counts, shape [num_candidates].
         """
         ends = np.append(self.class_starts[1:], [self.num_outliers, self.num_outliers])
         size_class = np.searchsorted(self.class_starts, candidates.tallest, "right") - 1
@@ -485,7 +488,7 @@ class Candidates:
 
     @property
     def first_stop(self) -> IntArray:
-        """End of the consecutive released outliers that begin with `tallest`: `end` or the end."""
+        """Position after the consecutive released outliers that begin with `tallest`."""
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
     def released(self, running: IntArray) -> IntArray:
@@ -561,18 +564,19 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     first, end, tail = candidates.first, candidates.end, candidates.tail
-    # (a) Sum the documents that a candidate trains in any case, and find the one with most work
-    # (`height`). A size class is sorted by age, so this may not be the first released outlier; take
-    # the maximum over all of them.
+    # (a) Sum tokens and work of the documents that a candidate trains in any case, and find the
+    # work of the one with most work (`height`). This document need not be the first released
+    # outlier, because a size class is sorted by age. So take the maximum over all released
+    # outliers.
     taken = candidates.released(waiting.outlier_sums) + candidates.held(waiting.must_leave_sums)
     taken += waiting.ordinary_forced
     outliers = np.append(waiting.rows[:, :num_outliers], np.zeros((len(taken), 1), np.int64), 1)
     highest = np.maximum.accumulate(outliers[:, ::-1], axis=1)[:, ::-1]
     forced = (outliers[:, :num_outliers] * waiting.must_leave[:num_outliers]).max(1, initial=0)
     height = np.maximum(highest[:, candidates.tallest], forced[:, None])
-    # (b) Choose the ordinary documents that fill the step. If those with least work have enough of
-    # it to raise the mean micro-batch to `height`, take them. Otherwise take some of those with
-    # most work.
+    # (b) Choose the ordinary documents that fill the step. If those with least work can raise the
+    # mean work of a micro-batch to `height`, take them. Otherwise take some of those with most
+    # work.
     room: IntArray = np.minimum(limits.step_tokens - taken[0], waiting.ordinary[0])
     before, sums = waiting.tokens_before, waiting.sums
     light = num_outliers + np.searchsorted(before, int(before[-1]) - room, "left")
@@ -587,8 +591,8 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     mean = (taken[3:] + fluid) / num
     # (c) The slowest micro-batch has at least the mean work, and at least `height`. Among N + 1
     # outliers two must share a micro-batch, and among 2N + 1 three must. Because size classes are
-    # sorted by age, the n-th outlier may have less work than a later one, but no less than CLASS
-    # times it.
+    # sorted by age, the n-th outlier may have less work than a later one, but at least CLASS times
+    # as much.
     count = end - first
 
     def nth(n: int) -> IntArray:
@@ -616,7 +620,7 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
 
 
 def _wait(waiting: WaitingDocuments, over: FloatArray) -> FloatArray:
-    """Return the cost of waiting for the slowest micro-batch, for n steps that were considered.
+    """Return the cost of waiting for the slowest micro-batch, for each of n possible steps.
 
     The cost is x + x^2 / CURVATURE. x is the time of the slowest micro-batch minus the mean, as a
     multiple of a typical micro-batch's time, at the end of the price range where it is larger.
@@ -806,15 +810,16 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
-    """Find consecutive ordinary documents with the least work that is enough.
+    """Find consecutive ordinary documents that have at least `work`, but as little more as
+    possible.
 
     Ordinary documents are sorted by descending work, so an interval that begins later has less.
 
     Args:
         waiting: The waiting documents.
         tokens: Most tokens of the interval. It is made as long as this permits.
-        work: Work in ns that the interval should have. If none has that much, the one with most
-            work is taken.
+        work: Work in ns that the interval should have. If no interval has that much, the interval
+            with most work is returned.
 
     Returns:
         The interval [first, stop) of positions in the order of `waiting`.
@@ -870,9 +875,10 @@ def water_filled(
     step = (loads.sum(1) + work)[counts]
     slope = step / (work[counts] / tokens)
     base = loads[counts] / step[:, None]
-    # List the levels at which each micro-batch's function bends, and by how much its slope (tokens
-    # per unit of the level) changes there. The function begins at the price with the highest load,
-    # may continue at another price with a smaller slope, and ends when the micro-batch is full.
+    # The tokens that a micro-batch takes are a piecewise linear function of the level. List the
+    # levels at which its slope (tokens per unit of the level) changes, and by how much. The slope
+    # is first that of the price with the highest load. It may then become the smaller slope of
+    # another price, and is 0 once the micro-batch is full.
     bends: list[tuple[float, float]] = []
     for load_shares, most in zip(base.T.tolist(), room.tolist(), strict=True):
         lines = list(zip(load_shares, slope.tolist(), strict=True))
@@ -885,7 +891,7 @@ def water_filled(
                     bends.append((crossing, flatter - rate))
                     start, rate = other, flatter
         bends.append((start + most / rate, -rate))
-    # Raise the level from bend to bend until all tokens are placed.
+    # Raise the level from one change of slope to the next until all tokens are placed.
     bends.sort()
     level, rate, left = bends[0][0], 0.0, float(tokens)
     for at, change in bends:

@@ -10,9 +10,9 @@ step. Documents in bins that fill no step wait and are packed with the next batc
   order in which they were opened.
 
 Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftover documents are
-placed before new ones, and their bins are trained first. So at most N bins wait, and only until the
-next packing that makes steps (with best_fit, at least the oldest document is trained then). Work is
-not balanced.
+placed before new ones, and their bins are trained first. So at most N bins wait, and they wait only
+until the next packing that makes steps. With best_fit, such a packing is only certain to train the
+oldest document. Work is not balanced.
 Cost: that of `pack_bins`.
 """
 
@@ -50,13 +50,16 @@ class CapacityPacker(PolicyPacker):
     def __post_init__(self) -> None:
         convert_to_ints(self, capacity=None, pack_batches=1, open_bins=1)
         if self.method not in tuple(BinMethod):
-            raise UserError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
+            raise UserError(
+                f"packing.method = {self.method!r} is unknown; use one of {', '.join(BinMethod)}"
+            )
         object.__setattr__(self, "method", BinMethod(self.method))
         if self.bin_tokens < self.options.context_window:
             raise UserError(
-                f"capacity = {self.capacity} is below the context window of "
-                f"{self.options.context_window}: a piece that fills it could never be placed; "
-                f"raise the capacity or shorten the window"
+                f"capacity = {self.capacity} tokens must be at least the context window, "
+                f"{self.options.context_window} tokens, or a piece that fills the window could "
+                "never be placed; raise the capacity (packing.bin_windows), or lower "
+                "data.context_window"
             )
 
     @property
@@ -67,8 +70,8 @@ class CapacityPacker(PolicyPacker):
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         """Pack `batch` with what waits, and return the steps that are full and the new carry."""
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
-        # Count the delay from the step in which a loader without packing would train this batch. It
-        # would make one step of each batch that waits.
+        # Count the delay from the step in which a loader without packing would train this batch.
+        # Such a loader would first make one step of each batch that waits.
         waiting = int(carry.slot.max(initial=LEFTOVER))
         due = carry.next_step + (waiting if self.pack_batches > 1 else 0)
         arrived = self.options.arrived(batch, due)

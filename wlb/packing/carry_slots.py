@@ -19,7 +19,8 @@ class CarrySlots(Enum):
     BY_LENGTH = auto()  # Above slot 0, a higher slot has longer pieces.
 
     def misplaced(self, slot: IntArray, length: IntArray, *, most: int) -> BoolArray:
-        """Return a mask, shape [n], of pieces whose slot is one where the policy never puts them.
+        """Return a mask of the pieces that are in a slot where the policy never puts them, shape
+        [n].
 
         Args:
             slot: Slot of each piece, in the order of the carry, shape [n].
@@ -49,5 +50,7 @@ class CarrySlots(Enum):
 
 
 def _changes(slot: IntArray, sign: int) -> BoolArray:
-    """Return where slots rise (sign = 1) or fall (sign = -1) from one piece to the next, [n]."""
+    """Return a mask of pieces whose slot is above (sign 1) or below (sign -1) that of the piece
+    before.
+    """
     return np.diff(slot, prepend=slot[:1]) * sign > 0

@@ -64,8 +64,8 @@ class ExamplesPacker(PolicyPacker):
     def _steps(self, order: IntArray) -> list[list[list[int]]]:
         """Divide documents into steps of N micro-batches.
 
-        If too few documents are left for the last step, its micro-batches get equally many of them,
-        or one more.
+        If too few documents are left for the last step, they are divided over its micro-batches,
+        whose numbers of documents then differ by at most one.
 
         Args:
             order: Indices of the documents, in the order in which they are trained.

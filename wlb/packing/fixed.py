@@ -131,16 +131,17 @@ def take_tokens(
 ) -> tuple[Pieces, Pieces, int]:
     """Take the first `size` tokens of a stream, and cut a short document where a cut is needed.
 
-    The document in which the limit lies is taken as a whole. So there are too many tokens, and
-    others must be held back. The function goes through the taken documents from the last to the
-    first:
+    The document in which the first `size` tokens end is taken whole. So the documents have too many
+    tokens (a surplus), and some of these must be held back. The function goes through the taken
+    documents from the last to the first:
 
-    1. Documents that have no more tokens than the remaining surplus are held back whole.
-    2. At the first document that has more, but at most `longest_cut`, the rest of the surplus is
-       cut off. If there is no such document, it is cut off the shortest one that is long enough.
+    1. A document with no more tokens than the remaining surplus is held back whole.
+    2. The rest of the surplus is cut off the first document that has more tokens than that, but at
+       most `longest_cut`. If there is no such document, it is cut off the shortest document that
+       has enough tokens.
 
-    If the document in which the limit lies were cut instead, one in four documents as long as the
-    window would be cut at W = 1.
+    If the document in which the first `size` tokens end were cut instead, one in four documents as
+    long as the window would be cut at W = 1.
 
     Args:
         stream: The pieces that wait, in order.
@@ -171,7 +172,7 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # At least one document is long enough: the one in which the limit lies.
+            # At least one document is long enough: the one in which the first `size` tokens end.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])
@@ -202,8 +203,8 @@ def greedy(
     """
     if pieces.num_tokens > num_micro_batches * capacity:
         raise UserError(
-            f"{pieces.num_tokens} tokens do not fit {num_micro_batches} micro-batches of "
-            f"{capacity} tokens; use more micro-batches or a larger window"
+            f"{pieces.num_tokens} tokens do not fit into {num_micro_batches} micro-batches of at "
+            f"most {capacity} tokens; use more micro-batches, or a larger context window"
         )
     order = np.argsort(-pieces.length, kind="stable")
     rows, lengths, work = (x.tolist() for x in (order, pieces.length[order], attention_ns[order]))
@@ -267,8 +268,8 @@ def parts_that_fill(
 class _LeastWorkFirst:
     """Puts each document into the micro-batch of least work that has room for it.
 
-    Documents come in descending length. So a micro-batch that has too little room for one document
-    is put aside until documents are short enough. So each placement looks at few micro-batches.
+    Documents come in descending length. A micro-batch that has too little room for one document is
+    put aside until documents are short enough for it, so each placement looks at few micro-batches.
     """
 
     def __init__(self, num: int, capacity: int) -> None:

@@ -127,7 +127,7 @@ class _OpenWindows:
     """
 
     size: int  # tokens of a window
-    most_open: int  # number of open windows from which documents of any length are cut
+    most_open: int  # once this many windows are open, documents of any length are cut
     room: list[int] = field(default_factory=list[int])  # free tokens of each window
     num_full: int = 0  # number of full windows before the first window that is not full
 

@@ -4,7 +4,7 @@
 tokens. A heap takes microseconds for each document, but a global batch may have hundreds of
 thousands of tiny documents of equal length. Runs of equal documents are therefore placed together.
 List the loads that each micro-batch has before it takes its first, second, ... document. The
-smallest loads of this list, in ascending order, are the choices that the loop would make:
+smallest loads of this list, in ascending order, say which micro-batch takes each document:
 
     two micro-batches with loads 0 and 5, four documents of work 2:
     loads before each placement: 0, 2, 4, ... in the first one, 5, 7, ... in the second one

@@ -156,8 +156,9 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
     planned = packing.memory_gib or planned_gib
     if not planned:
         raise UserError(
-            "packing.s_max = 0 takes S_max from the memory of a device, which is not known on the "
-            "CPU; set cluster.memory_gib or packing.memory_gib, or packing.s_max in context windows"
+            "packing.s_max = 0 derives S_max from the memory of the device, which is unknown on a "
+            "CPU; set packing.s_max to a number of context windows, or set cluster.memory_gib to "
+            "the memory of the device"
         )
     refused: list[UserError] = []
     fallback: RunSpec | None = None
@@ -230,14 +231,15 @@ def caps_of(spec: RunSpec) -> tuple[int, int | None]:
         step_tokens = min(step_tokens or caps.step_tokens, caps.step_tokens)
     if s_max < spec.data.context_window:
         raise UserError(
-            f"packing.memory_gib = {spec.packing.memory_gib}: a micro-batch of at most {s_max} "
-            f"tokens fits, less than the context window of {spec.data.context_window}; use more "
-            f"ranks (parallel.tp, cp, pp) or a smaller window"
+            f"packing.memory_gib = {spec.packing.memory_gib} has room for micro-batches of at most "
+            f"{s_max} tokens, which is less than data.context_window = {spec.data.context_window}; "
+            "raise parallel.tp, parallel.cp or parallel.pp, or lower data.context_window"
         )
     if step_tokens is not None and step_tokens <= spec.tokens_per_step:
         raise UserError(
-            f"packing.memory_gib = {spec.packing.memory_gib}: a step of at most {step_tokens} "
-            f"tokens fits, no more than the {spec.tokens_per_step} that a global batch brings; "
-            f"lower packing.s_max or the window, or use more ranks (parallel.tp, cp, pp)"
+            f"packing.memory_gib = {spec.packing.memory_gib} has room for steps of at most "
+            f"{step_tokens} tokens, but a step must allow more than the {spec.tokens_per_step} "
+            "tokens of a global batch; lower packing.s_max or data.context_window, or raise "
+            "parallel.tp, parallel.cp or parallel.pp"
         )
     return s_max, step_tokens

@@ -57,25 +57,29 @@ class Packs:
     lengths: int  # hash of the lengths of the store's documents, to recognise the store
 
     def __post_init__(self) -> None:
-        """Refuse packs that train a document twice, or whose offsets contradict themselves."""
+        """Refuse packs that have a document twice, or whose offsets do not divide all documents."""
         check_minimum("rows", self.rows, 0)
         if (i := first_true(np.diff(np.sort(self.rows)) == 0)) is not None:
-            raise UserError(f"row {np.sort(self.rows)[i]} is packed twice; make the packs again")
+            raise UserError(
+                f"document {np.sort(self.rows)[i]} was packed twice, but packs must have each "
+                "document once; make the packs again with `wlb pack`"
+            )
         num, offsets = self.num_micro_batches, self.offsets
         if num < 1 or offsets.size < 2 or (offsets.size - 1) % num:
             raise UserError(
-                f"{offsets.size} offsets do not divide into steps of num_micro_batches = {num}; "
-                f"make the packs again"
+                f"packs with {offsets.size} offsets do not divide into steps of num_micro_batches "
+                f"= {num} micro-batches; make the packs again with `wlb pack`"
             )
         if (i := first_true(np.diff(offsets) < 0)) is not None:
             raise UserError(
-                f"offsets[{i + 1}] = {offsets[i + 1]} is below offsets[{i}] = {offsets[i]}; make "
-                f"the packs again"
+                f"offsets[{i + 1}] = {offsets[i + 1]} of the packs must be at least offsets[{i}] = "
+                f"{offsets[i]}; make the packs again with `wlb pack`"
             )
         if offsets[0] != 0 or offsets[-1] != self.rows.size:
             raise UserError(
-                f"offsets go from {offsets[0]} to {offsets[-1]}, must go from 0 to the "
-                f"{self.rows.size} rows; make the packs again"
+                f"the offsets of the packs go from {offsets[0]} to {offsets[-1]}, but they must go "
+                f"from 0 to the number of packed documents, {self.rows.size}; make the packs again "
+                "with `wlb pack`"
             )
 
     @property
@@ -100,14 +104,17 @@ class Packs:
         rows, length = pieces.document, pieces.length
         packed = np.unique(rows)
         if not np.array_equal(packed, np.arange(source.num_documents)):
-            raise UserError(f"{packed.size} documents of {source.num_documents} were packed")
+            raise UserError(
+                f"only {packed.size} of {source.num_documents} documents were packed, but packs "
+                "must have all documents of the store; pack all global batches of the store"
+            )
         cut = np.flatnonzero(length != source.lengths[rows])
         if cut.size:
             row = int(rows[cut[0]])
             raise UserError(
-                f"document {row} was cut ({length[cut[0]]} of its {source.lengths[row]} tokens); "
-                f"only whole documents are packed offline: use a method that cuts none and a "
-                f"context window of at least {int(source.lengths.max())} tokens"
+                f"document {row} was cut: only {length[cut[0]]} of its {source.lengths[row]} "
+                "tokens are in a piece. Packs must have whole documents; use a method that does "
+                f"not cut, and a context window of at least {int(source.lengths.max())} tokens"
             )
         counts = np.concatenate([np.diff(p.offsets) for p in made])
         return cls(
@@ -140,7 +147,10 @@ class Packs:
             raise UserError(f"{where} ({error}); {remedy}") from error
         with malformed(where, remedy):
             if int(data["format"]) != _FORMAT:
-                raise UserError(f"format {int(data['format'])}, only {_FORMAT} is known; {remedy}")
+                raise UserError(
+                    f"the format of the packs is {int(data['format'])}, but it must be {_FORMAT} "
+                    f"for this release of wlb; {remedy}"
+                )
             return cls(
                 rows=int_array("rows", data["rows"]),
                 offsets=int_array("offsets", data["offsets"]),
@@ -160,24 +170,26 @@ class Packs:
         """
         if self.lengths != digest(source.lengths):
             raise UserError(
-                "packing.packs were made of another store (its documents' lengths differ); make "
-                "them again with `wlb pack`"
+                "packing.packs was made for another token store, because the lengths of its "
+                "documents differ from those in the run's store; make packs of this store with "
+                "`wlb pack`"
             )
         num = source.num_documents
         if self.rows.size != num or (num and int(self.rows.max()) >= num):
             raise UserError(
-                f"packing.packs have {self.rows.size} documents up to row "
-                f"{self.rows.max(initial=-1)}, the store has {num}; make them again with `wlb pack`"
+                f"packing.packs has {self.rows.size} documents with indices up to "
+                f"{self.rows.max(initial=-1)}, but the run's token store has {num} documents; make "
+                "packs of this store with `wlb pack`"
             )
         for name, ours, theirs in (
-            ("micro-batches a step", options.num_micro_batches, self.num_micro_batches),
+            ("micro-batches per step", options.num_micro_batches, self.num_micro_batches),
             ("tokens of a context window", options.context_window, self.context_window),
             ("layout", str(options.layout), str(self.layout)),
         ):
             if ours != theirs:
                 raise UserError(
-                    f"packing.packs have {theirs} {name}, but the run has {ours}; make them again "
-                    f"with `wlb pack`, or configure the run as they are"
+                    f"packing.packs was made with {theirs} {name}, but the run has {ours}; make "
+                    "the packs again with `wlb pack` for this run, or give the run the same value"
                 )
 
 
@@ -232,7 +244,11 @@ class PackedBatches(SourceBatches):
         keys = "packing.packs and data.store"
         check_state(state, {"step"}, self._identity, what="packs", keys=keys)
         if type(state["step"]) is not int or not 0 <= state["step"] <= MOST_COUNT:
-            raise UserError(f"the state of packs has step = {state['step']!r}; it is damaged")
+            raise UserError(
+                f"step = {state['step']!r} in the saved state of the packs must be a whole number "
+                f"from 0 to {MOST_COUNT}; the checkpoint is damaged, so resume from another "
+                "checkpoint"
+            )
         return state["step"]
 
     def num_tokens(self, state: dict[str, Any]) -> int:
@@ -256,7 +272,7 @@ class PackedBatches(SourceBatches):
         check_were_read(pieces, at, np.full(len(pieces), epoch * size + given))
 
     def _given(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Return how much was read before `state`: whole epochs, and documents of the next one."""
+        """Return how many whole epochs were read before `state`, and how many documents after them."""
         epoch, step = divmod(self.num_batches(state), self.packs.num_steps)
         return epoch, int(self.packs.offsets[step * self.packs.num_micro_batches])
 
@@ -274,8 +290,9 @@ class SavedPacker(PolicyPacker):
         """Return the plan of the saved step to which `batch` belongs, and an empty carry."""
         if len(carry.pieces):
             raise UserError(
-                f"{len(carry.pieces)} documents wait from a run with packing.policy = "
-                f"{carry.policy}; packs made offline cannot train them: start a new run"
+                f"{len(carry.pieces)} documents still wait from a run with packing.policy = "
+                f"{carry.policy}, but packs made offline cannot train waiting documents; start a "
+                "new run, or resume with the old packing.policy"
             )
         if batch is None:
             return (), self._carry(Pieces.empty(), carry.next_step)

@@ -18,9 +18,9 @@ Cost: O(n log n + n log N).
 One weakness of the printed algorithm remains: steps with very few tokens. If nearly all documents
 of a batch are outliers, they fill queues that are not released yet, and the step trains only the
 few tokens that are left: in one test 250 of 4,000, in one micro-batch of four (imbalance 4.0).
-Nothing bounds a step from below. Such a step updates the weights like a full one; in one run its
-gradient norm was three times that of other steps. `wlb plan` and the summaries of runs warn of such
-steps. To avoid them:
+A step has no least number of tokens. A step with few tokens updates the weights like a full one; in
+one run its gradient norm was three times that of other steps. `wlb plan` and the summaries of runs
+warn of such steps. To avoid them:
 
 - `packing.policy = "bounded"` makes a step only when enough tokens wait for one.
 - Empty `packing.queue_thresholds` (no outlier queues) delay nothing, but balance worse.
@@ -77,8 +77,8 @@ class VarLenPacker(PolicyPacker):
     # could be trained, the oldest outliers leave earlier. 0 = outliers leave when their queue has N
     # documents.
     hold: int = 0
-    # Micro-batches are balanced for the price of attention in this range at which they are most
-    # unequal.
+    # Range of factors by which the price of attention may be wrong. Micro-batches are balanced for
+    # the price in this range at which they are most unequal.
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
@@ -86,30 +86,39 @@ class VarLenPacker(PolicyPacker):
         check_s_max(self.s_max, self.options)
         if self.literal and self.s_max == self.options.context_window:
             raise UserError(
-                f"s_max = {self.s_max} is the context window, but the literal Algorithm 1 keeps "
-                f"micro-batches below s_max, so a document of one window never fits: use "
-                f"{self.s_max + 1} or more"
+                f"s_max = {self.s_max} tokens must be above the context window if literal is True, "
+                "because the printed Algorithm 1 keeps micro-batches below s_max; set s_max = "
+                f"{self.s_max + 1} or more, or literal = False"
             )
         if self.literal and not self.price_range.is_one_price:
             raise UserError(
-                f"price_range = {self.price_range.low}, {self.price_range.high} is not Algorithm "
-                f"1, which has one price; leave out literal"
+                f"price_range = {self.price_range.low}, {self.price_range.high} must be 1, 1 if "
+                "literal is True, because the printed Algorithm 1 has one price; set price_range "
+                "to 1, 1, or literal = False"
             )
         window = self.options.context_window
         if self.step_tokens is not None and self.step_tokens < window:
             raise UserError(
-                f"step_tokens = {self.step_tokens} is below the context window of {window}: a "
-                f"document that fills it could never be placed"
+                f"step_tokens = {self.step_tokens} must be at least the context window, {window} "
+                "tokens, or a document that fills the window could never be placed; raise "
+                "packing.step_tokens"
             )
         thresholds = int_array("queue_thresholds", self.queue_thresholds)
         check_minimum("queue_thresholds", thresholds, 1)
         if bool(np.any(np.diff(thresholds) <= 0)):
-            raise UserError(f"queue_thresholds {thresholds.tolist()} must increase")
+            raise UserError(
+                f"queue_thresholds = {thresholds.tolist()} must increase; sort the thresholds and "
+                "remove duplicates"
+            )
         if self.hold and self.literal:
-            raise UserError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
+            raise UserError(
+                f"hold = {self.hold} must be 0 if literal is True, because the printed Algorithm 1 "
+                "has no fixed delay; set hold = 0, or literal = False"
+            )
         if self.hold and not self.queue_thresholds:
             raise UserError(
-                f"hold = {self.hold} delays nothing without queue_thresholds; set at least one"
+                f"hold = {self.hold} delays no document, because queue_thresholds is empty; set at "
+                "least one threshold, or hold = 0"
             )
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
@@ -183,7 +192,8 @@ class VarLenPacker(PolicyPacker):
             indices of the pieces that stay in their queues.
         """
         num = self.num_micro_batches
-        # These may include pieces that waited in a queue, if a resumed run has other thresholds.
+        # Pack all pieces below the first threshold. Some of them may have waited in a queue, if a
+        # resumed run has other thresholds.
         new = [np.flatnonzero((queue == 0) & ~is_leftover)]
         still_queued = [np.zeros(0, np.int64)]
         for i in range(1, len(self.queue_thresholds) + 1):

@@ -114,12 +114,13 @@ class Planner:
         convert_to_ints(self, dp=1, cp=1, row_multiple=1)
         if self.packer.num_micro_batches % self.dp:
             raise UserError(
-                f"{self.packer.num_micro_batches} micro-batches cannot be divided equally over "
-                f"dp = {self.dp} pipelines; use a multiple of {self.dp}"
+                f"num_micro_batches = {self.packer.num_micro_batches} must be a multiple of dp = "
+                f"{self.dp}, so that all pipelines get equally many; change num_micro_batches or dp"
             )
         if self.strategy not in tuple(Strategy):
             raise UserError(
-                f"unknown sharding strategy {self.strategy!r}; known: {', '.join(Strategy)}"
+                f"sharding.strategy = {self.strategy!r} is unknown; use one of "
+                f"{', '.join(Strategy)}"
             )
 
     @classmethod
@@ -482,7 +483,10 @@ def assign_micro_batches(workload_ns: IntArray, tokens: IntArray, dp: int) -> In
     """
     num = workload_ns.size
     if num % dp:
-        raise UserError(f"{num} micro-batches cannot be divided equally over {dp} pipelines")
+        raise UserError(
+            f"a step has {num} micro-batches, but their number must be a multiple of the {dp} "
+            "pipelines; change the number of micro-batches or of pipelines"
+        )
     if dp == 1:
         return np.arange(num).reshape(1, num)
     pipelines = _heaviest_first(workload_ns, dp)
@@ -572,9 +576,9 @@ def assign_rounds(
     """
     if work_ns.size % dp or dp % pipelines_per_ep_group:
         raise UserError(
-            f"{work_ns.size} micro-batches cannot be divided over {dp} pipelines, of which "
-            f"{pipelines_per_ep_group} share an EP group: micro-batches must be a multiple of "
-            f"pipelines, and pipelines a multiple of these"
+            f"the number of micro-batches, {work_ns.size}, must be a multiple of the number of "
+            f"pipelines, {dp}, which must be a multiple of the {pipelines_per_ep_group} pipelines "
+            "that share an EP group; change one of these numbers"
         )
     rounds = np.argsort(-work_ns, kind="stable").reshape(-1, pipelines_per_ep_group)
     slowest, together = work_ns[rounds].max(1), tokens[rounds].sum(1)

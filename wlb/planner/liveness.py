@@ -139,8 +139,8 @@ class SignsOfLife:
             state = f", state {process_status(pid)[0]}"
         return PlannerLost(
             f"the planner process of this node (process {pid} on {socket.gethostname()}{state}) "
-            f"gave no sign of life for {self.silence_s:g} s: it is stopped; continue from the last "
-            f"checkpoint with --resume"
+            f"gave no sign of life for {self.silence_s:g} s, so it is considered stopped; resume "
+            "from the last checkpoint with --resume"
         )
 
     def _sign(self) -> tuple[int, int]:

@@ -56,14 +56,16 @@ def check_planner_state(
         _check_arrival(state.baseline.pieces, state.carry.next_step + state.num_batches)
         if state.exhausted and len(state.carry.pieces):
             raise UserError(
-                f"exhausted = true, but {len(state.carry.pieces)} pieces wait for a step"
+                "the state says that the corpus has ended and all steps were planned (exhausted = "
+                f"true), but {len(state.carry.pieces)} pieces still wait to be planned"
             )
         if isinstance(source, AccountedStream):
             _check_source(state, source, waiting)
     except UserError as error:
         raise UserError(
-            f"the planner state contradicts itself: {error}; it is damaged or was edited, so "
-            f"resume from another checkpoint"
+            f"the planner state in the checkpoint contradicts itself: {error}. The state is "
+            "damaged, was edited, or belongs to a corpus that has changed; resume from another "
+            "checkpoint, or start a new run"
         ) from error
 
 
@@ -77,9 +79,9 @@ def _check_counts(state: PlannerState) -> None:
     counts |= {f"ready[{i}].step": plan.step for i, plan in enumerate(state.ready)}
     for name, value in counts.items():
         if type(value) is not int or not 0 <= value <= MOST_COUNT:
-            raise UserError(f"{name} = {value!r} is not a count")
+            raise UserError(f"{name} = {value!r} must be a whole number from 0 to {MOST_COUNT}")
     if type(state.exhausted) is not bool:
-        raise UserError(f"exhausted = {state.exhausted!r} is neither true nor false")
+        raise UserError(f"exhausted = {state.exhausted!r} must be true or false")
     for metrics in state.baseline_made:
         _check_metrics(metrics)
     for plan in state.ready:
@@ -97,14 +99,20 @@ def _check_metrics(metrics: StepMetrics) -> None:
         for number in numbers:
             valid = type(number) in (int, float) and math.isfinite(number) and number >= 0
             if not valid or number > 2.0**63:
-                raise UserError(f"baseline_made has {field.name} = {value!r}")
+                raise UserError(
+                    f"{field.name} = {value!r} in baseline_made must be finite numbers from 0 to "
+                    "2^63"
+                )
 
 
 def _check_plan(plan: PackingPlan) -> None:
     for name in ("num_held_tokens", "num_overdue", "num_joined_targets"):
         value = getattr(plan, name)
         if type(value) is not int or not 0 <= value <= MOST_COUNT:
-            raise UserError(f"the plan of step {plan.step} has {name} = {value!r}")
+            raise UserError(
+                f"the plan of step {plan.step} has {name} = {value!r}, which must be a whole "
+                f"number from 0 to {MOST_COUNT}"
+            )
 
 
 def _check_steps(state: PlannerState) -> None:
@@ -113,12 +121,15 @@ def _check_steps(state: PlannerState) -> None:
     after = state.carry.next_step
     if planned != list(range(after - len(planned), after)):
         raise UserError(
-            f"steps {planned} are planned, and the step after them is said to be {after}"
+            f"steps {planned} are planned, but the next step to plan is {after}; the planned steps "
+            "must have consecutive numbers that end before the next one"
         )
     made = [metrics.step for metrics in state.baseline_made]
     if made != sorted(set(made)) or (made and made[-1] >= state.baseline.next_step):
         raise UserError(
-            f"the baseline made steps {made}, and its next one is {state.baseline.next_step}"
+            f"the baseline made steps {made}, but the next step of the baseline is "
+            f"{state.baseline.next_step}; the steps that it made must increase and be smaller than "
+            "the next one"
         )
 
 
@@ -127,14 +138,14 @@ def _check_policies(state: PlannerState, known: Collection[str]) -> None:
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(
-                f"pieces wait for the policy {policy!r}, which is not known; resume with the "
-                f"packer that made the state, or start a new run"
+                f"pieces wait for packing policy {policy!r}, which this planner does not have; use "
+                "a planner with the packer that saved the state"
             )
     for plan in state.ready:
         if plan.policy != state.carry.policy:
             raise UserError(
-                f"step {plan.step} was planned by policy {plan.policy!r}, and pieces wait for "
-                f"{state.carry.policy!r}"
+                f"step {plan.step} was planned by packing policy {plan.policy!r}, but pieces wait "
+                f"for packing policy {state.carry.policy!r}; both must be the same policy"
             )
 
 
@@ -152,8 +163,8 @@ def _check_carry(state: PlannerState, carry: Carry, packer: object) -> None:
     slots: CarrySlots = getattr(packer, "slots", CarrySlots.ANY)
     if (i := first_true(slots.misplaced(slot, length, most=most))) is not None:
         raise UserError(
-            f"{carry.pieces[i]} of policy {carry.policy!r} waits in slot {slot[i]}, where the "
-            f"policy puts no such piece"
+            f"{carry.pieces[i]} waits in slot {slot[i]} of packing policy {carry.policy!r}, but "
+            "this policy never places a piece of this length in this slot"
         )
 
 
@@ -163,30 +174,39 @@ def _check_once(pieces: Pieces) -> None:
     twice = (document[1:] == document[:-1]) & (start[1:] < stop[:-1])
     if (i := first_true(twice)) is not None:
         raise UserError(
-            f"tokens from {start[i + 1]} on of document {document[i]} wait twice, in pieces "
-            f"[{start[i]}, {stop[i]}) and [{start[i + 1]}, {stop[i + 1]})"
+            f"document {document[i]} has overlapping pieces [{start[i]}, {stop[i]}) and "
+            f"[{start[i + 1]}, {stop[i + 1]}), so its tokens from {start[i + 1]} on wait twice"
         )
 
 
 def _check_arrival(pieces: Pieces, last: int) -> None:
     if (i := first_true((pieces.arrival_step < 0) | (pieces.arrival_step > last))) is not None:
-        raise UserError(f"{pieces[i]} arrived at a step that is still to come")
+        raise UserError(
+            f"{pieces[i]} must have arrived in a step from 0 to {last}, the last step that was read"
+        )
 
 
 def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces) -> None:
     if (given := source.num_batches(state.corpus)) != state.num_batches:
         raise UserError(
-            f"{state.num_batches} global batches were packed, of {given} that the corpus gave"
+            f"{state.num_batches} global batches were packed, but {given} were read from the "
+            "corpus; both numbers must be equal"
         )
     for pieces in (waiting, state.baseline.pieces):
         source.check_pieces(state.corpus, pieces)
     if state.exhausted and not source.may_have_ended(state.corpus):
-        raise UserError("exhausted = true, but the corpus has not ended there")
+        raise UserError(
+            "the state says that the corpus was read to its end (exhausted = true), but the "
+            "corpus has more documents than were read"
+        )
     tokens = source.num_tokens(state.corpus)
     if tokens != state.num_tokens + waiting.num_tokens:
         raise UserError(
-            f"the corpus gave {tokens} tokens, of which {state.num_tokens} were trained and "
-            f"{waiting.num_tokens} wait"
+            f"{tokens} tokens were read from the corpus, but {state.num_tokens} were trained and "
+            f"{waiting.num_tokens} wait; these two must add up to the tokens that were read"
         )
     if state.baseline.num_tokens > tokens:
-        raise UserError(f"{state.baseline.num_tokens} tokens wait for the baseline, of {tokens}")
+        raise UserError(
+            f"{state.baseline.num_tokens} tokens wait for the baseline, but only {tokens} were "
+            "read from the corpus"
+        )

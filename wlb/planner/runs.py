@@ -50,7 +50,10 @@ def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
         cost: Predicts the work of micro-batches.
     """
     if not isinstance(name, str):
-        raise UserError("packing.packs are of one store; leave data.blend or packing.packs empty")
+        raise UserError(
+            "packing.packs can be used only with one token store, but data.blend has several; set "
+            "data.store instead of data.blend, or leave packing.packs empty"
+        )
     store, options = TokenStore(name), options_for(spec, cost)
     packs = Packs.load(spec.packing.packs)
     packs.check(store, options)

@@ -149,7 +149,7 @@ class PlannerProcess:
         if stdout.readline() != b"listening\n":
             raise PlanningError(
                 f"the planner process ended with exit status {self._process.wait()} before it "
-                f"listened; its error is printed above"
+                "accepted connections; the cause is printed above"
             )
 
     def close(self) -> None:

@@ -181,7 +181,10 @@ def checked_lengths(values: IntLike, cp: int) -> IntArray:
     lengths = int_array("lengths", values)
     check_at_least("cp", cp, 1)
     if (bad := first_true(lengths < 1)) is not None:
-        raise UserError(f"piece {bad} has {lengths[bad]} tokens; it must have at least 1")
+        raise UserError(
+            f"piece {bad} has {lengths[bad]} tokens, but a piece must have at least 1; remove the "
+            "piece"
+        )
     return lengths
 
 
@@ -253,7 +256,9 @@ def cheapest(
         UserError: If the exchange is unknown.
     """
     if exchange not in set(ExchangeChoice):
-        raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")
+        raise UserError(
+            f"exchange = {exchange!r} is unknown; use one of {', '.join(ExchangeChoice)}"
+        )
     forward, backward = kernels_ns(plans, cost, cp=plans[0].cp)
     slowest = forward.max(1) + backward.max(1)
     slowest += 2 * np.array([summaries_ns(plan, cost) for plan in plans], np.int64)
@@ -348,7 +353,11 @@ def shard(
         model = workload_model(cost)
     remainder = Remainder(remainder)
     if remainder != Remainder.MERGED and strategy not in WITH_REMAINDER:
-        raise UserError(f"{strategy} merges left-over tokens; it has no remainder {remainder!r}")
+        raise UserError(
+            f"sharding.remainder = {remainder} is not available with sharding.strategy = "
+            f"{strategy}; set sharding.remainder = merged, or use one of the strategies "
+            f"{', '.join(WITH_REMAINDER)}"
+        )
     match strategy:
         case "per_sequence":
             plan = cheapest([per_sequence(lengths, cp=cp)], model, exchange=exchange)
@@ -366,5 +375,7 @@ def shard(
         case "balanced":
             plan = balanced(lengths, cp=cp, cost=model, exchange=exchange)
         case _:
-            raise UserError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
+            raise UserError(
+                f"sharding.strategy = {strategy!r} is unknown; use one of {', '.join(NAMES)}"
+            )
     return plan.validate()

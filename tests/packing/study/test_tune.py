@@ -114,7 +114,7 @@ def test_json_has_the_settings_and_the_numbers(tuning: Tuning) -> None:
     ("change", "message"),
     [
         ({"policies": ()}, "policies is empty"),
-        ({"policies": (Policy.ORIGINAL,)}, "policy original has nothing to tune"),
+        ({"policies": (Policy.ORIGINAL,)}, "policy original has no settings to tune"),
         ({"thresholds": (0.2, 1.5)}, "threshold 1.5 must be above 0 and at most 1"),
         ({"max_queues": -1}, "max_queues = -1"),
         ({"s_max": ()}, "s_max is empty"),
@@ -126,7 +126,7 @@ def test_grids_that_cannot_work_are_refused(change: dict, message: str) -> None:
 
 
 def test_nothing_left_to_try() -> None:
-    with pytest.raises(ValueError, match="no setting is left to try"):
+    with pytest.raises(ValueError, match="no setting can be tried"):
         tune(SPEC, batches(2), COST, grid=replace(GRID, s_max=(1.1,), step_tokens=(1.5,)))
     with pytest.raises(ValueError, match="delay_budget = -1"):
         tune(SPEC, batches(2), COST, grid=GRID, delay_budget=-1)
@@ -144,7 +144,7 @@ def test_settings_without_room_for_a_global_batch_are_left_out() -> None:
         (1.4, Policy.VAR_LEN),
         (1.4, Policy.BOUNDED),
     ]
-    with pytest.raises(ValueError, match="no S_max leaves room for a global batch"):
+    with pytest.raises(ValueError, match="no S_max has room for a global batch"):
         tune(run, batches(2), COST, grid=replace(grid, s_max=(1.1,)))
 
 

@@ -19,7 +19,7 @@ cost e_kj.
 
 Every packing of whole short documents satisfies these constraints, so the program's minimum is a
 lower bound on the cost of such packings. Coefficients are scaled so that 13 digits represent them
-exactly, which is what the file for the solver CBC has.
+exactly, because numbers in the file for the solver CBC have 13 digits.
 """
 
 # PuLP ships no complete types; every value that leaves this file is a float, int or list.
@@ -261,7 +261,8 @@ class _PulpProgram:
             self.program.addConstraint(self._sum([*load, (slowest, -1.0)]) <= 0)
 
     def _symmetry(self) -> None:
-        """Add constraints that exclude solutions in which only the numbering is different.
+        """Add constraints that exclude solutions which differ only in the numbering of
+        micro-batches.
 
         - With one step, piece i may only go to micro-batches 0 to i.
         - With several steps, step s must cost at least as much as step s + 1. So the lower bounds

@@ -64,15 +64,20 @@ class IlpOptions:
         object.__setattr__(self, "solver", Solver(self.solver))
         object.__setattr__(self, "objective", Objective(self.objective))
         if not 0 < self.time_limit_s < math.inf:
-            raise UserError(f"time_limit_s = {self.time_limit_s} must be a positive number")
+            raise UserError(
+                f"time_limit_s = {self.time_limit_s} must be a finite number of seconds above 0"
+            )
         if not 0 <= self.gap_limit < 1:
-            raise UserError(f"gap_limit = {self.gap_limit} must be in [0, 1), e.g. 1e-4 for 0.01%")
+            raise UserError(
+                f"gap_limit = {self.gap_limit} must be at least 0 and below 1; set for example "
+                "1e-4 to stop within 0.01% of the optimum"
+            )
         check_at_least("threads", self.threads, 1)
         if self.divisible_below is not None:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """Return `divisible_below` in tokens; None becomes its default for this window."""
+        """Return `divisible_below` in tokens, or its default for this context window if it is None."""
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 
@@ -156,9 +161,9 @@ def solve_var_len(
     start, rest = _greedy_var_len(pieces, options, num_micro_batches, s_max)
     if len(rest):
         raise UserError(
-            f"{len(rest)} of {len(pieces)} pieces ({pieces.num_tokens} tokens) do not fit "
-            f"{num_micro_batches} micro-batches of s_max = {s_max} tokens; use more micro-batches "
-            f"or a larger s_max"
+            f"{len(rest)} of {len(pieces)} pieces ({pieces.num_tokens} tokens in all) do not fit "
+            f"into {num_micro_batches} micro-batches of at most s_max = {s_max} tokens; use more "
+            "micro-batches, or raise s_max"
         )
     cost = options.workloads
     return _solve(start.pieces, start, options, ilp, cost, capacity=s_max, may_cut=False)
@@ -221,7 +226,10 @@ def _solve(
     began = time.perf_counter()
     num, per_step = len(start.rows), options.num_micro_batches
     if num < 1 or num % per_step:
-        raise UserError(f"num_micro_batches = {num} is not a multiple of the {per_step} per step")
+        raise UserError(
+            f"the start has {num} micro-batches, but their number must be a multiple of "
+            f"num_micro_batches = {per_step}, the number of a step; pack whole steps"
+        )
     if ilp.objective == Objective.MAX:
         per_step = num  # the maximum over all micro-batches is the sum for one large step
     shape = Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)

@@ -64,7 +64,7 @@ class Outcome:
 
 
 def modeller() -> Any:
-    """Return the module of PuLP, with which programs are written; UserError if not installed."""
+    """Return the module `pulp`, or raise UserError if it is not installed."""
     return _module("pulp", "an ILP is modelled in the package")
 
 
@@ -90,7 +90,10 @@ def _module(name: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"{purpose} {name}, which is not installed: pip install {name}") from error
+        raise UserError(
+            f"{purpose} {name}, but that package is not installed; install it with `pip install "
+            f"{name}`"
+        ) from error
 
 
 def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
@@ -118,7 +121,10 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
     status, info = model.getModelStatus(), model.getInfo()
     ended = highspy.HighsModelStatus
     if status in (ended.kNotset, ended.kLoadError, ended.kModelError, ended.kSolveError):
-        raise RuntimeError(f"HiGHS failed: {model.modelStatusToString(status)}")
+        raise RuntimeError(
+            f"the solver HiGHS failed with the status {model.modelStatusToString(status)!r}; use "
+            "solver = 'cbc'"
+        )
     has_values = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if has_values:
         for column, value in zip(columns, model.getSolution().col_value, strict=True):
@@ -173,8 +179,8 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
         )
         if not api.available():
             raise UserError(
-                'solver = "cbc" needs the cbc program, which PuLP before version 4 ships: '
-                "pip install 'pulp<4'"
+                "solver = 'cbc' needs the program cbc, which was not found; install a version of "
+                "PuLP that contains it with `pip install 'pulp<4'`"
             )
         problem.solve(api)
         text = log.read_text()

@@ -39,8 +39,9 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     """
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
-        # 0 means the same number. The other variants have 0, so write 0 here too; otherwise the
-        # run's policy would be listed twice.
+        # 0 means as many micro-batches as a global batch has windows, which is the same number. The
+        # other variants have 0, so write 0 here too; otherwise the run's policy would be listed
+        # twice.
         base = replace(base, num_micro_batches=0)
     own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)
     windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
@@ -111,7 +112,7 @@ def _in_windows(base: PackingSection) -> PackingSection:
 def _bounded(base: PackingSection) -> list[PackingSection]:
     """Return two sections with policy `bounded`: T as configured, and T = CONSTANT_TOKENS.
 
-    The second is left out if the configured T or S_max is no larger.
+    The second is left out if the configured T or S_max is at most CONSTANT_TOKENS.
 
     Args:
         base: The run's [packing] section.
@@ -125,8 +126,8 @@ def _bounded(base: PackingSection) -> list[PackingSection]:
 def _queue_levels(levels: tuple[float, ...]) -> list[tuple[float, ...]]:
     """Return the outlier thresholds to compare, each a tuple with one threshold for each queue.
 
-    They are the first configured threshold alone, all configured ones, and these with one more
-    between the first two.
+    They are the first configured threshold alone, all configured thresholds, and all of them with
+    one more between the first two.
 
     Args:
         levels: The configured thresholds, in context windows, ascending.

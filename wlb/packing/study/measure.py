@@ -133,7 +133,7 @@ class StepLoads:
 
     @property
     def time_weighted(self) -> float:
-        """Sum over steps of the slowest micro-batch, over the sum over steps of the mean one."""
+        """Sum of the slowest micro-batches of all steps, divided by the sum of the mean ones."""
         slowest, total = (sum(pair[i] for pair in self._slowest_and_sum) for i in (0, 1))
         return slowest * self._num / total if total else 1.0
 
@@ -166,7 +166,10 @@ def measure(
     flush = list(packer.push(None, carry)[0])
     pieces = Pieces.concat(*(plan.pieces for plan in (*stream, *flush)))
     if not len(pieces):
-        raise UserError("there are no documents to pack; check the lengths or the corpus")
+        raise UserError(
+            "there are no documents to pack, because the corpus or the list of lengths is empty; "
+            "give at least one document"
+        )
     forward, of_loads = _balance(stream, cost)
     delay_tokens, of_delay = _delay([*stream, *flush], pieces)
     document = _documents(pieces)

@@ -2,9 +2,9 @@
 
 Policies are compared by their time-weighted imbalance over both passes
 (`PackingSummary.step_time_weighted`). If every micro-batch took as long as the slowest one of its
-step, a policy's time for the same work would be proportional to it. Real steps lose less, because
-the micro-batches of a pipeline overlap. Real runs also have a flush, which is left out here.
-`wlb.simulate.forecast.simulated_shares` simulates whole runs.
+step, a policy's time for the same work would be proportional to this imbalance. Real steps lose
+less, because the micro-batches of a pipeline overlap. Real runs also have a flush, which is left
+out here. `wlb.simulate.forecast.simulated_shares` simulates whole runs.
 """
 
 from collections.abc import Sequence

@@ -53,14 +53,21 @@ class TuningGrid:
         unknown = [p for p in self.policies if p not in (Policy.VAR_LEN, Policy.BOUNDED)]
         if unknown:
             raise UserError(
-                f"policy {unknown[0]} has nothing to tune; use {Policy.VAR_LEN}, {Policy.BOUNDED}"
+                f"policy {unknown[0]} has no settings to tune; use {Policy.VAR_LEN} or "
+                f"{Policy.BOUNDED}"
             )
         none = [p for p in self.prices if not 0 < p < float("inf")]
         if none:
-            raise UserError(f"price {none[0]} must be above 0, relative to the default")
+            raise UserError(
+                f"delay price {none[0]} must be finite and above 0; prices are multiples of the "
+                "default delay price, such as 0.5 or 2"
+            )
         bad = [t for t in self.thresholds if not 0 < t <= 1]
         if bad:
-            raise UserError(f"threshold {bad[0]} must be above 0 and at most 1 context window")
+            raise UserError(
+                f"threshold {bad[0]} must be above 0 and at most 1; thresholds are fractions of "
+                "the context window"
+            )
         check_at_least("max_queues", self.max_queues, 0)
 
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
@@ -208,18 +215,19 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         UserError: If no setting made a step.
     """
     if not delay_budget >= 0:
-        raise UserError(f"delay_budget = {delay_budget} iterations must be at least 0")
+        raise UserError(f"delay_budget = {delay_budget} must be at least 0 steps")
     tried = tuple(points)
     trained = [p for p in tried if p.summary.num_steps]
     if tried and not trained:
         raise UserError(
-            "no setting made a step before the data ended: everything waited for the flush; give "
-            "more global batches or lower thresholds"
+            "no setting trained a step before the data ended, because all documents waited until "
+            "the flush; give more global batches, or lower thresholds"
         )
     if not tried:
         raise UserError(
-            "no setting is left to try: every T is at least S_max, or no S_max leaves room for a "
-            "global batch; give smaller T, or larger S_max"
+            "no setting can be tried: either every T is at least S_max, or no S_max has room for "
+            "a global batch; give smaller values of T (step_tokens), or larger values of S_max "
+            "(s_max)"
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
