@@ -182,7 +182,7 @@ def slowest_time(time: FloatArray, wait: str) -> float:
     Args:
         time: Time of each micro-batch, shape [num_ranks, num_micro_batches].
         wait: "micro_batch" if ranks wait for each other after every micro-batch. The result is then
-            the sum of the slowest rank's time in each. "step" if they wait once; it is then the
-            time of the slowest rank for all micro-batches.
+            the sum over micro-batches of the slowest rank's time. "step" if ranks wait once. The
+            result is then the slowest rank's total time.
     """
     return float(time.max(0).sum() if wait == "micro_batch" else time.sum(1).max())

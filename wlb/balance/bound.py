@@ -42,7 +42,7 @@ def least_time(
 
 
 def _slots(work: FloatArray, tokens: FloatArray, num_ranks: int, cap: int) -> float:
-    """Return the lower bound from micro-batches' limited tokens if ranks wait after each of them.
+    """Return the lower bound that the token cap implies if ranks wait after every micro-batch.
 
     It is the third bound described at the top of this file, the largest one over all k.
 

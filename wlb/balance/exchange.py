@@ -96,7 +96,7 @@ class _Side:
     members: IntArray  # all units of each bin (`SharedBins.members`), shape [num_pairs, columns]
     columns: IntArray  # where in `members` the offered units are, shape [num_pairs, TAKEN]
     units: IntArray  # the units that are offered, shape [num_pairs, TAKEN]
-    kept: IntArray  # number of units that are not offered, below 1 if all are, shape [num_pairs]
+    kept: IntArray  # number of units minus TAKEN; above 0 if some are not offered, [num_pairs]
 
 
 def redistribute(

@@ -71,7 +71,7 @@ class Units:
     def padded(self) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return work, tokens and samples, each with a 0 appended.
 
-        `SharedBins` fills up bins with an index that stands for no unit. The 0 is its value.
+        `SharedBins` fills up bins with an index that stands for no unit. The 0 is the value at this index.
         """
         work, tokens, samples = (np.append(x, 0.0) for x in (self.work, self.tokens, self.samples))
         return work, tokens, samples
@@ -105,7 +105,8 @@ def improve(
         excess = waiting.excess(loads)
         top, low = waiting.pairs(excess, turn)
         if not top.size:
-            # Each rank has a single bin, and units must stay on their ranks.
+            # No exchange is possible: each rank has a single bin, and units must stay on their
+            # ranks.
             break
         rounds = min(MOST_ROUNDS, max(16, MOST_PAIRS // top.size))
         spare = None if rules.counts is None else _spare(bins, rules, top, low)

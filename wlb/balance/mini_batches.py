@@ -1,10 +1,11 @@
 """Divides a rollout batch into mini-batches with equal work and similar lengths.
 
-Items, which are groups or single samples, are sorted by their number of samples, then by work, and
-cut into blocks. A block has as many items as there are mini-batches, and each mini-batch gets one
-of them. So it gets one of the longest items, one of the next longest, and so on, and no mini-batch
-has longer samples than another. In a block, the item with most work goes to the mini-batch with
-fewest samples so far. If several have equally few, it goes to the one with least work so far.
+An item is a group or a single sample. Items are sorted by their number of samples, then by work,
+and cut into blocks. A block has as many items as there are mini-batches, and each mini-batch gets
+one of them. So every mini-batch gets one of the longest items, one of the next longest, and so on,
+and all mini-batches have samples of similar length. In a block, the item with most work goes to the
+mini-batch with fewest samples so far. If several have equally few, it goes to the one with least
+work so far.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Computes the cost of each sample from any form of `cost` that `balance_step` accepts.
 
-Most forms are turned into a workload model (`wlb.cost.protocol`), such as a number, which is the
+Most forms are turned into a workload model (`wlb.cost.protocol`). For example, a number is the
 length in tokens at which attention costs as much as linear layers. The form "slime" is the forward
 FLOPs of a dense model, as the framework slime computes them.
 """

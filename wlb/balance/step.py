@@ -163,8 +163,8 @@ def _units(
 ) -> tuple[Units, IntArray]:
     """Join the samples of each atom into a unit, and sort units by descending work.
 
-    A unit of more than `max_tokens` tokens counts as a unit of exactly `max_tokens` tokens. This
-    has the same effect: either one is alone in its micro-batch.
+    A unit of more than `max_tokens` tokens counts as a unit of exactly `max_tokens` tokens. The
+    effect is the same, because a unit of either size is alone in its micro-batch.
 
     Args:
         request: The arguments of `balance_step`.

@@ -176,13 +176,13 @@ def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
 
 
 def _partners(order: IntArray, num: int, turn: int) -> Pairs:
-    """Pair the bins that exceed their targets most with others, which change from round to round.
+    """Pair the bins that exceed their targets most with other bins.
 
     Args:
         order: Indices of bins, sorted by ascending work above target, shape [num_rows, n]. Both
             bins of a pair are taken from the same row.
         num: Number of pairs in each row.
-        turn: Index of the round.
+        turn: Index of the round. Partners change from round to round.
     """
     top, rest = order[:, ::-1][:, :num], order[:, : order.shape[1] - num]
     start = turn % NUM_PARTNERS * num

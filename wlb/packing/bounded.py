@@ -306,8 +306,7 @@ def choose(
     *,
     ends: IntArray | None = None,
 ) -> BoolArray:
-    """Choose the waiting documents that the next step trains (steps 1 to 5 at the top of this
-    file).
+    """Choose the documents that the next step trains (steps 1 to 5 at the top of this file).
 
     As an example, take six documents and N = 2 micro-batches of 100 tokens. In a document of 100
     tokens attention takes 100 / 60 times as long as linear work, as in the paper's 7B model at its
@@ -810,8 +809,7 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
-    """Find consecutive ordinary documents that have at least `work`, but as little more as
-    possible.
+    """Find consecutive ordinary documents with at least `work`, but as little more as possible.
 
     Ordinary documents are sorted by descending work, so an interval that begins later has less.
 

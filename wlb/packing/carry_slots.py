@@ -19,8 +19,7 @@ class CarrySlots(Enum):
     BY_LENGTH = auto()  # Above slot 0, a higher slot has longer pieces.
 
     def misplaced(self, slot: IntArray, length: IntArray, *, most: int) -> BoolArray:
-        """Return a mask of the pieces that are in a slot where the policy never puts them, shape
-        [n].
+        """Return a mask, shape [n], of pieces in slots where the policy never puts them.
 
         Args:
             slot: Slot of each piece, in the order of the carry, shape [n].
@@ -50,7 +49,5 @@ class CarrySlots(Enum):
 
 
 def _changes(slot: IntArray, sign: int) -> BoolArray:
-    """Return a mask of pieces whose slot is above (sign 1) or below (sign -1) that of the piece
-    before.
-    """
+    """Return a mask of pieces with a higher (sign 1) or lower (sign -1) slot than the one before."""
     return np.diff(slot, prepend=slot[:1]) * sign > 0

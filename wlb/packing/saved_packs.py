@@ -272,7 +272,7 @@ class PackedBatches(SourceBatches):
         check_were_read(pieces, at, np.full(len(pieces), epoch * size + given))
 
     def _given(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Return how many whole epochs were read before `state`, and how many documents after them."""
+        """Return how many whole epochs were read before `state`, and how many documents since."""
         epoch, step = divmod(self.num_batches(state), self.packs.num_steps)
         return epoch, int(self.packs.offsets[step * self.packs.num_micro_batches])
 

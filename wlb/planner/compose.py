@@ -364,10 +364,11 @@ class Planner:
         )
 
     def _repacked(self, state: PlannerState) -> PlannerState:
-        """Remove plans from a state that have another number of micro-batches than the planner.
+        """Remove the state's plans if they have another number of micro-batches than the planner.
 
-        This happens if a run is resumed with another number. The pieces of such plans go back to
-        the front of the carry, in the order of the plans, so that they are packed anew.
+        This happens if a run is resumed with another number of micro-batches. The pieces of the
+        removed plans go back to the front of the carry, in the order of the plans, so that they are
+        packed anew.
         """
         if not state.ready or state.ready[0].num_micro_batches == self.packer.num_micro_batches:
             return state
@@ -417,8 +418,8 @@ class Planner:
 def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
     """Return the carry so that `packer` can use it, even if another policy made it.
 
-    Slots of waiting pieces have a meaning only for the policy that chose them, and so have arrival
-    steps that are after the next step. For another policy, both are reset.
+    Only the policy that made a carry understands its slots, and arrival steps that are after the
+    next step. For another policy, both are reset.
     """
     if carry.policy == packer.policy:
         return carry

@@ -82,7 +82,8 @@ class SignsOfLife:
     """Distinguishes a planner process that computes for a long time from one that is stopped.
 
     There are two signs of life: a thread of the process touches a file, and the process uses
-    processor time. If native code keeps the thread from running, this code uses processor time.
+    processor time. If native code keeps the thread from running, the process still uses processor
+    time.
 
     Args:
         address: Address of the process.

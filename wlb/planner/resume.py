@@ -32,7 +32,7 @@ def check_planner_state(
     - steps have consecutive numbers,
     - all numbers are finite.
 
-    Cost: 30 ns for each document that was read of the current epoch, so 3 s for a hundred million.
+    Cost: 30 ns for each document read in the current epoch, so 3 s for 100 million documents.
 
     Args:
         state: The loaded state.
@@ -134,7 +134,7 @@ def _check_steps(state: PlannerState) -> None:
 
 
 def _check_policies(state: PlannerState, known: Collection[str]) -> None:
-    """Check that planned steps and waiting pieces belong to the same policy, which is known."""
+    """Check that planned steps and waiting pieces belong to one policy, which is in `known`."""
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(

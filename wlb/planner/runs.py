@@ -76,8 +76,8 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
 
     In pre-training it packs documents into windows, as the usual loader does. If the run uses a
     method of fine-tuning (`packing.method`), it packs whole examples one after the other, and
-    begins a micro-batch when the next one does not fit. The run's own packing policy is not used,
-    so that the held-out loss does not depend on it.
+    begins a new micro-batch when the next example does not fit. The run's own packing policy is not
+    used, so that the held-out loss does not depend on it.
 
     Args:
         spec: The run.

@@ -152,7 +152,7 @@ class _AssignedDocuments:
         self.load = load.sum(0).tolist()
 
     def over_some(self, who: IntArray, num_ranks: int) -> None:
-        """Cut each of some documents among the least loaded ranks that have room for a part.
+        """Cut each of these documents among the least loaded ranks that have room for a part.
 
         Args:
             who: The documents to assign.
@@ -173,7 +173,7 @@ class _AssignedDocuments:
                 self.room[r] -= size
 
     def whole(self, who: IntArray, work: IntArray) -> None:
-        """Assign each of some documents whole to the least loaded rank that has room.
+        """Assign each of these documents whole to the least loaded rank that has room.
 
         Args:
             who: The documents to assign.

@@ -6,7 +6,8 @@ micro-batch's tokens. So it must receive the other rows from other ranks.
 
 A micro-batch takes at least the time of its attention, divided evenly over the ranks, plus the time
 that a rank waits for its rows. Attention over the keys of a rank's own tokens can hide a part of
-the transfer: at most as long as attention takes for a document of a rank's share of the tokens.
+the transfer. This attention takes longest if the rank has whole documents that are as long as
+possible.
 
 The time is an estimate and not a proven bound, because it uses `ideal_kernels_ns`, an estimate.
 """
@@ -41,8 +42,8 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
     if slack is None or cp == 1:
         return least
     # If work is limited, one rank cannot process all of a document's last tokens. j ranks can
-    # process at most its last length - reach[j] tokens, so another rank has the token before these
-    # and needs at least reach[j] rows.
+    # process at most the last (length - reach[j]) tokens of a document. So another rank has the
+    # token before these, and it needs at least reach[j] rows.
     most = (1 + slack) * float(causal_pairs(pieces, pieces).sum()) / cp
     for length in pieces[pieces > least].tolist():
         reach = np.sqrt(np.maximum(0.0, length * length - 2 * most * np.arange(cp)))
@@ -102,10 +103,10 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     longest = int(pieces.max())
     if per_node == cp:
         return gather, ideal + waits.of(_received(cp, 1, max(0, longest - share)))
-    # Assume that the node with the document's last token has all but `away` of its tokens. The rank
-    # with the last token must receive `away` rows from other nodes. The node's attention takes at
-    # least as long as for a document with as many tokens as the node has of this one. Take the best
-    # value of `away`.
+    # Assume that the node with the document's last token has all but `away` of the document's
+    # tokens. Then the rank with the last token must receive `away` rows from other nodes, and the
+    # node's attention takes at least as long as for a document that is shorter by `away` tokens.
+    # Try several values of `away`, and take the least time.
     away = np.unique(np.linspace(max(0, longest - per_node * share), longest - 1, TRIED_SPLITS))
     held = longest - away.astype(np.int64)
     forward, backward = cost.segment_times_ns(held, held)
@@ -119,7 +120,7 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
     """Return the longest time that a rank can compute attention over keys of its own tokens.
 
-    A rank has most of it if it is filled with whole documents, each as long as possible.
+    This time is longest if the rank has only whole documents, each as long as possible.
 
     Returns:
         Forward time and backward time in ns.

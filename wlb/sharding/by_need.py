@@ -62,7 +62,7 @@ STRATEGY = "balanced"
 
 
 def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Return plans that let ranks need few keys of other ranks, for the exchange "needed".
+    """Return plans in which ranks need few keys from other ranks, for the exchange "needed".
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
@@ -135,8 +135,8 @@ def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
     held = np.zeros(cp, np.int64)
     np.add.at(held, np.tile(ranks, num_long), (stop - start).ravel())
     rest = shares_of(int(pieces.sum()), held) - held
-    # Order the other documents so that lengths first fall and then rise. So runs at both ends have
-    # long documents, and runs in the middle have short ones.
+    # Order the other documents so that lengths first fall and then rise. Then runs at both ends
+    # have long documents, and runs in the middle have short ones.
     behind = order[num_long:]
     behind = np.concatenate([behind[::2], behind[1::2][::-1]])
     runs = cut_sequence(pieces[behind], offsets_of(rest), np.arange(cp))

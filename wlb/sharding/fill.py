@@ -134,8 +134,8 @@ class FillOptions:
     consecutive tokens. In a longer document such parts would differ more in work. It is cut
     symmetrically, which makes two cuts instead of one."""
     negligible: float = 0.005
-    """A rank may lack this share of the work that dense documents should bring it, if that avoids a
-    cut."""
+    """A rank may get less work from dense documents than it should, by up to this share, if that
+    avoids a cut."""
 
 
 def fill(
@@ -176,10 +176,10 @@ def fill(
 def _dense(
     pool: list[FillPart], room: int, work: float, options: FillOptions, *, most: float
 ) -> list[FillPart]:
-    """Take documents with much work per token for a rank, as many as it needs to get its work.
+    """Take the documents with most work per token, until a rank can reach its share of the work.
 
-    The rest of the rank will be filled with documents that have least work per token. Documents are
-    taken until the rank would then have its share of the work.
+    The rest of the rank will later be filled with the documents that have least work per token. The
+    function stops as soon as these would bring the rank exactly to its share of the work.
 
     Args:
         pool: The remaining parts by descending work per token. Those that are taken are removed.

@@ -182,7 +182,7 @@ def _long_parts(
 
 
 def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
-    """Return the attention time of each threshold: slowest forward plus slowest backward, in ns.
+    """Return the attention time with each threshold: slowest forward plus slowest backward, in ns.
 
     Args:
         times: Forward and backward time of each rank for the long documents in ns, shape

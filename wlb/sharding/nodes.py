@@ -7,8 +7,8 @@ node. So documents stay whole on one node if possible.
    of its share of the work.
 2. A document with more work than `share` times the work of a node, or with more tokens than a node
    may have, is cut among nodes. All others stay whole.
-3. Swaps of short documents make the numbers of tokens of nodes nearly equal. To make them equal,
-   the first tokens of one document move.
+3. Swaps of short documents bring every node close to the number of tokens that it is to get. The
+   first tokens of single documents then move to other nodes to reach it exactly.
 
 Cost: a Python loop over documents, and over pairs of short ones.
 """
@@ -123,13 +123,13 @@ class _Nodes:
                 self._move(giver, taker, wanted, heads)
 
     def _swap(self, giver: int, taker: int, wanted: int) -> bool:
-        """Swap two short documents, or move one, if about the wanted number of tokens moves.
+        """Swap two short documents, or move one, if this moves about the wanted number of tokens.
 
         Args:
             giver: The node with too many tokens.
             taker: The node with too few tokens.
-            wanted: Number of tokens that should move from `giver` to `taker`. At most half of them
-                may then be missing or too many.
+            wanted: Number of tokens that should move from `giver` to `taker`. Between half and
+                one and a half times as many may move.
 
         Returns:
             Whether documents were moved.

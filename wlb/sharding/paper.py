@@ -38,7 +38,8 @@ from wlb.plan.arrays import distinct, first_true
 from wlb.spec import ExchangeChoice, Remainder, Strategy
 
 if TYPE_CHECKING:
-    from wlb.cost import Cost  # with kernel profiles, which planning by a workload does not load
+    # Importing this loads kernel profiles, which planning with a workload model does not need.
+    from wlb.cost import Cost
 
 GATHER = ExchangeChoice.GATHER
 NAMES = tuple(map(str, Strategy))
@@ -162,8 +163,8 @@ def document_chunks(lengths: IntArray, cp: int, *, grows: bool = True) -> tuple[
         stop = base[:, None] * np.arange(1, 2 * cp + 1)
         return stop - base[:, None], stop
     # Left-over tokens go to the ranks in turn, beginning with the rank after the one that got the
-    # last left-over token of the previous document. A rank may get two of a document: the first
-    # makes its first chunk longer, and the second its last chunk.
+    # last left-over token of the previous document. A rank may get two left-over tokens of one
+    # document. The first makes the rank's first chunk longer, and the second its last chunk.
     first = (np.cumsum(over) - over) % cp
     turn = (np.arange(cp) - first[:, None]) % cp
     served = np.concatenate([turn, turn[:, ::-1] + cp], 1)
@@ -270,8 +271,8 @@ def cheapest(
         names = list(KeyExchange) if is_auto else [KeyExchange(exchange)]
         found: list[tuple[tuple[float, float], int, ShardingPlan]] = []
         for i in map(int, np.argsort(slowest, kind="stable")):
-            # Plans are tried by ascending attention time, and the wait for an exchange only adds
-            # time. So if this plan is slower without it than the best one with it, all others are.
+            # Plans are tried by ascending time without the wait for the exchange. If this plan
+            # takes longer even without the wait than the best plan with it, so do all later plans.
             if found and slowest[i] > found[0][0][0]:
                 break
             tried = [replace(plans[i], exchange=name) for name in names]
@@ -328,8 +329,8 @@ def shard(
         cp: Ranks of the context-parallel group.
         strategy: One of `NAMES`.
         cost: Predicts the times by which plans are compared. It is a `WorkloadModel`, or any other
-            form of cost that `wlb.balance.balance_step` takes, such as the path of a config.json,
-            but no cost that is given for whole samples.
+            form of cost that `wlb.balance.balance_step` takes, such as the path of a config.json.
+            Costs of whole samples are not accepted, because strategies need the times of parts.
         remainder: How tokens that are left over by equal chunks are assigned in per_document, and
             in adaptive if it takes per_document: "merged" or "one_by_one".
         exchange: How ranks get each other's keys: "gather", "needed", or "auto" for the faster one.

@@ -55,8 +55,7 @@ class Items:
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """Return by how much, at most, a packing with cuts can cost less than the lower bound, in
-        ns.
+        """Return how much less than the lower bound a packing with cuts can cost at most, in ns.
 
         The program's lower bound holds for packings that cut no piece. A packing with cuts can cost
         less, but only by the cost of the pieces that it cuts. The result holds for all packings
@@ -242,5 +241,5 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return the headroom of micro-batch j, divided by its free tokens if it must become full."""
+        """Return micro-batch j's headroom, divided by its free tokens if it must become full."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

@@ -261,8 +261,7 @@ class _PulpProgram:
             self.program.addConstraint(self._sum([*load, (slowest, -1.0)]) <= 0)
 
     def _symmetry(self) -> None:
-        """Add constraints that exclude solutions which differ only in the numbering of
-        micro-batches.
+        """Exclude solutions that differ from others only in the numbering of micro-batches.
 
         - With one step, piece i may only go to micro-batches 0 to i.
         - With several steps, step s must cost at least as much as step s + 1. So the lower bounds

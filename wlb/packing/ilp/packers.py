@@ -77,7 +77,7 @@ class IlpOptions:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """Return `divisible_below` in tokens, or its default for this context window if it is None."""
+        """Return `divisible_below` in tokens, or its default for this window if it is None."""
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 
