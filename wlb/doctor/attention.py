@@ -1,13 +1,13 @@
-"""Compares every attention kernel that can compute here with attention's definition in float64.
+"""Compares each attention kernel that works on this machine with attention's definition in float64.
 
 The test cases have several documents, segments with fewer queries than keys (as on CP ranks), the
 run's heads, grouped heads, and sliding windows and softcaps if the kernel supports them. Output and
 gradients are compared.
 
-The allowed error is relative to the error of the definition when it is computed in the kernel's
-dtype: a kernel passes if its root mean square error is at most twice, and its largest error at most
-three times, that error. wlb's tests use the same tolerance. **No kernel was examined on a GPU
-yet.**
+The definition is also computed in the kernel's dtype, and that error sets the limits: a kernel
+passes if its root mean square error is at most twice the definition's, and its largest error at
+most three times the definition's. wlb's tests use the same limits. **No kernel has been examined on
+a GPU yet.**
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
-MOST_HEADS = 4  # of the run's query heads, at most this many are tested, to save time
+MOST_HEADS = 4  # number of the run's query heads that are tested at most, to save time
 # The allowed root mean square error (MEAN_TIMES) and the allowed largest error (MAX_TIMES) of a
 # kernel, as multiples of the error that the definition of attention has in the same dtype.
 MEAN_TIMES, MAX_TIMES = 2.0, 3.0
-# An error of this many eps is always allowed, because the definition may happen to be exact. It is
-# the eps of the dtype, or of float32 if that is smaller.
+# An error of this many eps is always allowed, because the definition may happen to be exact. Eps is
+# the dtype's or float32's, whichever is smaller.
 FLOOR_EPS = 16
 # Numbers of queries and keys of each tested document. A quick examination leaves out LONG.
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
@@ -131,7 +131,7 @@ def examine_kernel(
     # Kernel packages raise exceptions of many classes.
     except Exception as error:
         return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)
-    # Negated, so that NaN counts as wrong.
+    # The comparison is negated, so that NaN counts as wrong.
     wrong = [d for d in worst if not d.times <= 1]
     top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
     found = (
@@ -170,9 +170,10 @@ def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) 
 
 
 def _heads_of(patient: Patient) -> list[Heads]:
-    """Return two settings of heads to test: a few heads of the run, and grouped-query heads.
+    """Return two sets of heads to test: a few heads of the run, and four grouped-query heads.
 
-    The former are at most as many as a TP rank has, with the run's head size and group size.
+    The heads of the run have the run's head size and group size, and are at most as many as a TP
+    rank has.
     """
     model, tp = patient.spec.model, patient.spec.parallel.tp
     num_kv = model.with_kv_copies(tp).num_kv_heads

@@ -23,23 +23,23 @@ from wlb.spec import RunSpec
 class GpuFacts:
     """Facts about a rank's GPU."""
 
-    name: str  # name of the model, as torch reports it
-    memory_bytes: int  # total memory
+    name: str  # name of the GPU's model, as torch reports it
+    memory_bytes: int  # total memory of the GPU
     capability: tuple[int, int]  # compute capability, such as (9, 0)
     uuid: str
     num_visible: int  # GPUs that this rank can see
     bus: str = ""  # PCI address as sysfs writes it
     driver: str = ""  # version of the driver; "" without NVML
-    # Newest CUDA that the driver supports; (0, 0) without NVML.
+    # Newest version of CUDA that the driver supports, such as (12, 4); (0, 0) without NVML.
     driver_cuda: tuple[int, int] = (0, 0)
-    no_nvml: str = ""  # why NVML could not be used; "" if it could
+    no_nvml: str = ""  # why NVML could not be used; "" if it was used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """A rank's place among the ranks, its software and its GPU."""
 
-    rank: int  # number of the rank
+    rank: int  # number of the rank in the run
     local_rank: int  # number of the rank on its node
     local_world_size: int  # number of ranks on its node
     node: int  # number of the node

@@ -39,9 +39,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check: one row of the table."""
+    """The result of one check, which is shown as one row of the table of findings."""
 
-    check: str  # name of the check
+    check: str  # name of the check, as the table shows it
     verdict: Verdict
     found: str  # what was found, as text for the user
     remedy: str = ""  # what the user can do; never empty for warn and fail

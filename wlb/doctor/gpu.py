@@ -15,7 +15,7 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.profile.device import THROTTLE_REASONS, handle_of
 
-# What checks of a GPU say if ranks are on the CPU, and the remedy if NVML cannot be used.
+# Finding of a check of GPUs if ranks are on the CPU, and the remedy if NVML cannot be used.
 NO_GPU = "ranks are on the CPU"
 INSTALL_NVML = "pip install nvidia-ml-py"
 # NVML's reasons for lower clocks that mean a defect (BROKEN), or a GPU that is too hot (HOT).
@@ -48,7 +48,7 @@ def opened_nvml() -> Iterator[Any]:
 def driver(patient: Patient) -> Finding:
     """Check that the driver supports the CUDA version for which torch was built.
 
-    This has not run on a GPU.
+    This check has not run on a GPU yet.
     """
     name, facts = "driver", patient.facts
     if not patient.is_cuda or facts.gpu is None:
@@ -72,7 +72,7 @@ def driver(patient: Patient) -> Finding:
 def nvlink(patient: Patient) -> Finding:
     """Check that NVLink connects this GPU with the GPUs of its TP group on the same node.
 
-    This has not run on a GPU.
+    This check has not run on a GPU yet.
     """
     name, gpu = "NVLink", patient.facts.gpu
     if gpu is None:
@@ -148,7 +148,7 @@ def _links(nvml: Any, handle: Any) -> tuple[int, int]:
 def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -> Finding:
     """Check clocks and throttling while the GPU multiplies matrices.
 
-    This has not run on a GPU.
+    This check has not run on a GPU yet.
 
     Args:
         patient: Inputs of the check.
@@ -177,7 +177,7 @@ def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -
 
 
 def _application_clock(nvml: Any, handle: Any) -> tuple[int, int] | None:
-    """Return the application clock of the SMs as configured and its default, in MHz.
+    """Return the configured and the default application clock of the SMs, in MHz.
 
     Newer GPUs have no application clock; the result is then None.
     """
@@ -193,7 +193,7 @@ def _application_clock(nvml: Any, handle: Any) -> tuple[int, int] | None:
 def _judge_clocks(
     name: str, seen: set[str], rates: list[int], application: tuple[int, int] | None
 ) -> Finding:
-    """Judge the clocks and the reasons of throttling that were read while the GPU was busy.
+    """Judge the clocks and the reasons for throttling that were read while the GPU was busy.
 
     Args:
         name: Name of the check.
@@ -263,7 +263,7 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
     """Check that all ranks have the same kind of device, and the device that the run asks for.
 
-    A warning is returned if a node has more GPUs than ranks. This has not run on a GPU.
+    A warning is returned if a node has more GPUs than ranks. This check has not run on a GPU yet.
 
     Args:
         everyone: Facts of all ranks.
@@ -336,9 +336,9 @@ def equal_software(everyone: Sequence[Facts]) -> Finding:
 
 
 def _by_host(what: str, values: Sequence[str], everyone: Sequence[Facts]) -> str:
-    """Describe which hosts have which version of a software.
+    """Describe which hosts have which version of a piece of software.
 
-    `what` is its name, and `values` has its version on each rank.
+    `what` is the name of the software, and `values` has its version on each rank.
     """
     hosts: dict[str, list[Facts]] = {}
     for value, facts in zip(values, everyone, strict=True):

@@ -49,7 +49,7 @@ class StageLimit:
         self._entered: list[str] = []
 
     def join(self) -> None:
-        """From now on write ended stages to the store of the process group, which now exists."""
+        """Write ended stages to the process group's store from now on. The group must exist."""
         # Use a clone, which has its own connection. With the same connection, the timer could not
         # read the store while the main thread waits in it.
         store: Any = distributed_c10d._get_default_store()

@@ -4,8 +4,8 @@ Bandwidth is the bus bandwidth of nccl-tests: the bytes that a rank must send, o
 call. All groups of an axis of the mesh, for example all TP groups, are measured at the same time,
 because they also communicate at the same time in training.
 
-**This has not run with NCCL.** With Gloo, bandwidth is shown but not judged, because it depends on
-other work of the CPU cores.
+**This code has not run with NCCL yet.** With Gloo, bandwidth is shown but not judged, because it
+depends on other work of the CPU cores.
 """
 
 import time
@@ -52,11 +52,11 @@ class GroupTiming:
     # Name of the axis of the mesh, with the suffix `ROWS` if an all-to-all was measured.
     axis: str
     ranks: tuple[int, ...]  # ranks of the communicator
-    # The measured collective. For an all-to-all of equal parts it is the all-gather, in which a
-    # rank must send as many bytes.
+    # The measured collective. An all-to-all of equal parts is recorded as an all-gather, because a
+    # rank must send equally many bytes in both.
     op: Collective
     size_bytes: int  # size of the buffer
-    # Seconds of the first call of each collective, summed. The first calls connect the ranks.
+    # Total seconds of the first calls of all checked collectives. First calls connect the ranks.
     first_s: float
     latency_s: float  # seconds of a call with a buffer of 8 bytes
     seconds: float  # seconds of a call with a buffer of size_bytes
@@ -64,7 +64,7 @@ class GroupTiming:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that a rank must send per second of the call (the bus bandwidth of nccl-tests)."""
+        """Bytes that a rank must send in a call over its time: the bus bandwidth of nccl-tests."""
         return self.size_bytes * self.op.wire_share(len(self.ranks)) / self.seconds
 
 
@@ -160,7 +160,7 @@ def _call(
     """
     rank, count = dist.get_rank(group), group.size()
     if op == Collective.ALL_REDUCE:
-        # Zeros, because the buffer is reduced in place many times and other sums would overflow.
+        # The buffer has only zeros. Other values could overflow, because each call sums in place.
         total = torch.zeros(size // 4, device=device)
         return lambda: dist.all_reduce(total, group=group), lambda: not bool(total.any())
     if op == Collective.P2P:

@@ -64,8 +64,8 @@ class Options(NamedTuple):
     is_quick: bool  # make fewer and smaller measurements, in about ten seconds
     # Seconds that a stage of the examination, such as making communicators, may take.
     limit_s: float
-    # Prints findings. Rank 0 calls it. If local ranks are started, it is sent to them and must be
-    # picklable.
+    # Function that prints findings, called on rank 0. It must be picklable, because it is sent to
+    # local ranks.
     show: Show
 
 
@@ -163,7 +163,7 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
     if world.world_size > 1:
         try:
             worlds.init(world, device, timeout_s=options.limit_s)
-        # For example: the limit on open files is too low, or the port is taken.
+        # Two possible causes: the limit on open files is too low, or the port is taken.
         except UserError as error:
             options.show([failed("rendezvous", f"{HOST}: {error}", LOOK)])
             return False
@@ -199,7 +199,7 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
 
 
 def _who(late: Sequence[int], world: World) -> str:
-    """Name the late ranks, as the subject of a sentence."""
+    """Return words that name the late ranks and can be the subject of a sentence."""
     if len(late) == world.world_size > 1:
         return f"all {world.world_size} ranks, some of which wait for the others,"
     return f"rank {ranges(late)}"

@@ -132,8 +132,8 @@ def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
 def _device(spec: RunSpec) -> str:
     """Return the kind of device that the figures are for, "cpu" or "cuda".
 
-    In a dry run, run.device = auto means GPUs, because the run may be meant for another machine.
-    Only if cost.profile is auto too and this machine has no GPU does it mean CPUs.
+    In a dry run, run.device = auto means GPUs, because the run may be meant for another machine. It
+    means CPUs only if cost.profile is auto too and this machine has no GPU.
     """
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"
@@ -207,7 +207,7 @@ def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
     Args:
         made: The prediction.
         budget: Memory of a device.
-        known: The same, or None if the memory of the machines is not known.
+        known: `budget` if the memory of the machines is known, else None.
     """
     profile, ranks = made.cost.profile, made.spec.parallel.world_size
     reason = "run.device = cpu was asked for"
@@ -272,7 +272,7 @@ def _checkpoints(made: Forecast) -> str:
 
 
 def _experts_rows(made: Forecast) -> str:
-    """Describe how long the all-to-alls of experts take in a step, and how much of it is hidden."""
+    """Describe how long the all-to-alls of experts take in a step, and how long ranks wait."""
     spec = made.spec
     num = spec.micro_batches_per_pipeline
     tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
@@ -301,7 +301,7 @@ def _duration(days: float) -> str:
 
 
 def _spelled(days: float) -> str:
-    """Return a time as text, in the largest unit of which it has at least one.
+    """Return a time as text, in the largest unit in which its value is at least 1.
 
     The units are days, hours, minutes and seconds.
     """

@@ -74,7 +74,7 @@ class EvaluateHeldOut(Hook):
             self._evaluate(run)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Evaluate if it is due."""
+        """Evaluate if an evaluation is due after this step."""
         if step.updated and self._is_due(run, step.plan):
             self._evaluate(run)
 

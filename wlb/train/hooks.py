@@ -122,7 +122,8 @@ class Hook:
     """
 
     # The phase to which the wall time of this hook's methods is added. `record` is an exception:
-    # its time is added to `Phase.STEPS`. None adds it to start-up or to the rest.
+    # its time is added to `Phase.STEPS`. With None, the time of `begin` is added to `Phase.START`,
+    # and the time of the other methods to `Phase.REST`.
     phase: ClassVar[Phase | None] = None
 
     def begin(self, run: RunContext) -> None:

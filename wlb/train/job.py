@@ -9,7 +9,7 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank of a run is started with."""
+    """The arguments that every rank of a run gets when it is started."""
 
     spec: RunSpec  # the run, with the data-parallel size and the vocabulary size filled in
     train_store: StoreName  # name of the token store, or of a blend of stores

@@ -33,7 +33,7 @@ def measured_budget(spec: RunSpec) -> Budget | None:
 
     `cluster.memory_gib` is ignored.
     """
-    # Imported here, so that a dry run, which needs no device, does not import torch.
+    # This module is imported here, so that a dry run, which needs no device, does not import torch.
     from wlb.parallel import world as worlds
 
     size = worlds.device_memory_bytes()
@@ -62,7 +62,7 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
     """Estimate the memory of the fullest rank, for the largest micro-batches and steps allowed.
 
-    They are S_max and T if packing makes micro-batches of different lengths.
+    The largest are S_max and T if packing makes micro-batches of different lengths.
     """
     if not spec.packing.varies_lengths:
         return memory_estimate(spec)
@@ -71,7 +71,7 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 
 
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
-    """Lower `packing.memory_gib` to the memory of the device that plans may use.
+    """Lower `packing.memory_gib` to the part of the device's memory that plans may use.
 
     The option `--system` and `wlb tune layout` compute `packing.memory_gib` from
     `cluster.memory_gib`, and a real device may have one GiB less than that.

@@ -53,14 +53,14 @@ class StepSums:
 
     loss: float  # sum of the losses of all targets, times `RunSpec.loss_scale`
     gradient_norm: float  # global norm before clipping
-    # Predicted attention time of the slowest CP rank over the mean CP rank's, after each of the two
-    # was summed over micro-batches.
+    # Ratio of two predicted attention times, each summed over micro-batches: the slowest CP rank's
+    # time over the mean time of the CP ranks.
     cp_imbalance: float
     shardings: dict[str, int]  # number of micro-batches by sharding strategy
     # Rows of keys that CP ranks exchanged; None if they exchanged none.
     key_rows: KeyRows | None = None
     experts: ExpertLoad | None = None  # loads of experts; None for a model without experts
-    stop: Stop = Stop.NO  # what asks the run to stop: the largest value that a rank has noticed
+    stop: Stop = Stop.NO  # what asks the run to stop: the largest value noticed by any rank
 
     @property
     def is_finite(self) -> bool:
@@ -74,8 +74,9 @@ class StepReducer:
     Args:
         mesh: This rank's place in the layout, with its process groups.
         strategies: Names of all sharding strategies, the same on all ranks.
-        model: The model, to count the loads of its experts, and the fewer rows of keys that layers
-            with a sliding window exchange. None counts as if it had neither.
+        model: The model. If it has experts, their loads are reduced too. If it has layers with a
+            sliding window, these count fewer exchanged rows of keys. None means that it has
+            neither.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class StepReducer:
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
         before = _SUMS + self._num_loads
         host = np.concatenate([np.zeros(before), counts, self._digests(ahead)])
-        # The copy to the device is asynchronous.
+        # This copy does not make the host wait for the device.
         vector = copy_to_device(host, mesh.device)
         # All TP ranks have the same loss, so only one of them adds it.
         if loss is not None and mesh.at.tp == 0:

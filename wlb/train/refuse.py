@@ -136,8 +136,8 @@ def agree_on_kernel(
 ) -> tuple[RunSpec, str]:
     """Check that all ranks have the same kernels, profile and token stores. A collective call.
 
-    Devices and installed packages may differ between nodes. Ranks whose plans are priced
-    differently would plan differently.
+    Devices and installed packages may differ between nodes. Ranks that price documents with
+    different kernels or profiles would make different plans.
 
     Args:
         spec: The run.
@@ -241,7 +241,7 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:
-    """Return the keys, with values, that change a model's output but not the shape of any weight.
+    """Return the keys of a model that change its output but no weight's shape, with their values.
 
     Two models whose weights have equal shapes compute the same if these values are equal too.
     """

@@ -39,7 +39,7 @@ A run can load a checkpoint only if these keys are equal in both."""
 
 
 def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
-    """Raise UserError if a token store has nothing to train, or if the held-out store does not fit.
+    """Raise UserError if a store has no targets, or if the held-out store has a wrong vocabulary.
 
     Args:
         spec: The run.
@@ -76,8 +76,8 @@ def refuse_snapshots(spec: RunSpec, device: str) -> None:
 def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:
     """Check the held-out store's vocabulary.
 
-    UserError is raised if it has another tokenizer than the training store, or a larger vocabulary
-    than the model.
+    UserError is raised if the held-out store has another tokenizer than the training store, or a
+    larger vocabulary than the model.
     """
     stores = train.stores if isinstance(train, BlendedStore) else (train,)
     key = "data.blend" if isinstance(train, BlendedStore) else "data.store"

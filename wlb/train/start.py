@@ -341,7 +341,7 @@ def _job(
     filled, lowered = within(filled, least)
     memory = given_beyond(filled, measured) + lowered + check_budget(filled, budget)
     directory = directory_of(spec)
-    # Find the checkpoint to begin with.
+    # Find the checkpoint from which the run resumes, or whose weights it begins with.
     saved, passed_over, falls_back = _resumed(spec, request)
     init_from = None
     if saved is None:
@@ -413,7 +413,7 @@ def _title(spec: RunSpec, device: str) -> str:
 
 
 def _resumed(spec: RunSpec, request: _Request) -> checkpoint.ToResume:
-    """Return the checkpoint that --resume selects in the run's folder, and what was skipped for it.
+    """Return the checkpoint that --resume selects, and which damaged ones were skipped.
 
     A folder without a checkpoint to resume from gives a new run only with --resume auto.
     """

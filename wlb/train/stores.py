@@ -93,7 +93,7 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
 def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
     """Return the `Stores` of a store that was made from a corpus now or earlier.
 
-    `what` describes its documents and tokens for the log; the number of documents is put before it.
+    `what` is the text that follows the number of documents in the log's description of the store.
     """
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(

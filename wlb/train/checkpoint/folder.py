@@ -62,7 +62,7 @@ class ToResume(NamedTuple):
     """The checkpoint that --resume selects."""
 
     checkpoint: Path | None  # the folder to resume from; None for a new run
-    # For each newer checkpoint that was skipped because it is damaged, what is wrong with it.
+    # One text for each newer checkpoint that was skipped, which says how it is damaged.
     passed_over: tuple[str, ...] = ()
     # Whether an older checkpoint may be loaded instead if this one turns out to be damaged.
     falls_back: bool = False

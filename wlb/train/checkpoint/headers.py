@@ -119,10 +119,10 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
 
 
 def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[int, int]:
-    """Return where a tensor's bytes begin and where they end (exclusive), in a header's `entry`.
+    """Return where in the file's data a tensor's bytes begin and end (exclusive).
 
-    `where`, `name` and `remedy` are the header's file, the tensor's name and the remedy, for the
-    UserError that is raised if `entry` is damaged.
+    `entry` is the tensor's entry in the header. UserError is raised if it is damaged; for its
+    message, `where` names the file, `name` the tensor, and `remedy` says what the user can do.
     """
     offsets: list[int] = entry["data_offsets"]
     if len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -141,11 +141,12 @@ class CheckpointReader:
 
     @contextmanager
     def _readable(self) -> Generator[None]:
-        """Turn exceptions of torch and safetensors in the block into errors of one line."""
+        """Replace errors of torch and safetensors in the block by errors with one-line messages."""
         try:
             yield
         except CheckpointException as error:
-            # It derives from BaseException, so the handler below would not catch it.
+            # torch's CheckpointException is a BaseException and has the errors of all ranks, so it
+            # needs a handler of its own.
             raise self._refusal(next((c for c, _ in error.failures.values()), error)) from error
         except DamagedCheckpoint:
             raise

@@ -39,7 +39,7 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
             a resumed run removes them.
 
     Returns:
-        A warning in a list if the disk has too little space for the checkpoints that the run has at
+        A list with one warning if the disk lacks space for all checkpoints that the run keeps at
             one time, else an empty list.
 
     Raises:

@@ -212,8 +212,8 @@ class CheckpointSaver:
             if task.copied is not None:
                 task.copied.synchronize()
             num_bytes = self._write_or_make_space(task, dropped)
-        # Training continues without this checkpoint. torch's CheckpointException is a
-        # BaseException.
+        # Training continues without this checkpoint. torch's CheckpointException is named because
+        # it is a BaseException, which `Exception` does not include.
         except (Exception, CheckpointException) as failure:
             error = self._held.named(_cause_of(failure))
             if self.mesh.rank == 0:

@@ -147,7 +147,7 @@ class SaveCheckpoints(Hook):
                 run.saved = None
 
     def _failed_too_often(self, *, more: int = 0) -> bool:
-        """Return whether `MOST_FAILED` saves in a row have failed, if `more` further ones fail."""
+        """Return whether the failed saves in a row, plus `more` failures, reach `MOST_FAILED`."""
         return self._failed_in_a_row + more >= MOST_FAILED
 
     def _report(self, run: RunContext, ended: list[Saved]) -> None:

@@ -56,8 +56,8 @@ def _make_locked_token(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Before the lock was taken, another process may have removed the file as left over. Then
-        # try again.
+        # Before the lock was taken, another process may have removed the file, because it looked
+        # unused. In that case, try again.
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)

@@ -67,9 +67,9 @@ def without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Rename a tied output head to the embedding, which is its name in files.
+    """Return the tensors by their names in files, where a tied output head is the embedding.
 
-    `tensors` has this rank's tensors by name.
+    `tensors` has this rank's tensors by their names in the model.
     """
     if not _has_copy(stages):
         return tensors
@@ -116,7 +116,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     From a GPU, torch copies asynchronously to pinned memory. The copy is complete when the current
     stream has reached it; kernels that are submitted to the stream later may overwrite the tensor.
     torch keeps the pinned memory for the next save, and rounds the size of each tensor up to a
-    power of two. This has not run on a GPU.
+    power of two. This code has not run on a GPU yet.
 
     torch.distributed.checkpoint's own stagers are not used, because they call deepcopy, which
     FSDP's parameters do not support. `DTensor.to` is not used, because its first call for each

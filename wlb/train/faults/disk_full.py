@@ -13,7 +13,7 @@ class FullDisk(RunError):
 
 
 def lack_of_room(error: BaseException | None) -> OSError | None:
-    """Return the error, or the error that caused it, if it means a full disk; else None."""
+    """Return the OSError of a full disk that `error` is or was caused by; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return error

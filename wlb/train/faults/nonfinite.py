@@ -65,5 +65,5 @@ class NonfiniteSteps:
         return OnNonfinite.SKIP
 
     def finite(self) -> None:
-        """Note that a step was finite, which ends a series of skipped steps."""
+        """Note that a step had a finite loss and gradient, which ends a series of skipped steps."""
         self._in_a_row = 0

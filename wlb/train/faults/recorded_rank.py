@@ -71,7 +71,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
                 raise
             raise error from raised
         except BaseException:
-            # KeyboardInterrupt and the like: somebody ended this rank, which is not a failure.
+            # KeyboardInterrupt and SystemExit say that somebody ended this rank. It has not failed.
             position.end()
             raise
         position.end()

@@ -112,8 +112,8 @@ class Signals:
         if self._interrupted_s is None:
             self._interrupted_s = now_s
             if self._answers and not self._ends_at_once:
-                # os.write instead of print, because the signal may have interrupted a print, which
-                # is not reentrant.
+                # Use os.write, because the signal may have interrupted a print, which is not
+                # reentrant.
                 with contextlib.suppress(OSError, ValueError):
                     os.write(sys.stderr.fileno(), _CTRL_C_MESSAGE)
         elif now_s - self._interrupted_s > SAME_PRESS_S:
@@ -143,15 +143,16 @@ class Signals:
             self._is_early = False
 
     def steps_begin(self) -> None:
-        """From now on let signals only set the flag, so that the run ends after its step."""
+        """Let signals only set the flag from now on, so that the run ends after a step step."""
         self._is_early = False
 
     def pass_on(self, file: Path) -> None:
         """Pass signals on to the ranks that this process launches, by means of a file.
 
-        A signal, earlier or later, creates `file`, and the `StopRequest` of the ranks looks for it.
-        The signal itself is not forwarded, because it would kill a rank that has not installed its
-        handler yet. A second SIGTERM or SIGINT ends this process and thereby its ranks.
+        A signal creates `file`, even if the signal came before this call. The `StopRequest` of each
+        rank looks for the file. The signal itself is not forwarded, because it would kill a rank
+        that has not installed its handler yet. A second SIGTERM or SIGINT ends this process and
+        thereby its ranks.
         """
         self._signal_file = file
         if self.came:
@@ -196,10 +197,10 @@ class StopRequest:
         self._signals = signals or Signals()
 
     def steps_begin(self) -> None:
-        """From now on let signals only set a flag, so that the run ends after its step.
+        """Let signals only set a flag from now on, so that the run ends after the current step.
 
-        The process that launched local ranks learns of it by the file `BEGAN`, and handles signals
-        likewise.
+        The file `BEGAN` tells the process that launched local ranks that steps have begun. That
+        process then handles signals in the same way.
         """
         self._signals.steps_begin()
         if self._signal_file is not None:
@@ -207,7 +208,7 @@ class StopRequest:
 
     @property
     def signalled(self) -> Stop:
-        """`Stop.SIGNAL` if this rank got a signal, itself or passed on, else `Stop.NO`."""
+        """`Stop.SIGNAL` if this rank or its launcher got a signal, or `Stop.NO`."""
         is_passed_on = self._signal_file is not None and self._signal_file.exists()
         return Stop.SIGNAL if self._signals.came or is_passed_on else Stop.NO
 

@@ -19,8 +19,8 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_lost = 0
-        # Unbuffered: a buffer would keep text that could not be written, and fail once more at
-        # close.
+        # The file has no buffer, because a buffer would keep text that could not be written, and
+        # closing the file would raise the same error again.
         self._file = path.open("ab", buffering=0)
         self._is_torn = False
 

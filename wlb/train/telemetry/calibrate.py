@@ -59,7 +59,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
             f"--calibrate: {path.stem!r} is already the name of a profile that comes "
             "with wlb, so logs would be ambiguous; give another name"
         )
-    # lexists, because a dangling symbolic link occupies the name too.
+    # Use lexists instead of exists, because a dangling symbolic link occupies the name too.
     if os.path.lexists(path):
         raise UserError(
             f"--calibrate: {path} already exists, and --calibrate never overwrites a "
@@ -88,7 +88,7 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """Fit and write the profile, and print for which terms the old profile is wrong.
+        """Fit and write the profile, and print which of the old profile's predictions were wrong.
 
         Does nothing except on rank 0.
 
@@ -189,7 +189,7 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
 
 
 def _print_ratios(scales: Scales, threshold: float, profile: str, console: Console) -> None:
-    """Print for each term the measured over the predicted time, and whether it drifted.
+    """Print each term's ratio of measured to predicted time, and whether the term drifted.
 
     `threshold` is `DRIFT_THRESHOLD`; `profile` is the name of the profile that predicted.
     """

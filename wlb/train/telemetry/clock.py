@@ -74,14 +74,15 @@ class WallMarks:
     """Makes marks of wall time. Base class of the other kinds of marks.
 
     A mark is a point in time; `between_ns` returns the time between two marks. Marks of wall time
-    are used on a CPU if operators compute in several threads, whose CPU time no single thread has.
+    are used on a CPU if operators compute in several threads, because the CPU time of the main
+    thread does not include the work of the others.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Prepare for a new step, after which marks of earlier steps are no longer read."""
+        """Prepare for a new step. Marks of earlier steps must not be read afterwards."""
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
@@ -97,7 +98,7 @@ class WallMarks:
         return time.perf_counter_ns()
 
     def wall_of(self, point: Any) -> Any:
-        """Convert `point`, a mark of computing time that was just made, to a mark of wall time."""
+        """Return the mark of wall time for `point`, a mark of computing time that was just made."""
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
@@ -265,7 +266,7 @@ class StepClock:
 
     @property
     def marks_ns(self) -> int:
-        """Estimated CPU time (ns) of making the last step's marks: number times cost of a mark."""
+        """Estimated CPU time (ns) of making the last step's marks, from the time of one mark."""
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:

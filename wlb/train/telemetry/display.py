@@ -181,7 +181,7 @@ class Display:
             self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show the held-out loss after `step` updates, together with the run's first one."""
+        """Show the held-out loss after `step` updates, and the run's first one for comparison."""
         note = f"held-out loss {loss:.3f} after {step} steps"
         self._first_note = self._first_note or note
         self._note = note if note == self._first_note else f"{self._first_note}   {note}"
@@ -216,7 +216,7 @@ class Display:
 
 
 def _loads(m: MeasuredStep) -> str:
-    """Return the text of a step in the column `_LOADS`."""
+    """Return a step's CP imbalance and its expert load by rank, as text for the column `_LOADS`."""
     return "-" if m.experts is None else f"{m.cp_imbalance:.2f}, {m.experts.mean_rank:.2f}"
 
 
@@ -453,7 +453,7 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
 
 
 def _overhead(measured: MeasuredShare) -> str:
-    """Describe how long a rank waits per step for inputs and plans, and measures and records."""
+    """Describe how long a rank waits for inputs and plans and works on records, per step."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)
     return (

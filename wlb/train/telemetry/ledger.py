@@ -2,8 +2,8 @@
 
 Rank 0 writes the file ledger.jsonl in the run's folder. It has one line per step with the pieces of
 documents that the step trained. Every start of training, and every rollback, first writes a line
-with the number of the step that comes next. Earlier lines of this step and later steps no longer
-count, because the weights now come from a checkpoint before them.
+with the number of the step that comes next. Earlier lines about that step, or about steps after it,
+then no longer count, because the weights come from a checkpoint that was saved before these steps.
 
 A killed process may leave an incomplete line. After a full disk, the next line says how many lines
 were lost; the count of tokens is then not exact.
@@ -24,8 +24,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
-# Key of a read position that counts steps. Sources of ready-made packs (`PackedBatches`) have it;
-# other sources count documents.
+# This key is in the read position of sources of ready-made packs (`PackedBatches`), which count
+# steps. Other sources count documents.
 _IN_STEPS = "step"
 # Columns of `Pieces` that are written to a step's line in the ledger.
 _COLUMNS = ("document", "start", "stop", "source")
@@ -109,9 +109,9 @@ class Count:
     waiting: int  # tokens that wait for later steps
     skipped: int  # tokens in steps that did not update the weights
     num_steps: int  # steps whose updates the checkpoint contains
-    num_begun: int  # how often training began or continued: at the first start, resumes, rollbacks
+    num_begun: int  # number of times that training began: the first start, resumes and rollbacks
     num_undone: int  # recorded steps that do not count, because training resumed before them
-    num_lost: int = 0  # steps that count but whose lines could not be written
+    num_lost: int = 0  # steps that were trained but whose lines could not be written
 
     @property
     def is_exact(self) -> bool:
@@ -265,7 +265,9 @@ def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int]
 
 
 def _position(corpus: dict[str, Any]) -> int:
-    """Return how far a source has been read, as a number of documents (of steps: `PackedBatches`).
+    """Return how many documents of a source have been read.
+
+    For a source of ready-made packs (`PackedBatches`), the number of steps is returned.
 
     Args:
         corpus: The source's read position, as planner states store it.

@@ -50,7 +50,7 @@ class MeasureSteps(Hook):
             run.tally.telemetry.add(step.telemetry)
 
     def _exposed(self, run: RunContext, step: ExecutedStep) -> Exposed:
-        """Return how long this rank waited in a step for its plan and inputs, and recorded.
+        """Return how long this rank waited for a step's plan and inputs, and worked on records.
 
         The time that hooks spend on the records of a step is known only after the step, so it is
         added to the next step.
@@ -67,11 +67,11 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Return how many tokens of each micro-batch the experts in this rank's times have computed.
+    """Return, by micro-batch, for how many tokens experts computed in the measured times.
 
-    It is the mean number of tokens of the pipelines that share the EP group, times how much more
-    load a rank has than the mean rank. On a CPU, the load of this rank counts. On CUDA, the load of
-    the most loaded rank counts, because the measured times include waits for that rank.
+    It is the mean number of tokens of the pipelines that share the EP group, times the load of one
+    rank over the mean rank's load. On a CPU that one is this rank. On CUDA it is the most loaded
+    rank, because the measured times include waits for that rank.
 
     Args:
         step: The executed step.

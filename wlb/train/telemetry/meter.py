@@ -50,8 +50,8 @@ class Exposed(NamedTuple):
     step_ns: int = 0  # duration of the step
 
 
-# Times of which the mean over ranks is recorded (`_MEANS`), and times of which also the largest
-# value and its rank are recorded (`_SPREADS`).
+# For the times `_MEANS`, the mean over ranks is recorded. For the times `_SPREADS`, the largest
+# value and its rank are recorded too.
 _MEANS = ("embedding_ns", "head_ns", "predicted_embedding_ns", "predicted_head_ns")
 _SPREADS = ("compute_ns", "bubble_ns")
 _SUMMED = (*_MEANS, *Exposed._fields, *_SPREADS)
@@ -69,7 +69,7 @@ class TelemetryMeter:
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
         self._experts_ns = experts_ns_per_token(self._priced)
         # `StragglerWatch` compares ranks by terms whose time does not include waits for other
-        # ranks. With one CPU thread all terms are such; else only attention is.
+        # ranks. With one CPU thread no term includes such waits; otherwise only attention has none.
         excludes_waits = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if excludes_waits or t.startswith("attention")]
         self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
@@ -93,7 +93,7 @@ class TelemetryMeter:
 
     @property
     def own_ns(self) -> np.ndarray:
-        """This rank's times (ns) since the last record, int64 [5].
+        """Five sums of this rank's times (ns) over the steps since the last `reduce`, int64 [5].
 
         They are the measured and the predicted time of the terms by which stragglers are found, and
         the times of computing, of pipeline bubbles and of waiting for inputs.
@@ -152,8 +152,8 @@ class TelemetryMeter:
     ) -> tuple[int, int, int]:
         """Return three forward times (ns) of micro-batch `i` in a stage on this rank.
 
-        They are the measured and the predicted time in decoder layers, and the measured time with
-        embedding and head.
+        The first two are the measured and the predicted time of the decoder layers. The third is
+        the measured time of the whole pass, with embedding and head.
         """
         forward = Cell(Pass.FORWARD, stage, i)
         layers = times.part_ns(forward, *_IN_LAYERS)

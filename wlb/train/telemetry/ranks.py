@@ -43,8 +43,8 @@ class StragglerWatch:
     """Finds stragglers: ranks that are slower than others at the same work.
 
     A rank is a straggler if its ratio of measured to predicted time exceeds the median rank's by
-    `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables of ranks in a row. It is no longer one after
-    the first table in which the ratio does not exceed it.
+    `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables of ranks in a row. It stops being one with
+    the first table in which its ratio is below this limit.
 
     On a CPU, times of decoder layers are compared. On CUDA only times of attention kernels are
     compared, because the rest of a layer includes waits for slower TP and CP ranks. A rank that is
@@ -188,8 +188,9 @@ class RankMeter:
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """Return the ranks whose passes a timeline shows.
 
-    They are the ranks with TP rank 0 of the first pipelines, at most `MOST_TIMED` ranks. If these
-    are too many in a single pipeline, they are its ranks with TP rank 0 and CP rank 0.
+    They are all ranks with TP rank 0 in as many of the first pipelines as have at most `MOST_TIMED`
+    such ranks together. If one pipeline has more than that, they are the ranks with TP rank 0 and
+    CP rank 0.
     """
     # All ranks with TP rank 0, in shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
@@ -241,7 +242,7 @@ class RecordRanks(Hook):
         self._stragglers: dict[int, Straggler] = {}
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Write a table or a timeline if it is due."""
+        """Write a table of ranks if one is due, and a timeline if one is due."""
         meter, number = self.meter, step.plan.step
         if step.own_ns is not None and step.telemetry is not None:
             meter.add(step.own_ns, step.telemetry.num_steps)

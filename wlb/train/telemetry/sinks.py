@@ -186,5 +186,5 @@ class WeightsAndBiases:
             self._run.log({"steps_done": record["steps_done"], **scalars_of(record)})
 
     def close(self) -> None:
-        """End the run of wandb."""
+        """End the run in Weights & Biases."""
         self._run.finish()

@@ -1,7 +1,7 @@
 """The hook that writes snapshots of CUDA's caching allocator (`telemetry.snapshot_steps`).
 
 A snapshot lists every block of a rank's GPU memory and the call stack that allocated it. The page
-https://docs.pytorch.org/memory_viz shows it. This has not run on a GPU.
+https://docs.pytorch.org/memory_viz shows it. This hook has not run on a GPU yet.
 """
 
 import sys
@@ -33,8 +33,9 @@ class SnapshotMemory(Hook):
     def begin(self, run: RunContext) -> None:
         """Let torch record allocations, and write a snapshot when an allocation fails."""
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
-        # The observer runs while the tensors of the failing step still exist.
-        attach = getattr(torch._C, _ATTACH)  # a name that torch's stubs lack
+        # torch calls `_out_of_memory` while the tensors of the failing step still exist, so the
+        # snapshot has them. getattr is used because torch's stubs lack this name.
+        attach = getattr(torch._C, _ATTACH)
         attach(self._out_of_memory)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
