@@ -1,4 +1,6 @@
-"""Packages whose public names are imported when they are first used (Scientific Python's SPEC 1).
+"""Import the public names of a package only when they are first used (as in SPEC 1).
+
+SPEC 1 is Scientific Python's convention for lazy loading.
 
 The stub `__init__.pyi` beside a package's `__init__.py` says which file defines each public name.
 Type checkers read the stub, and so does `attach` when the package is imported. `import wlb` thus
@@ -12,16 +14,16 @@ from pathlib import Path
 
 
 def attach(room: str) -> None:
-    """Add the names in a package's `__init__.pyi` to it, each imported on its first use.
+    """Make the names in a package's `__init__.pyi` available; import each on its first use.
 
-    A public name must differ from the package's file names. Python sets an imported submodule as an
-    attribute of its package, which would hide a function of the same name.
+    A public name must not be the name of one of the package's files: when Python imports a file, it
+    sets the module as an attribute of the package, which would hide the public name.
 
     Args:
         room: Import name of the package, such as "wlb.packing".
     """
     module = sys.modules[room]
-    # Lines `from FILE import NAME as NAME` of the stub, as NAME -> FILE.
+    # The stub has lines `from FILE import NAME as NAME`; map each NAME to its FILE.
     stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text("utf-8"))
     file_of = {
         alias.name: str(node.module)
@@ -34,7 +36,7 @@ def attach(room: str) -> None:
         if name not in file_of:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(file_of[name]), name)
-        # Later uses find the value in the module and do not come here.
+        # Store the value in the module, so that later uses do not call this function.
         setattr(module, name, value)
         return value
 

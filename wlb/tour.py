@@ -23,7 +23,7 @@ from wlb.plan import PipelinePlan, StepPlan, exchange_of
 from wlb.spec import RunSpec, apply, check
 
 LENGTHS = [38, 6, 4, 9, 12, 11, 3, 40, 5, 20, 7, 5]
-"""Tokens of each document. A corpus has millions; twelve are enough to show every step."""
+"""Tokens of each document. A corpus has millions of documents; twelve show every step."""
 WINDOW = 40  # the context window: the longest document, in tokens
 NUM_MICRO_BATCHES = 2  # per step
 CP = 2  # context-parallel ranks, which share the tokens of each micro-batch
@@ -56,14 +56,14 @@ SPEC = check(
 
 
 class NoiseTokens:
-    """Source of random tokens, in place of the token store that a real run reads."""
+    """Reader of random tokens, in place of the token store that a real run reads."""
 
     def length(self, document: int) -> int:
         """Return the number of tokens of a document."""
         return LENGTHS[document]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of a document, the same on every rank."""
+        """Return tokens [start, stop) of a document; they are the same on every rank."""
         return np.random.default_rng(document).integers(0, 64, LENGTHS[document])[start:stop]
 
 
@@ -131,9 +131,9 @@ def sharded(planner: Planner, step: StepPlan) -> PipelinePlan:
     """Divide each document over the CP ranks: every rank gets an early and a late span.
 
     A span is a range of a document's rows that one rank computes. Late rows attend to more keys
-    than early rows, so one early plus one late span costs the same on every rank. A real run uses
-    the strategy "adaptive": it predicts the time of this strategy and of one that divides the whole
-    micro-batch in the same way, and takes the faster.
+    than early rows, so an early span and a late span together cost the same on every rank. A real
+    run uses the strategy "adaptive": it predicts the time of this strategy (per document) and of
+    dividing the whole micro-batch in the same way (per sequence), and takes the faster.
     """
     pipeline = planner.shard(step, pipeline=0)
     for batch, sharding, rows in zip(
@@ -180,14 +180,14 @@ def exchanged(pipeline: PipelinePlan) -> None:
 
 
 def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
-    """Train the step on this rank; return the loss of all ranks and a norm of gradients.
+    """Train the step on this rank; return the loss of all ranks and the norm of one gradient.
 
     The executor decides nothing: every rank has the plan, and all shapes follow from it.
     """
     mesh = build_mesh(SPEC.parallel, torch.device("cpu"))
     executor = Executor(SPEC, mesh)
     loss = executor.train_step(pipeline, NoiseTokens(), loss_scale=1 / num_labels)
-    dist.all_reduce(loss)  # each rank computed the loss of only the rows that it has
+    dist.all_reduce(loss)  # each rank has computed the loss of its own rows
     weight = executor.named_parameters()["model.layers.0.self_attn.q_proj.weight"]
     assert weight.grad is not None
     # FSDP2 has summed the gradients over the ranks, and each rank keeps a shard of the sum.

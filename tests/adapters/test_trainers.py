@@ -99,7 +99,7 @@ def test_context_parallelism_that_mixes_documents_is_refused(make: Callable[...,
     says = r"cp_size = 2 .* documents .* see each other; set cp_size = 1 and use Balance\(cp=2\)"
     with pytest.raises(UserError, match=says):
         trainer.get_train_dataloader()
-    with pytest.raises(UserError, match="sp_size = 2.* distributes"):
+    with pytest.raises(UserError, match=r"sp_size = 2.* distributes"):
         make(world_size=4, sp=2).get_train_dataloader()
 
 

@@ -52,7 +52,9 @@ def test_first_steps_are_left_out_and_another_profile_prices(run: Run) -> None:
     )
     assert [m.step for m in own.measured] == [2, 3, 4, 5]
     assert (other.simulated_s[2:] < own.simulated_s).all()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has no step after the first 6"):
+    with pytest.raises(
+        ValueError, match=r"metrics\.jsonl has no step left to compare after the first 6"
+    ):
         simulate_recorded(run.folder, skip=6)
 
 

@@ -144,7 +144,7 @@ def test_what_contradicts_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"auto_map = .* names another model's code than Llama"):
         read(tmp_path, SIZES | code)
     for name in ("use_qk_norm", "sliding_window_size"):
-        with pytest.raises(ValueError, match=f"{name} = .* is not known here and may change"):
+        with pytest.raises(ValueError, match=f"{name} = .* is an unknown key that may change"):
             read(tmp_path, SIZES | {"model_type": "llama", name: 1})
 
 

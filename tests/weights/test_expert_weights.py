@@ -88,7 +88,11 @@ def test_one_expert_is_a_stack_too() -> None:
         (QWEN, {"norm_topk_prob": 3}, "norm_topk_prob = 3 must be true or false"),
         (QWEN, {"num_local_experts": 4}, "num_experts = 3 contradicts num_local_experts = 4"),
         (QWEN, {"num_experts_per_tok": 9}, "per_token = 9 is more than model.experts.num = 3"),
-        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not null: wlb does not clip Q, K and V"),
+        (
+            OLMOE,
+            {"clip_qkv": 8.0},
+            "clip_qkv = 8.0 must be null, because wlb does not clip Q, K and V",
+        ),
         (
             MIXTRAL,
             {"sliding_window": 64},
@@ -137,7 +141,7 @@ def test_what_is_not_computed_is_refused(
         ),
         (
             replace(MIXTRAL, experts=replace(EXPERTS, dense_layers=(0,))),
-            r"dense_layers = \[0\]: .* Mixtral and OLMoE have experts",
+            r"dense_layers = \[0\] .* Mixtral and OLMoE have experts",
         ),
     ],
 )

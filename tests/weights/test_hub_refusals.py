@@ -23,7 +23,7 @@ GEMMA3 |= {"rope_scaling": None, "rope_parameters": None}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model_type": (
         {"model_type": "gemma"},
-        r"model_type = 'gemma' is not known here; wlb reads Gemma2ForCausalLM, Gemma3ForCausalLM",
+        r"model_type = 'gemma' is not supported; wlb supports Gemma2ForCausalLM, Gemma3ForCausalLM",
     ),
     "a gemma that sees what follows": (
         GEMMA2 | {"use_bidirectional_attention": True},
@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a scaled base of sliding layers": (
         GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-        "sliding_attention: rope_type = 'linear' is not default",
+        "sliding_attention: rope_type = 'linear' must be default",
     ),
     "rope of other kinds of layers": (
         GEMMA3 | {"rope_parameters": {"chunked_attention": {}}},
@@ -51,13 +51,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key of gemma in a llama": (
         {"final_logit_softcapping": 30.0},
-        "final_logit_softcapping = 30.0 is not known here and may change",
+        "final_logit_softcapping = 30.0 is an unknown key that may change",
     ),
-    "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not known"),
-    "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not known"),
+    "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not supported"),
+    "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not supported"),
     "another head": (
         {"architectures": ["LlamaForSequenceClassification"]},
-        r"architectures = \['LlamaForSequenceClassification'\] is not known",
+        r"architectures = \['LlamaForSequenceClassification'\] is not supported",
     ),
     "a window of a llama": ({"use_sliding_window": True}, "is true, but a llama has no windows"),
     "a window that may be in use": (
@@ -74,11 +74,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other layers": (
         {"layer_types": ["full_attention", "chunked_attention"]},
-        "layer_types = .* has others than full_attention and sliding_attention",
+        "layer_types = .* must contain only full_attention and sliding_attention",
     ),
     "too many layer types": (
         {"layer_types": ["full_attention"] * 3},
-        "layer_types = .* does not have 2 entries, one a layer",
+        "layer_types = .* must have 2 entries",
     ),
     "a pattern without a period": (
         {
@@ -110,11 +110,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not silu"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},
-        r"quantization_config = .*gptq.* means quantised weights; import the original",
+        r"quantization_config = .*gptq.* means quantised weights, .* import the original",
     ),
     "dynamic scaling": (
         {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-        "rope_scaling: rope_type = 'dynamic' is not supported, .* supported types are default, llama3",
+        "rope_scaling: rope_type = 'dynamic' is not supported, .* types are default, llama3",
     ),
     "two types": (
         {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},

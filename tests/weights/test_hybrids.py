@@ -146,7 +146,7 @@ def test_the_text_model_of_a_model_with_images(
     with_images(tmp_path / "text", tmp_path / "hub", family=family, stacked=case == "mixture")
     assert main(["import", str(tmp_path / "hub"), "--out", str(tmp_path / "imported")]) == 0
     said = capsys.readouterr().out
-    assert "left out, as no part of the text model: 1 tensor of the images' encoder" in said
+    assert "left out, as no part of the text model: 1 tensor of the vision encoder" in said
     tokens = some_tokens(100, 301)
     want = their_logits(theirs, tokens)
     found = logits(model_of(tmp_path / "imported"), tokens)
@@ -286,7 +286,7 @@ def test_missing_and_wrong_tensors_have_their_names_of_files(tmp_path: Path) -> 
     tensors = load_file(file)
     name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
     save_file({n: t for n, t in tensors.items() if n != name}, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"lacks {name}"):
+    with pytest.raises(UserError, match=f"requires: {name}"):
         import_folder(tmp_path / "hub", tmp_path / "imported")
     save_file(tensors | {name: tensors[name][:5].clone()}, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=rf"{name} has shape \[5, 32\]"):

@@ -1,8 +1,8 @@
-"""What a rank leaves behind when it fails: its exception and its stack.
+"""Write and read what explains the failure of a rank: its exception and its stack.
 
-Each start of a run has a folder of records, `ranks/start-TIME` in the run's folder. A failing rank
-writes `failure-RANK.json` there, whole or not at all, and Python's faulthandler writes
-`stack-RANK.txt`. The ranks' positions (`wlb.launch.position`) are in the same folder.
+Each time a run is started or resumed, it gets a folder of failure records, `ranks/start-TIME` in
+the run's folder. There, a failing rank writes `failure-RANK.json` (atomically), and Python's
+faulthandler writes `stack-RANK.txt`. `wlb.launch.position` writes there what each rank is doing.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from pathlib import Path
 
 from wlb.plan import RunError, UserError
 
-_RECORDS, _START = "ranks", "start-"  # parts of the name of a folder of records
+_RECORDS, _START = "ranks", "start-"  # a folder of records is ranks/start-TIME
 DUMP_SIGNAL = signal.SIGUSR2
-"""Signal at which a rank writes its stacks.
+"""Signal on which a rank writes its Python stack to a file.
 
-SIGUSR1 is taken: Slurm sends it to let a run save and end."""
-_MOST_CHARACTERS = 4000  # longer lines are cut
-_MOST_LINES = 100  # of a traceback, only so many last lines are kept
-_FATAL = "Fatal Python error: "  # faulthandler writes this before the signal's name
+SIGUSR1 has another meaning: Slurm sends it to make a run save a checkpoint and end."""
+_MOST_CHARACTERS = 4000  # most characters of a line in a record; the rest is cut off
+_MOST_LINES = 100  # how many lines of a traceback are recorded, from its end
+_FATAL = "Fatal Python error: "  # text that faulthandler writes before the signal's name
 _TORCH_STAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
-"""Text of the RuntimeError in which torch.distributed.pipelining wraps a stage's exception."""
+"""Matches the message of the RuntimeError in which torch's pipelining wraps an exception."""
 
 
 class FailureKind(StrEnum):
@@ -40,35 +40,35 @@ class FailureKind(StrEnum):
 
     RAISED = "raised"  # an exception, written by the rank itself
     DIED = "died"  # the process ended by a signal or an exit code
-    SILENT = "silent"  # the process exists but does not respond
+    SILENT = "silent"  # the process exists but does not react to signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRank:
-    """The failure of one rank."""
+    """How and when one rank failed."""
 
-    rank: int
+    rank: int  # the rank that failed
     world_size: int  # number of ranks of the run
     kind: FailureKind
     error: str  # one line, for example "KeyError: 'x'" or "died from SIGKILL (exit code -9)"
     time_s: float  # Unix time of the failure
     traceback: list[str] = field(default_factory=list[str])  # last lines of the traceback
-    position: str = ""  # where the rank was, in words
+    position: str = ""  # what the rank was doing, for example "step 12: saving"; "" if unknown
 
     @classmethod
     def of(
         cls, error: BaseException, rank: int, world_size: int, *, position: str = ""
     ) -> "FailedRank":
-        """Return the failure for an exception that the rank raised.
+        """Return the failure of a rank that raised an exception.
 
-        torch's pipeline wraps the exception of a stage; the error line then names the wrapped
-        exception.
+        If torch's pipelining has wrapped the exception of a stage in a RuntimeError, the field
+        `error` names the original exception.
 
         Args:
             error: The exception.
             rank: The rank.
             world_size: Number of ranks of the run.
-            position: Where the rank was, in words.
+            position: What the rank was doing, in words.
         """
         line, trace = in_words(error)
         while _TORCH_STAGE.search(str(error)) and error.__cause__ is not None:
@@ -86,21 +86,23 @@ class FailedRank:
 
 
 def records_of(directory: Path, started_s: float) -> Path:
-    """Return the folder of records of a start.
+    """Return the folder of failure records for one start of a run.
 
     Args:
         directory: The run's folder.
-        started_s: Unix time of the start.
+        started_s: Unix time at which the run was started or resumed.
     """
     return directory / _RECORDS / f"{_START}{started_s:.3f}"
 
 
 def new_records(directory: Path, started_s: float) -> Path:
-    """Create the folder of records of a start, and remove all older ones but the last.
+    """Create the folder of failure records for a new start of a run, and return it.
+
+    Of the folders of earlier starts, only the most recent one is kept.
 
     Args:
         directory: The run's folder.
-        started_s: Unix time of the start.
+        started_s: Unix time at which the run is started or resumed.
     """
     folder = records_of(directory, started_s)
     for old in _starts(directory)[:-1]:
@@ -110,22 +112,25 @@ def new_records(directory: Path, started_s: float) -> Path:
 
 
 def newest_records(directory: Path) -> Path:
-    """Return the folder of records of the last start.
+    """Return the folder with the failure records of the run's most recent start.
 
-    If there was none, it is a path that does not exist.
+    If the run has no such folder, the path that is returned does not exist.
+
+    Args:
+        directory: The run's folder.
     """
     return [records_of(directory, 0.0), *_starts(directory)][-1]
 
 
 def forget_records(records: Path) -> None:
-    """Empty the folder of records of a start that was ended on purpose."""
+    """Delete all files in a folder of failure records, because the run was ended on purpose."""
     for path in records.glob("*"):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def began_s(records: Path) -> float:
-    """Return the Unix time of the start to which a folder of records belongs."""
+    """Return the Unix time in the name of a folder of failure records: when the run started."""
     return float(records.name.removeprefix(_START))
 
 
@@ -135,17 +140,17 @@ def _starts(directory: Path) -> list[Path]:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a folder's name has a time in it.
+    """Return whether a text is a decimal number.
 
-    Somebody may have copied a folder of records, for example as start-1.000.bak.
+    It is false for copies of record folders, such as "1.000.bak" of start-1.000.bak.
     """
     return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
 
 
 def in_words(error: BaseException) -> tuple[str, str]:
-    """Return an exception as one line without its notes, and its traceback.
+    """Return an exception in one line, without its notes, and its traceback.
 
-    The traceback is "" for a RunError or UserError, whose message is enough.
+    For a RunError or UserError the traceback is "", because the message says enough.
     """
     if isinstance(error, RunError | UserError):
         return " ".join(str(error).split("\n")), ""
@@ -154,14 +159,18 @@ def in_words(error: BaseException) -> tuple[str, str]:
 
 
 def write_failure(folder: Path, failure: FailedRank) -> None:
-    """Write a rank's failure, unless it has written one already.
+    """Write a rank's failure to a file, unless the rank has already written one.
 
-    The first exception explains the ones that follow from it, so it is kept. If the disk is full,
-    nothing is written and the failure is reported without the file.
+    The first exception is kept, because later ones are usually its consequences. If the disk is
+    full, no file is written, and no error is raised.
+
+    Args:
+        folder: The folder of failure records.
+        failure: The failure.
     """
     final = folder / f"failure-{failure.rank}.json"
-    # Write to another name and link it, so that readers see the whole file or none. `link` fails if
-    # the file exists.
+    # Write under another name, then link the file to its final name. So readers see the whole file
+    # or none, and `link` fails if the final name exists.
     part = folder / f".{final.name}.{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
         try:
@@ -179,9 +188,9 @@ def write_failure(folder: Path, failure: FailedRank) -> None:
 
 
 def read_failures(folder: Path) -> dict[int, FailedRank]:
-    """Return the failures in a folder of records, by rank.
+    """Return the failures in a folder of failure records, by rank.
 
-    Files that this version cannot read are left out.
+    Corrupt files and files of other versions of wlb are ignored.
     """
     found: dict[int, FailedRank] = {}
     for path in sorted(folder.glob("failure-*.json")):
@@ -194,9 +203,9 @@ def read_failures(folder: Path) -> dict[int, FailedRank]:
 
 @contextlib.contextmanager
 def unless_unwritable(path: Path) -> Iterator[None]:
-    """Warn about OSError in this context instead of raising it.
+    """Within this context, print a warning for an OSError instead of raising it.
 
-    Records only explain failures, so a run must not fail because it cannot write them.
+    The files written here only explain failures, so a run must not fail because of them.
 
     Args:
         path: The file that is written in this context.
@@ -205,24 +214,24 @@ def unless_unwritable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         sys.stderr.write(
-            f"wlb: {path} cannot be written ({error}): if the run fails, its report will have "
+            f"wlb: {path} cannot be written ({error}); if the run fails, its report will have "
             f"less detail\n"
         )
 
 
 @contextlib.contextmanager
 def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]:
-    """Write Python stacks to a file, even while this process waits inside C code.
+    """Within this context, write this process's Python stacks to a file when it gets a signal.
 
-    On a fatal signal (SIGSEGV, SIGABRT, ...) the file gets the stacks of all threads. When the
-    signal `number` comes, it gets the stack of the thread that receives it, which is the main
-    thread. The stacks of threads that keep running cannot be read safely: on Python 3.12 and later
-    that sometimes kills a healthy process.
+    This works even while the process waits in C code. On a fatal signal (SIGSEGV, SIGABRT, ...) the
+    stacks of all threads are written. On the signal `number`, only the stack of the main thread is
+    written: on Python 3.12 and later, reading the stacks of running threads sometimes kills the
+    process.
 
     Args:
-        path: The file, which is replaced.
+        path: The file; an existing one is replaced.
         number: The signal.
-        chain: Whether the signal's previous handler runs as well.
+        chain: Whether the signal's previous handler is called as well.
     """
     was_enabled = faulthandler.is_enabled()
     with path.open("w") as file:
@@ -238,14 +247,14 @@ def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's stacks."""
+    """Return the path of the file to which a rank writes its stacks."""
     return folder / f"stack-{rank}.txt"
 
 
 def read_stack(folder: Path, rank: int) -> str:
-    """Return the stacks that a rank wrote; "" if it wrote none.
+    """Return the text of the stacks that a rank wrote; "" if it wrote none.
 
-    The newest thread and the most recent call come first.
+    The newest thread comes first, and within a thread the most recent call.
     """
     try:
         return stack_path(folder, rank).read_text("utf-8", errors="replace").strip()
@@ -254,15 +263,22 @@ def read_stack(folder: Path, rank: int) -> str:
 
 
 def main_stack(text: str) -> list[str]:
-    """Return the frames of the main thread, most recent call first, from `read_stack`'s text."""
+    """Return the stack of the main thread, one line per frame, most recent call first.
+
+    Args:
+        text: Stacks of all threads, from `read_stack`.
+    """
     *_, thread = ["", *text.split("(most recent call first):\n")[1:]]
     return thread.partition("\n\n")[0].splitlines()
 
 
 def fatal_error(text: str) -> str:
-    """Return the signal that ended the process, as faulthandler names it ("Aborted").
+    """Return the fatal signal that a process got, as faulthandler names it ("Aborted").
 
-    It is "" if no signal did.
+    The result is "" if there was none.
+
+    Args:
+        text: Stacks of all threads, from `read_stack`.
     """
     return text.rpartition(_FATAL)[2].partition("\n")[0] if _FATAL in text else ""
 

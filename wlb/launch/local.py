@@ -1,14 +1,14 @@
-"""Run a function on local ranks and return their results, or raise the first failure.
+"""Run a function in one process per rank on this machine; return the results of all ranks.
 
-A forkserver that has imported torch forks one process per rank; 8 ranks start in about 0.3 s
-instead of 10 s. No process outlives the call or the launching process, because every rank leads a
-process group that is killed with it. Ranks rendezvous through a file, inherit stdout, stderr and
-the current environment, and import `fn` by its name. `wlb.launch.report` explains failures.
+If a rank fails, the error says which rank failed first and why (`wlb.launch.report`). The processes
+are forked from a forkserver that has imported torch, so 8 ranks start in about 0.3 s instead of
+10 s. No process outlives the call or the launching process: every rank leads a process group, which
+is killed with everything that the rank has started. Ranks find each other through a file, inherit
+stdout, stderr and the environment variables, and import the function by its name.
 
-torch's launchers are not used, for three reasons. If the launching process is killed, they leave
-behind what a rank has started, such as a planner. They then send the ranks SIGINT, which wlb's
-ranks take as a request to save a checkpoint before they end. And Elastic's agent needs a store that
-listens on a port.
+torch's launchers are not used, for three reasons. If the launching process is killed, processes
+that a rank has started, such as a planner, keep running. The ranks then get SIGINT, which in wlb
+means to save a checkpoint first. And torch's elastic agent needs a store that listens on a port.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from wlb.parallel.host import host_group
 from wlb.plan import UserError, check_at_least
 from wlb.plan.processes import ProcessState, process_state
 
-# Modules that the forkserver imports once, so that ranks start with them.
+# Modules that the forkserver imports before it forks, so that ranks need not import them.
 PRELOAD = (
     "__main__",
     "torch",
@@ -62,29 +62,29 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# Modules that import slowly. The forkserver imports them only if this process has them.
+# More such modules, which the forkserver imports only if this process has imported them.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0
-"""Time that ranks have to write their stacks; ranks that still run get up to `_JOIN_S`."""
+"""Seconds to wait for ranks to write their stacks; for ranks that use a CPU, up to `_JOIN_S`."""
 _SILENT_STATES = {
     ProcessState.STOPPED: "its process is stopped",
     ProcessState.AWAITS_DISK: "it waits for a disk or a file server",
 }
-"""States in which a process does not respond to signals, in words."""
+"""States in which a process does not react to signals, and words for them in a report."""
 _PEER_WAIT_S = 0.2
-"""After a failure that is its own explanation, time to collect failures of other ranks."""
+"""Seconds to collect failures of other ranks after a rank has failed for a reason of its own."""
 _CAUSE_WAIT_S = 2.0
-"""After failures that are only consequences of another one, time to wait for that one."""
+"""Seconds to wait for the failure that caused others, if only consequences have arrived."""
 _JOIN_S = 10.0
-"""Longest time to wait: for a process to end, for stacks, or in a failed rank to be killed."""
+"""Most seconds to wait for a process to end, for stacks, and in a failed rank for its end."""
 
 
 class RankFailure(RuntimeError):
-    """A rank failed, died or hung.
+    """Raised if a rank raised an exception, died, or did not finish in time.
 
     Args:
-        message: The whole report.
+        message: The whole failure report, of several lines.
         rank: The rank that failed first; -1 if the run exceeded its time limit.
         error: The failure in one line.
     """
@@ -97,13 +97,13 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankJob:
-    """What a rank's process is started with."""
+    """What a rank's process gets from the launcher."""
 
-    world: worlds.World
+    world: worlds.World  # its rank, and how ranks find each other
     task: bytes  # pickled (fn, args)
-    device: str
-    start_group: bool  # whether to create a process group around `fn`
-    group_timeout_s: float
+    device: str  # "cpu" or "cuda"
+    start_group: bool  # whether to create a torch process group before calling `fn`
+    group_timeout_s: float  # time limit of its collectives
     environment: dict[str, str]  # environment variables to set
     records: Path  # folder of the ranks' stacks and failures
 
@@ -118,23 +118,25 @@ def run_local(
     preload: Sequence[str] = (),
     records: Path | None = None,
 ) -> list[Any]:
-    """Return the results of fn(world, *args) on local ranks, in rank order.
+    """Call fn(world, *args) in one process per rank; return the results in rank order.
 
-    SIGTERM and SIGHUP end this process and the ranks, unless the caller handles them.
+    If the caller does not handle SIGTERM and SIGHUP, they end this process and all ranks.
 
     Args:
-        fn: Function at the top of a module.
+        fn: Function at the top of a module. Its first argument is the rank's `World`.
         world_size: Number of ranks.
         *args: Picklable arguments of `fn`.
-        timeout_s: Longest time that the ranks may take; None means no limit.
-        device: "cpu" or "cuda". It is used as given.
-        start_group: Whether to create a process group before `fn` and destroy it afterwards.
-        preload: More modules for the forkserver to import, in the first call of a process.
-        records: Folder for what the ranks leave behind (`new_records`). It is in the run's folder,
-            which also gets the report of a failure. By default it is temporary.
+        timeout_s: Most seconds that the ranks may take; None means no limit.
+        device: "cpu" or "cuda", for which the torch process group is created.
+        start_group: Whether to create a torch process group before `fn` and destroy it afterwards.
+        preload: More modules for the forkserver to import. They have an effect only in the first
+            call of a process.
+        records: Folder for stacks and failures of ranks (`new_records`), inside the run's folder;
+            the failure report is written to the run's folder as well. None means a temporary
+            folder.
 
     Raises:
-        RankFailure: A rank failed, died, or ran for too long.
+        RankFailure: A rank raised an exception, died, or did not finish in time.
     """
     check_at_least("world_size", world_size, 1)
     task = _pickled_task(fn, args)
@@ -154,7 +156,7 @@ def run_local(
                 task=task,
                 device=device,
                 start_group=start_group,
-                # Let collectives time out after the launcher, because its report says more.
+                # Collectives must time out later than the launcher, whose report says more.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 environment=environment,
                 records=records,
@@ -169,7 +171,7 @@ def run_local(
             ranks.kill()
             raise
         except BaseException:
-            # Somebody ended this process by a signal: no rank has failed, so leave no report.
+            # This process was interrupted by a signal. No rank has failed, so leave no report.
             ranks.kill()
             forget_records(records)
             raise
@@ -180,7 +182,8 @@ def run_local(
 def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle the function and its arguments without torch's reducers.
 
-    torch's reducers would share the memory of tensors with this process, which may end first.
+    With torch's reducers, tensors would be in memory shared with this process, which may end before
+    the ranks do.
     """
     try:
         return pickle.dumps((fn, args))
@@ -194,7 +197,10 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and SIGHUP, so that ranks and temporary files are removed."""
+    """Within this context, SIGTERM and SIGHUP raise SystemExit, so that cleanup code runs.
+
+    Signals that already have a handler are not changed.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
 
@@ -212,11 +218,11 @@ def _signals_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, also in processes that are started in this context.
+    """Within this context, ignore SIGINT, also in processes that are started in it.
 
-    A terminal sends Ctrl-C to all its processes, also to the forkserver while it imports torch, and
-    to a rank that does not lead a process group yet. This process ends both of them; it alone
-    decides what Ctrl-C means.
+    On Ctrl-C, a terminal sends SIGINT to all of its processes, also to the forkserver and to ranks
+    that do not lead their process group yet. Only the launching process should react, and end the
+    others.
     """
     before = signal.getsignal(signal.SIGINT)
     is_changed = threading.current_thread() is threading.main_thread() and before is not None
@@ -231,9 +237,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary_files_in_our_folder() -> Iterator[None]:
-    """Put multiprocessing's temporary folder, with the server's socket, into a folder of wlb.
+    """Within this context, let multiprocessing create its temporary folder in a folder of wlb.
 
-    If this process is killed, the next start of wlb removes that folder.
+    It contains the forkserver's socket. If this process is killed, the next start of wlb removes
+    wlb's folder.
     """
     before = tempfile.tempdir
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore
@@ -246,17 +253,17 @@ def _temporary_files_in_our_folder() -> Iterator[None]:
 
 
 class _LocalRanks:
-    """Processes of a run in rank order, and the pipes that carry their results.
+    """The processes of all ranks, and the pipes through which they send their results.
 
     Args:
-        jobs: What each rank is started with.
-        records: Folder of the ranks' stacks and failures.
+        jobs: What each rank gets from the launcher, in rank order.
+        records: Folder for stacks and failures of ranks.
     """
 
     def __init__(self, jobs: Sequence[_RankJob], records: Path) -> None:
         self.jobs, self.records = jobs, records
         self.processes: list[ForkServerProcess] = []
-        self.pending: dict[Connection, int] = {}  # pipes of ranks that have not sent a message
+        self.pending: dict[Connection, int] = {}  # pipes of ranks that sent no message yet
         self.results: dict[int, Any] = {}  # by rank
 
     def start(self, preload: Sequence[str]) -> None:
@@ -273,21 +280,21 @@ class _LocalRanks:
         for job in self.jobs:
             receiver, sender = context.Pipe(duplex=False)
             self.pending[receiver] = job.world.rank
-            # Not a daemon, because a rank may start processes.
+            # A daemon process could not start processes itself, but a rank may.
             process = context.Process(target=_rank_main, args=(job, sender), daemon=False)
             process.start()
             self.processes.append(process)
-            # Only the rank holds the sending end now, so the pipe closes when the rank dies.
+            # Close this process's copy of the sending end, so the pipe closes when the rank dies.
             sender.close()
 
     def collect(self, timeout_s: float | None) -> list[Any]:
-        """Return the results of all ranks.
+        """Wait for all ranks and return their results.
 
         Args:
-            timeout_s: Longest time to wait; None means no limit.
+            timeout_s: Most seconds to wait; None means no limit.
 
         Raises:
-            RankFailure: A rank failed, died, or ran for too long.
+            RankFailure: A rank raised an exception, died, or did not finish in time.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
@@ -300,7 +307,11 @@ class _LocalRanks:
         return [self.results[rank] for rank in range(len(self.jobs))]
 
     def _peers(self, first: list[FailedRank]) -> list[FailedRank]:
-        """Wait a little for more failures, one of which may have caused the first ones."""
+        """Wait a short time for more failures, one of which may have caused those so far.
+
+        Args:
+            first: The failures so far.
+        """
         failures: list[FailedRank] = []
         begin = time.monotonic()
         while self.pending:
@@ -312,7 +323,7 @@ class _LocalRanks:
         return failures
 
     def _take(self, ready: Sequence[Any]) -> list[FailedRank]:
-        """Receive the messages of these pipes; return the failures among them."""
+        """Receive a message from each pipe that is ready; store results and return failures."""
         failures: list[FailedRank] = []
         for receiver in ready:
             rank = self.pending.pop(receiver)
@@ -345,7 +356,7 @@ class _LocalRanks:
         )
 
     def _failed(self, failures: list[FailedRank]) -> RankFailure:
-        """End all ranks; return the error with the report of the failure."""
+        """Collect stacks, kill all ranks, write the failure report, and return it as an error."""
         failures += self._silent()
         self.kill()
         for failure in failures:
@@ -357,7 +368,7 @@ class _LocalRanks:
         return RankFailure(report.text, rank=report.rank, error=report.error)
 
     def _silent(self) -> list[FailedRank]:
-        """Let running ranks write their stacks; return failures of those that do not respond."""
+        """Make running ranks write their stacks; return a failure for each that does not react."""
         return [
             self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({why})")
             for rank in self._dump_stacks()
@@ -365,17 +376,17 @@ class _LocalRanks:
         ]
 
     def _dump_stacks(self) -> list[int]:
-        """Ask running ranks to write their stacks; return the ranks that do not respond."""
+        """Make running ranks write their stacks by a signal; return the ranks that wrote none."""
         before = {rank: self._stack_bytes(rank) for rank in self.pending.values()}
         for rank in before:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
         begin, left = time.monotonic(), sorted(before)
-        # Stop waiting if somebody has moved the run's folder away, and with it the stacks.
+        # Also stop waiting if the run's folder was moved or deleted.
         while left and self.records.exists() and time.monotonic() < begin + _JOIN_S:
             time.sleep(0.02)
             left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
-            # On a busy machine a running process may take long. A stopped process never responds.
+            # On a busy machine, a running process may need long. A stopped process never writes.
             if time.monotonic() > begin + _STACK_WAIT_S and all(
                 process_state(_pid(self.processes[rank])) != ProcessState.RUNS for rank in left
             ):
@@ -385,12 +396,16 @@ class _LocalRanks:
         return left
 
     def _stack_bytes(self, rank: int) -> int:
-        """Return the size of the file of a rank's stacks."""
+        """Return the size in bytes of the file to which a rank writes its stacks."""
         path = stack_path(self.records, rank)
         return path.stat().st_size if path.exists() else 0
 
     def _out_of_time(self, timeout_s: float | None) -> RankFailure:
-        """Return the error of a run that exceeds its time limit, with the ranks' stacks."""
+        """Return the error for ranks that did not finish in time, with their stacks.
+
+        Args:
+            timeout_s: The time limit.
+        """
         running = sorted(self.pending.values())
         self._dump_stacks()
         error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
@@ -404,11 +419,11 @@ class _LocalRanks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
-            # A rank that does not lead its process group yet is not reached by `killpg`.
+            # `killpg` does not reach a rank that has not created its process group yet.
             process.kill()
 
     def join(self) -> None:
-        """Wait for the processes to end, and release them."""
+        """Wait until all processes have ended, and release their resources."""
         for receiver in self.pending:
             receiver.close()
         for process in self.processes:
@@ -420,14 +435,14 @@ class _LocalRanks:
 
 
 def _pid(process: ForkServerProcess) -> int:
-    # Killing group 0 would kill this process's group.
+    # If the id were 0, `killpg` would kill the launcher's own process group.
     assert process.pid is not None
     return process.pid
 
 
 def _rank_main(job: _RankJob, sender: Connection) -> None:
-    """Run a rank: send its result or its failure as one message."""
-    # Lead a process group, so that everything this rank starts can be killed with it.
+    """Entry point of a rank's process: call the function, and send its result or failure."""
+    # Create a process group, so that everything that this rank starts can be killed with it.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worlds.adopt_environment(job.environment)
@@ -451,11 +466,11 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
 
 
 def _run_task(job: _RankJob) -> Any:
-    """Call the function, within a process group if the job says so."""
+    """Call the job's function, with a torch process group if the job requests it."""
     import torch
 
     for stream in (sys.stdout, sys.stderr):
-        # A character that the stream cannot encode must not make a rank fail.
+        # Escape characters that the stream cannot encode instead of raising an error.
         stream.reconfigure(  # pyright: ignore[reportAttributeAccessIssue]
             line_buffering=True, errors="backslashreplace"
         )
@@ -473,7 +488,7 @@ def _run_task(job: _RankJob) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Kill this rank's process group when the launching process ends."""
+    """Wait until the launching process ends, then kill this rank's process group."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

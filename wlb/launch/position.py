@@ -1,9 +1,10 @@
-"""Position of each rank in its work, in a memory-mapped file per node of the run's folder.
+"""Record what each rank is doing at the moment, in a memory-mapped file for each node.
 
-A rank writes its slot of the file whenever it begins something else. That takes a few microseconds
-and needs no lock. The kernel keeps what was written even if the process is killed, so whoever ends
-the run can read where each rank was. On a network file system, the last half minute of a lost node
-may be missing.
+A position is, for example, "step 12, micro-batch 3 (backward, stage 1): computing". Each rank has
+a slot of 512 bytes in its node's file, which it overwrites whenever it begins another activity.
+That takes a few microseconds and needs no lock. The kernel keeps the contents even if the process
+is killed, so a failure report can say what each rank was doing. On a network file system, the last
+half minute of a lost node may be missing.
 """
 
 import contextlib
@@ -20,23 +21,25 @@ from typing import NamedTuple
 from wlb.plan.processes import process_start
 
 _FORMAT = 0x574C4231
-"""First word of a slot. A new layout of slots gets a new number; other numbers are not read."""
+"""First word of a slot: the version of its layout. Slots of other versions are not read."""
 _WHO = struct.Struct("<Iiiqd64s160s")
-"""First part of a slot, written once: format, rank, number of ranks, process id, process start,
-host, description of the rank."""
-_WHERE = struct.Struct("<I?qii16s96sdI")
-"""Second part of a slot, written at every change: number of changes, whether the rank has ended,
-step, stage, micro-batch, kind of pass, activity, time of the change, number of changes.
+"""First part of a slot, which is written once.
 
-The number of changes stands at both ends. If a reader finds two different numbers, the rank was
-writing, and it reads the slot once more."""
-_SLOT_BYTES = 512
-_REREADS = 5  # attempts to read a slot while its rank writes it
-_NAME = "positions-"  # beginning of the files' names
+Fields: layout version, rank, number of ranks, process id, start time of the process, host name,
+the rank in words (`SlotOwner.words`)."""
+_WHERE = struct.Struct("<I?qii16s96sdI")
+"""Second part of a slot, which is written at every change.
+
+Fields: number of changes, whether the rank has ended, step, stage, micro-batch, kind of pass,
+activity, time of the change, number of changes. If the first and the last field differ, the rank
+was just writing, so the reader reads the slot once more."""
+_SLOT_BYTES = 512  # size of a slot: both parts and unused bytes
+_REREADS = 5  # most attempts to read a slot that is being written
+_NAME = "positions-"  # prefix of the files' names
 
 
 class SlotOwner(NamedTuple):
-    """The rank that writes a slot."""
+    """Which rank writes a slot, and how reports call it."""
 
     rank: int
     world_size: int
@@ -48,24 +51,24 @@ class SlotOwner(NamedTuple):
 
 
 class SeenPosition(NamedTuple):
-    """What a reader finds in a rank's slot."""
+    """A rank's position as read from its slot."""
 
     rank: int
     world_size: int
     pid: int
-    started: float  # start of the process, in clock ticks since the machine started
+    started: float  # start time of the process, in clock ticks since the machine booted
     host: str
-    place: str  # the rank in words, as `SlotOwner.words`
+    place: str  # the rank in words, see `SlotOwner.words`
     has_ended: bool  # whether the rank has finished its work
-    step: int  # the planned step; -1 before the first
-    stage: int
-    micro_batch: int  # -1 if no pass has begun in this step
+    step: int  # the step that the rank works on; -1 before the first
+    stage: int  # pipeline stage of the pass
+    micro_batch: int  # micro-batch of the pass; -1 if no pass has begun in this step
     kind: str  # kind of pass, for example "backward"
     doing: str  # activity in a few words
     changed_s: float  # Unix time of the last change
 
     def describe(self) -> str:
-        """Return e.g. "step 12, micro-batch 3 (backward, stage 1): computing"."""
+        """Return the position in words: "step 12, micro-batch 3 (backward, stage 1): computing"."""
         if self.step < 0:
             return f"before the first step: {self.doing}"
         if self.micro_batch < 0:
@@ -77,11 +80,12 @@ class SeenPosition(NamedTuple):
 
 
 class Position:
-    """Position of this rank, set by its training thread.
+    """Writes what this rank is doing to its slot; the training thread calls the methods.
 
     Args:
-        buffer: Memory with the slot. By default, memory that no other process sees.
-        offset: Where the slot begins in the buffer.
+        buffer: Memory that contains the slot. None means memory of this process, which nobody else
+            can read.
+        offset: Byte at which the slot begins in the buffer.
     """
 
     __slots__ = ("_buffer", "_doing", "_has_ended", "_offset", "_pass", "_step", "num_changes")
@@ -91,15 +95,15 @@ class Position:
         self._offset = offset
         self._step, self._doing, self._has_ended = -1, "starting", False
         self._pass = ("", 0, -1)
-        # A number that keeps growing shows that the rank is working.
+        # Number of changes, modulo 2^32. While it grows, the rank is working.
         self.num_changes = 0
 
     @classmethod
     def opened(cls, folder: Path, owner: SlotOwner) -> "Position":
-        """Return this rank's slot in its node's file, which is created if necessary.
+        """Open this rank's slot in its node's file, which is created if necessary.
 
         Args:
-            folder: The start's folder of records.
+            folder: The folder of failure records (`wlb.launch.failure.new_records`).
             owner: This rank.
 
         Raises:
@@ -110,8 +114,8 @@ class Position:
         file = os.open(folder / f"{_NAME}{owner.node_rank}-{name}", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             num_bytes = owner.local_world_size * _SLOT_BYTES
-            # Reserve the space now: writing a mapped page that the disk has no room for would kill
-            # the process.
+            # Reserve disk space now. If the disk were full later, writing to the mapped file would
+            # kill the process.
             os.posix_fallocate(file, 0, num_bytes)
             mapped = mmap.mmap(file, num_bytes)
         finally:
@@ -124,11 +128,11 @@ class Position:
         return position
 
     def enter(self, doing: str, *, step: int | None = None) -> None:
-        """Begin another activity.
+        """Record that this rank begins another activity.
 
         Args:
-            doing: The activity in a few words.
-            step: The step, if the activity begins a new one.
+            doing: The activity in a few words, such as "saving".
+            step: Number of the step that begins with this activity; None means the same step.
         """
         self._doing = doing
         if step is not None:
@@ -136,7 +140,7 @@ class Position:
         self._change()
 
     def chunk(self, kind: str, stage: int, micro_batch: int) -> None:
-        """Begin a pass of a micro-batch through a stage."""
+        """Record that this rank begins a pass, such as "backward" of micro-batch 3 in stage 1."""
         self._pass = (kind, stage, micro_batch)
         self._change()
 
@@ -145,12 +149,12 @@ class Position:
         self._has_ended = True
         self._change()
         if isinstance(self._buffer, mmap.mmap):
-            # A network file system would otherwise show it to other machines half a minute later.
+            # Otherwise a network file system may show it to other machines half a minute later.
             with contextlib.suppress(OSError):
                 self._buffer.flush()
 
     def now(self) -> SeenPosition:
-        """Return the position as a reader sees it."""
+        """Return the position that is in the slot now."""
         return _seen(bytes(self._buffer[self._offset : self._offset + _SLOT_BYTES]))
 
     def _change(self) -> None:
@@ -160,7 +164,7 @@ class Position:
     def _write(self) -> None:
         kind, stage, micro_batch = self._pass
         begin = self._offset + _WHO.size
-        # Pack aside and copy once: `pack_into` zeroes its target first, which readers would see.
+        # Do not use `pack_into`: it first fills its target with zeros, which readers may see.
         self._buffer[begin : begin + _WHERE.size] = _WHERE.pack(
             self.num_changes,
             self._has_ended,
@@ -175,9 +179,9 @@ class Position:
 
 
 def read_positions(folder: Path) -> dict[int, SeenPosition]:
-    """Return the positions in a folder of records, by rank.
+    """Return the positions of all ranks in a folder of failure records, by rank.
 
-    It is {} if the folder does not exist.
+    The result is {} if the folder does not exist.
     """
     found: dict[int, SeenPosition] = {}
     for path in sorted(folder.glob(f"{_NAME}*")):
@@ -196,10 +200,14 @@ def _read_file(path: Path) -> Iterator[SeenPosition]:
 
 
 def _read_slot(file: int, offset: int) -> bytes:
-    """Return a slot, read once more if it is being written at the moment.
+    """Read the bytes of a slot; read again while its rank is writing it.
 
-    After several attempts it may still mix fields of two moments, which only makes one line of a
-    report inaccurate.
+    After the last attempt, fields may still be from two different moments. That only makes one line
+    of a report inaccurate.
+
+    Args:
+        file: Descriptor of the file.
+        offset: Byte at which the slot begins.
     """
     slot = b""
     for _ in range(_REREADS):

@@ -1,12 +1,12 @@
-"""Compose the report of a failed run from the files that its ranks left in the run's folder.
+"""Compose the report of a failed run from the files that its ranks wrote into the run's folder.
 
-Whoever ends a run calls it: the local launcher, the script of a Slurm job, the next start of the
-run, or `wlb report`. The report names the rank that failed first, and says where each rank was.
+The report names the rank that failed first, and says what each rank was doing. It is composed by
+the local launcher, by the script of a Slurm job, by the next start of the run, or by `wlb report`.
 
-When a rank fails, its peers fail, too: their collectives time out or lose a connection. Such errors
-are consequences and not the cause. The cause is, in this order: a rank that died; a rank that
-raised another error; a rank that is gone without a message; a live rank that is not waiting for
-others.
+When a rank fails, other ranks fail as well: their collectives time out or lose a connection. Such
+errors are consequences. The cause is the first of these that exists: a rank that died; a rank that
+raised another error; a rank whose process is gone without a message; a running rank that is not
+waiting for other ranks.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from wlb.plan.processes import ProcessState, process_start, process_state
 LOGS = "logs"  # folder of the ranks' logs, in the run's folder
 FAILURE = "failure.txt"  # file of the reports, in the run's folder
 FLIGHT_RECORDS = "nccl-rank-"
-"""Beginning of the file names of NCCL's flight records in `logs`."""
-_LAST_LINES = 20  # of a traceback, stack or log that a report shows
-_MOST_OTHERS = 16  # ranks that a report lists
+"""Prefix of the names of the files in `logs` to which NCCL's flight recorder writes."""
+_LAST_LINES = 20  # how many lines of a traceback, stack or log a report shows
+_MOST_OTHERS = 16  # most ranks that a report lists in one place
 _CONSEQUENCES = (
     "timed out",
     "timeout",
@@ -49,7 +49,7 @@ _CONSEQUENCES = (
     "NCCL",
     "DistNetworkError",
 )
-"""Texts in errors of a rank whose peer is gone or does not join a collective."""
+"""Texts in the errors that a rank gets if another rank is gone or does not join a collective."""
 _WAITS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -67,16 +67,16 @@ _WAITS = (
 )
 """Texts in the innermost stack frames of a rank that waits for other ranks.
 
-They are parts of paths. For torch's pipeline schedules it is the function in which they wait,
-because the same file also computes. On CUDA, collectives are asynchronous, so a rank waits where it
-reads their result."""
-_INNERMOST = 8  # stack frames to search for these texts
+They are parts of file paths or, for torch's pipeline schedules, the function that waits, because
+other functions of that file compute. Collectives on CUDA are asynchronous, so wlb's files in which
+their results are read are listed as well."""
+_INNERMOST = 8  # how many stack frames are searched for these texts
 _NOTICED_S = 1.0
-"""Longest time in seconds until a launcher notices that a rank has died."""
+"""Most seconds until a launcher notices that a rank has died."""
 
 
 class _Life(Enum):
-    """Whether the process of a rank exists."""
+    """Whether the process of a rank still exists."""
 
     RUNS = auto()
     ENDED = auto()  # it has finished its work
@@ -86,13 +86,13 @@ class _Life(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What the files say about a rank."""
+    """All that is known about a rank of a failed run, from its files and its process."""
 
     rank: int
-    world_size: int
-    at: SeenPosition | None  # its position; None if it wrote none
+    world_size: int  # number of ranks of the run
+    at: SeenPosition | None  # what it was doing; None if it did not write that
     failure: FailedRank | None  # None if it reported no failure
-    life: _Life
+    life: _Life  # whether its process exists
     # Stack of its main thread, or of all threads at a fatal signal; "" if it wrote none.
     stacks: str
 
@@ -103,15 +103,15 @@ class RankState:
 
     @property
     def waits(self) -> bool:
-        """Return whether its main thread waits for other ranks, by the innermost frames."""
+        """Return whether its main thread was waiting for other ranks, judged by its stack."""
         return any(part in line for line in self.stack[:_INNERMOST] for part in _WAITS)
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether it failed only because another rank did.
+        """Return whether the rank failed only because another rank failed.
 
-        NCCL's watchdog aborts ranks that wait for a failed peer, so an abort in a wait is a
-        consequence.
+        NCCL's watchdog aborts ranks that wait for a failed rank. So SIGABRT counts as a consequence
+        if the rank was waiting.
         """
         failure = self.failure
         if failure is None:
@@ -122,14 +122,14 @@ class RankState:
 
     @property
     def is_wordless(self) -> bool:
-        """Return whether its process is gone or stopped and left no explanation."""
+        """Return whether its process is gone or stopped, without an error or a stack."""
         if self.failure is not None:
             return self.failure.kind == FailureKind.SILENT
         return self.life in (_Life.GONE, _Life.STOPPED) and not self.stacks
 
     @property
     def where(self) -> str:
-        """Return its position in words."""
+        """Return in words what the rank was doing."""
         if self.at:
             return self.at.describe()
         reported = self.failure.position if self.failure else ""
@@ -138,15 +138,15 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """Report of a failed run."""
+    """Why a run failed."""
 
     rank: int  # the rank that failed first
     error: str  # its failure in one line
-    text: str  # the whole report
+    text: str  # the whole report, of several lines
 
 
 def is_consequence(error: str) -> bool:
-    """Return whether an error is one that a rank gets if its peer fails or does not join."""
+    """Return whether an error message is one that a rank gets because another rank failed."""
     return any(part in error for part in _CONSEQUENCES)
 
 
@@ -157,32 +157,32 @@ def compose_report(
     known: Iterable[FailedRank] = (),
     records: Path | None = None,
 ) -> FailureReport | None:
-    """Report what ended a start of a run.
+    """Find out why a run failed.
 
     Args:
         directory: The run's folder.
-        is_over: Whether no process of the run is left. Otherwise processes on other machines may
-            still work.
-        known: Failures that the caller knows. They may be missing in the folder if its disk is
-            full.
-        records: The start's folder of records; None means the last start.
+        is_over: Whether all processes of the run have ended. If False, processes on other machines
+            count as running.
+        known: Failures that the caller knows, in case that they could not be written to the folder.
+        records: Folder of failure records (`wlb.launch.failure`); None means the folder of the
+            run's most recent start.
 
     Returns:
-        The report, or None if all ranks are working or have finished.
+        The report, or None if no rank has failed.
     """
     records = newest_records(directory) if records is None else records
     ranks = _read_ranks(records, known, is_over=is_over)
     size = max((seen.world_size for seen in ranks), default=0)
     if not any(seen.failure or seen.is_wordless for seen in ranks):
         return None
-    # The ranks that caused the failure come first, with all details.
+    # First report the ranks that caused the failure, with all details.
     first, what = _cause(ranks)
     cause = first[0]
     lines = [f"rank {cause.rank} of {size} {what}", *_about(cause, directory)]
     for other in first[1:_MOST_OTHERS]:
         lines += [f"rank {other.rank} as well", *_about(other, directory)]
     lines += _more(first)
-    # Then ranks with the same error, in one line, and then the others, in one line each.
+    # Then list ranks with the same error in one line, and all other ranks in a line each.
     named = {seen.rank for seen in first}
     error = cause.failure.error if cause.failure else what
     same_error = [
@@ -204,21 +204,27 @@ def compose_report(
 
 
 def keep_report(directory: Path, report: FailureReport) -> None:
-    """Append a report to the run's `failure.txt`, unless it is there already.
+    """Append a report to the run's `failure.txt`, unless the file already contains it.
 
-    A full disk may be the cause of the failure, so failing to write is not an error.
+    If writing fails, no error is raised, because a full disk may be why the run failed.
     """
     path = directory / FAILURE
     with contextlib.suppress(OSError):
         if path.exists() and report.text in path.read_text("utf-8", errors="replace"):
             return
-        # A message may name a file whose name is not UTF-8.
+        # A message may contain a file name that is not valid UTF-8.
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
 
 
 def _read_ranks(folder: Path, known: Iterable[FailedRank], *, is_over: bool) -> list[RankState]:
-    """Return the state of every rank that left anything."""
+    """Return what is known about every rank that wrote a position, a stack or a failure.
+
+    Args:
+        folder: The folder of failure records.
+        known: Failures that the caller knows.
+        is_over: Whether all processes of the run have ended.
+    """
     positions = read_positions(folder)
     failures = {failure.rank: failure for failure in known} | read_failures(folder)
     sizes = [found.world_size for found in (*positions.values(), *failures.values())]
@@ -238,7 +244,14 @@ def _read_ranks(folder: Path, known: Iterable[FailedRank], *, is_over: bool) -> 
 
 
 def _fatal(folder: Path, rank: int, size: int, stacks: str) -> FailedRank | None:
-    """Return the failure of a process that a fatal signal ended, such as NCCL's SIGABRT."""
+    """Return the failure of a rank that a fatal signal ended (such as SIGABRT); None if none did.
+
+    Args:
+        folder: The folder of failure records.
+        rank: The rank.
+        size: Number of ranks of the run.
+        stacks: Stacks that the rank wrote.
+    """
     if not (signal := fatal_error(stacks)):
         return None
     time_s = stack_path(folder, rank).stat().st_mtime
@@ -248,12 +261,15 @@ def _fatal(folder: Path, rank: int, size: int, stacks: str) -> FailedRank | None
 
 
 def _life(at: SeenPosition, *, is_over: bool) -> _Life:
-    """Return whether the process of a position still exists, as far as this machine can see."""
+    """Return whether the process that wrote a position still exists.
+
+    A process on another machine cannot be seen; it counts as running unless the run is over.
+    """
     if at.has_ended:
         return _Life.ENDED
     if at.host != socket.gethostname():
         return _Life.GONE if is_over else _Life.RUNS
-    # Another start time means that the process id was reused.
+    # If the start time differs, another process has got the same process id.
     if process_start(at.pid) != at.started:
         return _Life.GONE
     lives = {ProcessState.STOPPED: _Life.STOPPED, ProcessState.GONE: _Life.GONE}
@@ -261,13 +277,14 @@ def _life(at: SeenPosition, *, is_over: bool) -> _Life:
 
 
 def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
-    """Return the ranks that caused the failure, and what they did."""
+    """Return the ranks that caused the failure, and words for how they failed."""
     failed = sorted((s for s in ranks if s.failure), key=lambda s: s.failure.time_s)  # type: ignore
     causes = [s for s in failed if not (s.is_consequence or s.is_wordless)]
     died = [s for s in causes if s.failure and s.failure.kind == FailureKind.DIED]
     if died and died[0].failure and causes[0].failure:
         later_s = died[0].failure.time_s - causes[0].failure.time_s
-        # A rank that raised an error well before the deaths explains them.
+        # If a rank raised an error more than a second before the first death, the error is the
+        # cause. Otherwise the death is, because launchers notice it up to a second late.
         if later_s <= _NOTICED_S:
             return died, died[0].failure.error
     if causes and causes[0].failure:
@@ -282,7 +299,12 @@ def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
 
 
 def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
-    """Return in words why ranks that left no explanation may have ended."""
+    """Return in words why ranks may have ended that left neither an error nor a stack.
+
+    Args:
+        wordless: These ranks.
+        ranks: All ranks.
+    """
     first = wordless[0]
     if first.failure is not None:
         return first.failure.error
@@ -294,7 +316,7 @@ def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
 
 
 def _about(seen: RankState, directory: Path) -> list[str]:
-    """Return the lines about a rank that caused the failure."""
+    """Return the report's lines about a rank that caused the failure."""
     lines: list[str] = []
     if seen.at is not None:
         since = datetime.fromtimestamp(seen.at.changed_s).strftime("%H:%M:%S")
@@ -321,7 +343,7 @@ def _log_lines(directory: Path, rank: int) -> list[str]:
 
 
 def _flight(directory: Path, records: Path) -> list[str]:
-    """Return a line on NCCL's flight records, if ranks of this start wrote some."""
+    """Return a line that names NCCL's flight records, if they were written since this start."""
     path = directory / LOGS / f"{FLIGHT_RECORDS}*"
     if not records.exists():
         return []
@@ -332,12 +354,12 @@ def _flight(directory: Path, records: Path) -> list[str]:
 
 
 def _failed_first(seen: RankState) -> tuple[bool, float, int]:
-    """Sort key: ranks that failed by time, then the others."""
+    """Sort key: first the ranks that failed, by time, then the others by rank."""
     return seen.failure is None, seen.failure.time_s if seen.failure else 0.0, seen.rank
 
 
 def _line(seen: RankState) -> str:
-    """Return the line about a rank that did not cause the failure."""
+    """Return the report's line about a rank that did not cause the failure."""
     what = "was running"
     if seen.failure and seen.failure.kind == FailureKind.RAISED:
         what = f"then failed: {seen.failure.error}"
@@ -351,16 +373,16 @@ def _line(seen: RankState) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return rank numbers as text, cut after `_MOST_OTHERS`."""
+    """Return rank numbers as text; of more than `_MOST_OTHERS`, only count the rest."""
     more = len(ranks) - _MOST_OTHERS
     return ", ".join(map(str, ranks[:_MOST_OTHERS])) + f" and {more} more" * (more > 0)
 
 
 def _more(ranks: Sequence[RankState]) -> list[str]:
-    """Return a line that says how many ranks are not listed, if some are not."""
+    """Return a line that counts the ranks after the first `_MOST_OTHERS`, if there are more."""
     return [f"and {len(ranks) - _MOST_OTHERS} more ranks"] * (len(ranks) > _MOST_OTHERS)
 
 
 def _tail(lines: list[str], title: str) -> list[str]:
-    """Return lines under an indented title; none if there are no lines."""
+    """Return lines, indented under a title; [] if there are no lines."""
     return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []

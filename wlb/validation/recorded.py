@@ -1,9 +1,9 @@
 """Simulate the steps that a finished run trained, and compare them with its measured times.
 
-`metrics.jsonl` of the run has its configuration and its step times since the last start. The
-planner runs once more on the same store. If its plans differ from the trained ones (because of
-another store, code version or kernel profile), the comparison is refused. Another kernel profile
-can price the steps, which tests how well that profile is calibrated.
+The run's `metrics.jsonl` contains its configuration and the measured step times since its most
+recent start. The planner plans the steps again from the same token store. If the plans differ from
+those that were trained (because of another store, code version or kernel profile), an error is
+raised. The steps can also be simulated with another kernel profile, to test its calibration.
 """
 
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ from wlb.train.stores import open_stores, ready
 class RecordedRun:
     """Measured and simulated steps of a run."""
 
-    spec: RunSpec
-    left_out: int  # number of first steps that are not compared
-    measured: tuple[MeasuredStep, ...]
-    simulations: tuple[Simulation, ...]  # each of consecutive steps
-    # Peak of torch's allocated GPU memory on rank 0 since the run began. None on a CPU, where the
-    # memory of a process is more than its tensors.
+    spec: RunSpec  # the run's configuration
+    left_out: int  # how many steps at the beginning are not compared
+    measured: tuple[MeasuredStep, ...]  # the compared steps, as measured
+    simulations: tuple[Simulation, ...]  # the same steps, as simulated; each of consecutive steps
+    # Peak of the GPU memory that torch allocated on rank 0, since the start. None on a CPU, where
+    # only the memory of the whole process is known.
     peak_bytes: int | None = None
-    remark: str = ""  # why steps after the compared ones are left out; "" if none are
+    remark: str = ""  # why later steps are not compared; "" if all are
 
     @property
     def profile(self) -> KernelProfile:
-        """Return the kernel profile of the simulation."""
+        """Return the kernel profile with which steps were simulated."""
         return self.simulations[0].simulator.cost.profile
 
     @property
@@ -53,17 +53,17 @@ class RecordedRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the measured throughput over all steps."""
+        """Return the measured tokens per second of all ranks together in the compared steps."""
         return sum(m.num_tokens for m in self.measured) / float(self.measured_s.sum())
 
     @property
     def estimated_bytes(self) -> int:
-        """Return the estimated peak memory of pipeline rank 0 in these steps."""
+        """Return the estimated peak memory of pipeline rank 0 in the compared steps, in bytes."""
         return max(int(s.peak_memory_bytes[:, 0].max()) for s in self.simulations)
 
     @property
     def mape(self) -> float:
-        """Return the mean of |simulated - measured| / measured."""
+        """Return the mean over steps of |simulated - measured| / measured step time."""
         return float(np.mean(np.abs(self.simulated_s / self.measured_s - 1)))
 
     @property
@@ -80,14 +80,14 @@ class RecordedRun:
 def simulate_recorded(
     folder: Path, *, profile: str = "", skip: int | None = None, console: Console | None = None
 ) -> RecordedRun:
-    """Simulate a recorded run on the kind of device that it had.
+    """Simulate the steps of a finished run on the kind of device on which it ran.
 
-    This machine needs no such device, so a run on GPUs can be simulated anywhere.
+    A run on GPUs can be simulated on a machine without GPUs.
 
     Args:
         folder: The run's folder, run.output_dir/run.name.
-        profile: Name or path of a kernel profile; "" means the run's.
-        skip: Number of first steps to leave out; None means telemetry.warmup_steps.
+        profile: Name or path of a kernel profile; "" means the profile of the run.
+        skip: How many steps at the beginning to leave out; None means telemetry.warmup_steps.
         console: Where progress is printed; None means nowhere.
     """
     records = read_run(folder)
@@ -110,7 +110,7 @@ def simulate_recorded(
     spec = ready(spec, stores, spec.parallel.world_size)
     device = records.starts[-1].get("device") if records.starts else None
     if device is None:
-        # The run is from a version that did not record its device.
+        # An older version of wlb, which did not record the device, trained the run.
         device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
     if spec.kernels.attention == AttentionBackend.AUTO:
         spec = with_backend(spec, device)

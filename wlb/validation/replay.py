@@ -1,12 +1,13 @@
-"""Replay a simulated step with real pipeline schedules and messages; passes are timed waits.
+"""Replay a simulated step with real processes and messages, where each pass only sleeps.
 
-One process per rank runs the pipeline of training (`wlb.parallel.pipeline`) over Gloo. Order,
-messages and delayed weight gradients are real. Pass times are given, and messages are small. So a
-replay verifies the order of the simulator's passes and who waits for whom, but not its latencies.
-README.md describes the passes.
+One process per rank runs training's pipeline (`wlb.parallel.pipeline`) over Gloo. The order of
+passes, the messages and the delayed weight gradients are real. A pass sleeps for a given time, and
+messages are small. So a replay verifies in which order the simulator runs passes and which ranks
+wait for each other, but not the times of passes and messages.
 
-A step takes longer than its waits: by 1 ms per pass on the critical path, or 2 ms with CP (8 to 32
-processes on two cores). Scale the waits up until that is negligible.
+A step takes longer than its sleeps: by 1 ms per pass on the critical path, or 2 ms with CP
+(measured with 8 to 32 processes on two cores). Multiply all times by a factor that makes this
+negligible.
 """
 
 import gc
@@ -31,36 +32,36 @@ from wlb.simulate import PassKind, pipeline_order
 from wlb.spec import ParallelSpec, PipelineSection, RunSpec, Schedule
 
 MIN_WAIT_S = 0.005
-"""Shortest wait allowed.
+"""Shortest time in seconds that a pass may sleep.
 
-The replay's overhead (messages, collectives, waking up) would dominate shorter ones."""
+Shorter times would be dominated by the replay's overhead (messages, collectives, waking up)."""
 
 TOO_SHORT = (
     f"a wait below {MIN_WAIT_S} s is dominated by overhead; multiply all waits by the same factor "
     f"(20 ms and more are good)"
 )
 _START_S = 0.02
-"""Time between agreeing on a common start and the start, plus `_START_PER_RANK_S` per rank."""
+"""Seconds from agreeing on a common start to the start, plus `_START_PER_RANK_S` per rank."""
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
-"""Part of the time limit for starting the processes."""
+"""Seconds of the time limit that are allowed for starting the processes."""
 _WIDTH = 16
-"""Width of a message's rows (float32)."""
+"""Number of float32 values in a row of a message between stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepWaits:
-    """Seconds that each CP rank computes in the passes of one step.
+    """How long each CP rank sleeps in each pass of one step, in seconds.
 
     The arrays of seconds have shape [dp, n, num_stages, cp], with n micro-batches per pipeline. 0
-    means no wait.
+    means that the pass does not sleep.
     """
 
     forward: FloatArray  # forward passes
     backward: FloatArray  # backward passes without weight gradients
     # Weight gradients: separate passes in zero-bubble schedules, part of backward in others.
     weight: FloatArray
-    rows: IntArray  # rows of a message between stages, scaled down, shape [dp, n]
+    rows: IntArray  # rows of each micro-batch's messages between stages, shape [dp, n]
 
     def __post_init__(self) -> None:
         shape = self.forward.shape
@@ -89,7 +90,7 @@ class StepWaits:
 
     @property
     def by_kind(self) -> dict[PassKind, FloatArray]:
-        """Return the waits of each kind of pass, shape [dp, n, num_stages, cp]."""
+        """Return the sleeping times by kind of pass, each of shape [dp, n, num_stages, cp]."""
         return {
             PassKind.FORWARD: self.forward,
             PassKind.BACKWARD: self.backward + self.weight,
@@ -99,13 +100,13 @@ class StepWaits:
 
     @property
     def bound_s(self) -> float:
-        """Return an upper bound of the step time: the passes of the slowest pipeline in a row."""
+        """Return an upper bound of the step time: the sum of all passes of the slowest pipeline."""
         total = (self.forward + self.backward + self.weight).max(axis=3)
         return float(total.sum(axis=(1, 2)).max())
 
 
 def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError for waits of a wrong shape, negative waits and waits that are too short."""
+    """Raise ValueError for sleeping times of a wrong shape, negative ones and too short ones."""
     if waits.shape != shape:
         raise ValueError(
             f"{name} has shape {waits.shape}, but must have the shape of forward, {shape}"
@@ -123,7 +124,7 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
 
 
 class TimedWait(NamedTuple):
-    """One pass of a rank, including its collectives, in seconds since the step began."""
+    """When a rank ran a pass, including its collectives; times in seconds since the step began."""
 
     stage: int
     kind: PassKind
@@ -134,7 +135,7 @@ class TimedWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One run of a step."""
+    """Measured times of one replay of a step."""
 
     step_s: float  # from the common start to the end of the slowest rank's last all-reduce
     spans: dict[tuple[int, int, int], list[TimedWait]]  # passes of each (dp, pp, cp) rank, in order
@@ -143,19 +144,19 @@ class Replayed:
 def replay(
     steps: Sequence[StepWaits], pipeline: PipelineSection, *, pp: int, repeats: int = 3
 ) -> list[list[Replayed]]:
-    """Run every step several times, on dp * pp * cp processes; TP is 1.
+    """Replay every step several times on dp * pp * cp processes, without tensor parallelism.
 
-    Each step first runs once without waits, which opens its connections. With pp = 1, a rank runs
+    Each step first runs once without sleeping, to open its connections. With pp = 1, a rank runs
     forward and backward of one micro-batch after the other.
 
     Args:
-        steps: The waits of each step. All steps have the same dp and cp.
+        steps: The sleeping times of each step. All steps must have the same dp and cp.
         pipeline: Schedule and virtual stages.
         pp: Pipeline ranks.
-        repeats: Runs of each step.
+        repeats: How often each step is replayed.
 
     Returns:
-        The runs of each step.
+        For each step, the times of each replay.
     """
     check_at_least("repeats", repeats, 1)
     if not steps:
@@ -191,7 +192,7 @@ def replay(
 
 
 def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, pp: int) -> None:
-    """Raise ValueError for waits that do not fit the pipeline or the other steps."""
+    """Raise ValueError for a step that does not fit the pipeline or the first step."""
     schedule, virtual_stages = pipeline.schedule, pipeline.virtual_stages
     if pp < 1 or virtual_stages < 1:
         raise ValueError(f"pp = {pp} and virtual_stages = {virtual_stages} must be at least 1")
@@ -231,7 +232,7 @@ class _RankTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _WaitingMicroBatch:
-    """A replay's micro-batch: how long its passes wait. Training has a `Rows` record here."""
+    """How long the passes of a micro-batch sleep; the pipeline passes it to stages like `Rows`."""
 
     index: int
     seconds: dict[PassKind, FloatArray]  # wait in each stage, shape [num_stages], by kind of pass
@@ -239,7 +240,7 @@ class _WaitingMicroBatch:
 
 @dataclass(slots=True)
 class _Timer:
-    """Lets each pass of a rank wait for its time, and records when it ran."""
+    """Sleeps in each pass of a rank, and records when the pass ran."""
 
     group: dist.ProcessGroup | None  # the CP group; None for cp = 1
     origin_s: float = 0.0  # common start of the step
@@ -250,11 +251,11 @@ class _Timer:
         self.origin_s, self.spans = origin_s, []
 
     def compute(self, kind: PassKind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
-        """Wait for the time of a pass; on CP ranks, until all of them have finished it."""
+        """Sleep for the time of a pass; with CP, until the pass has ended on all CP ranks."""
         start_s = time.perf_counter()
         group = None if kind == PassKind.BACKWARD_WEIGHT else self.group
-        # Count the wait from the start of the last CP rank. The collective's time is then part of
-        # the wait, as it is part of predicted latencies.
+        # Begin to count when the last CP rank starts. The collective's own time is then part of the
+        # sleeping time, as it is part of predicted times.
         ready_s = start_s if group is None else _latest(start_s, group)
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
@@ -264,9 +265,9 @@ class _Timer:
 
 
 def _latest(instant_s: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the latest of all ranks' instants, by an all-reduce over the group.
+    """Return the latest of the instants that the ranks of a group pass, by an all-reduce.
 
-    Processes of one machine share the clock of perf_counter.
+    Instants can be compared, because processes of one machine share the clock of perf_counter.
     """
     latest = torch.tensor([instant_s], dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
@@ -279,7 +280,7 @@ def _sleep_until(instant_s: float) -> None:
 
 
 class _WaitingStage(nn.Module):
-    """A stage whose passes wait (`_WaitingPass`) where a real stage computes layers."""
+    """A pipeline stage whose passes sleep (`_WaitingPass`) instead of computing layers."""
 
     def __init__(
         self, index: int, job: _ReplaySettings, *, timer: _Timer, queue: WeightQueue | None = None
@@ -295,7 +296,7 @@ class _WaitingStage(nn.Module):
 
 
 class _WaitingPass(torch.autograd.Function):
-    """The waits of a stage as an autograd function.
+    """Autograd function that sleeps in the forward and backward pass of a stage.
 
     The output is the input times a weight, so that autograd runs backward of every stage. The last
     stage returns a sum as the loss.
@@ -334,7 +335,7 @@ class _WaitingPass(torch.autograd.Function):
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """The stages of a rank."""
+    """One rank of a replay, with its stages and pipeline."""
 
     job: _ReplaySettings
     mesh: Mesh
@@ -343,17 +344,18 @@ class _Rank:
     pipeline: Pipeline | None  # None for pp = 1, where the rank has one stage
 
     def run(self, step: StepWaits, *, factor: float) -> _RankTimes:
-        """Run a step once.
+        """Replay a step once.
 
         Args:
-            step: The waits of all ranks.
-            factor: Multiplies the waits; 0 runs the step without waits.
+            step: The sleeping times of all ranks.
+            factor: Multiplies the sleeping times; 0 replays the step without sleeping.
         """
         mesh = self.mesh
         num_rows = [int(r) for r in step.rows[mesh.at.dp]]
         tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.at.pp == 0 else None
         micro_batches = self._micro_batches(step, factor)
-        # Agree on a start in the near future, because ranks leave a barrier at different times.
+        # Agree on an instant in the near future at which all ranks start. A barrier would not do,
+        # because ranks leave it at different times.
         ahead_s = _START_S + _START_PER_RANK_S * mesh.world_size
         start_s = _latest(time.perf_counter()) + ahead_s
         _sleep_until(start_s)
@@ -370,7 +372,7 @@ class _Rank:
         return _RankTimes(at, stop_s, self.timer.spans)
 
     def _micro_batches(self, step: StepWaits, factor: float) -> list[_WaitingMicroBatch]:
-        """Return this rank's waits of each micro-batch."""
+        """Return this rank's sleeping times for each micro-batch."""
         dp, cp = self.mesh.at.dp, self.mesh.at.cp
         kinds = step.by_kind.items()
         return [
@@ -380,12 +382,11 @@ class _Rank:
 
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
-    """Return this rank's times, for each step and repeat."""
-    # build_mesh reads the world from the process group.
+    """Replay all steps on this rank; return its times for each step and repeat."""
+    # `world` is not needed, because build_mesh reads ranks from the process group.
     del world
     rank = _build_rank(job)
-    # torch loads so many objects that a full garbage collection takes 140 ms, so collect only
-    # between steps.
+    # With torch loaded, a full garbage collection takes 140 ms, so collect only between steps.
     gc.freeze()
     gc.disable()
     seen: list[list[_RankTimes]] = []

@@ -1,8 +1,9 @@
 """Compare simulated steps with their replay on real processes.
 
-The passes of a simulated step become waits of each CP rank, scaled so that the shortest can be
-measured. The simulator is run on the same waits with messages and collectives that take no time. So
-the comparison is of order and dependencies.
+In the replay, each pass sleeps for its simulated time, multiplied by a factor that makes the
+shortest pass long enough to be measured. The simulator gets the same times, and messages and
+collectives that take no time. So the comparison tests the order of passes and which ranks wait for
+each other.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ from wlb.spec import PipelineSection
 from wlb.validation.replay import StepWaits, replay
 
 ROWS_PER_TOKEN = 1 / 2048
-"""Rows of a replay's message per token of the micro-batch."""
+"""Rows of a replay's message per token of the micro-batch, so that messages stay small."""
 MOST_SPREAD = 20
-"""A wait is at least the mean wait divided by this.
+"""Shorter passes are lengthened to the mean time of passes divided by this.
 
-Otherwise an almost empty micro-batch would decide the scale, and the other waits would take
+Otherwise an almost empty micro-batch would decide the factor, and other passes would sleep for
 minutes."""
 MOST_PROCESSES = 32
 """Most processes of a replay."""
@@ -29,7 +30,7 @@ MOST_PROCESSES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Simulated and replayed time of one step."""
+    """The simulated and the replayed time of one step."""
 
     label: str  # name of the step in a report
     simulated_s: float
@@ -42,12 +43,13 @@ class Agreement:
 
 
 def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWaits:
-    """Return the passes of a simulated step as waits.
+    """Return the times of a simulated step's passes as sleeping times for a replay.
 
     Args:
         simulation: The simulation.
-        step: Index of the step in it.
-        shortest_s: The shortest wait, to which all waits are scaled.
+        step: Index of the step in the simulation.
+        shortest_s: Time of the shortest pass in the result, in seconds. All times are multiplied by
+            the factor that this needs.
     """
     spec, prices = simulation.simulator.spec, simulation.prices
     _, dp, n, cp = prices.shape
@@ -74,7 +76,13 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
 
 
 def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> float:
-    """Return the simulated step time of these waits."""
+    """Return the simulated step time in seconds if passes take the given times.
+
+    Args:
+        waits: The time of each pass.
+        pipeline: Schedule and virtual stages.
+        pp: Pipeline ranks.
+    """
     dp, n, _, _ = waits.shape
     _, graph = step_graph(pipeline, pp=pp, num_micro_batches=n, has_fsdp=False)
     of_kind = waits.by_kind
@@ -82,7 +90,7 @@ def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> floa
     for i in graph.indices(NodeKind.PASS):
         action = graph.nodes[i].action
         assert action is not None
-        # A pass ends on all CP ranks of a stage at once, so the slowest one decides.
+        # A pass ends on all CP ranks at the same time, so the slowest CP rank decides.
         slowest = of_kind[action.kind][:, action.micro_batch, action.stage].max(axis=-1)
         durations[i, 0] = np.rint(slowest * 1e9)
     return float(graph.ends(durations).max()) * 1e-9
@@ -94,7 +102,7 @@ def compare(
     """Simulate and replay each step.
 
     Args:
-        waits: The waits of each step.
+        waits: The sleeping times of each step.
         labels: A label for each step.
         pipeline: Schedule and virtual stages.
         pp: Pipeline ranks.

@@ -1,8 +1,8 @@
 """Convert between Hugging Face's config.json and `ModelSpec`.
 
-It reads the keys of transformers 4 and 5, with transformers' defaults for missing keys, and writes
-both forms. A model that `wlb.model` would compute differently is refused with key, value and
-remedy.
+Keys of transformers 4 and 5 are read, with transformers' defaults for missing keys, and both forms
+are written. If `wlb.model` would compute a model differently from transformers, UserError names the
+key, its value and what to do.
 """
 
 import math
@@ -28,7 +28,7 @@ ARCHITECTURES = {
     **expert_weights.ARCHITECTURES,
     **hybrids.ARCHITECTURES,
 }
-"""Supported architectures by model_type."""
+"""Supported values of `architectures`, by model_type."""
 
 _READ = """
     architectures attention_bias bos_token_id eos_token_id head_dim hidden_act hidden_size
@@ -37,9 +37,9 @@ _READ = """
     quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
     tie_word_embeddings vocab_size use_sliding_window max_window_layers
 """
-# Keys that change no logit, in this order: names, versions, code and settings of other libraries,
-# and how transformers runs the model; special tokens; dropout, which is off in evaluation; settings
-# of generation, which older versions of transformers wrote here.
+# Keys that do not affect logits, in four groups: names, versions, custom code, settings of other
+# libraries and of how transformers runs the model; special tokens; dropout, which is off in
+# evaluation; settings of generation, which older versions of transformers wrote here.
 _HARMLESS = """
     _name_or_path name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
     torchscript return_dict output_hidden_states output_attentions attn_implementation
@@ -64,36 +64,37 @@ _ROPE = """
 """
 """Known keys of `rope_parameters` and `rope_scaling`."""
 _KNOWN = frozenset(f"{_READ} {_HARMLESS} {expert_weights.READ} {expert_weights.HARMLESS}".split())
-"""Keys of config.json that are read here, or that change no logit whatever their value."""
+"""Keys of config.json that are read here, or that never affect logits."""
 _MODEL = "AutoModelForCausalLM"
-"""Entry of `auto_map` that names the class of the model."""
+"""Key in config.json's `auto_map` under which the class of the model is named."""
 _MORE = {
     "qwen3_moe": "use_qk_norm",
     **dict.fromkeys(GEMMA, KEYS),
     "gemma2": f"{KEYS} sliding_window_size",
     **dict.fromkeys(hybrids.ARCHITECTURES, f"{hybrids.READ} {hybrids.HARMLESS}"),
 }
-"""Further known keys by model_type.
+"""Further known keys of config.json, for some values of model_type.
 
-transformers does not read some of them, because such a model always has what they say
-(use_qk_norm, sliding_window_size)."""
+Not all of them are read by transformers: use_qk_norm and sliding_window_size only repeat what every
+model of that type has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """Contents of a config.json."""
+    """The model that a config.json describes."""
 
     spec: ModelSpec
-    model_type: str
+    model_type: str  # key `model_type`, such as "qwen3"
     max_positions: int  # longest text in training, in tokens
-    bos_id: int | None = None  # None if unknown
-    eos_ids: tuple[int, ...] = ()  # empty if unknown
-    # Transformers' default for an absent key; a generation_config.json may replace it.
+    bos_id: int | None = None  # token that begins a text; None if unknown
+    eos_ids: tuple[int, ...] = ()  # tokens that end generation; empty if unknown
+    # transformers' default for `eos_token_id` if the key is missing. It is only used if
+    # generation_config.json names no token either.
     default_eos_ids: tuple[int, ...] = ()
 
 
 def read_config(path: Path) -> HubModel:
-    """Return the model of a config.json.
+    """Return the model that a config.json describes.
 
     Raises:
         UserError: `wlb.model` cannot compute the model.
@@ -114,10 +115,10 @@ def read_config(path: Path) -> HubModel:
         family |= {"sliding_rope_theta": base} if windows else {}
     theta, share, scaling = _rope(rope_keys, max_positions, usual.rope_theta, model_type)
     experts = _experts(keys, model_type)
-    # A Qwen3.5 with experts has no dense MLP, and no key for its size.
+    # In Qwen3.5 with experts, every MLP consists of experts, so intermediate_size is missing.
     width = experts.hidden_size if model_type == hybrids.MIXTURE else None
-    # Llama's default is num_attention_heads. Other families default to a fixed number, which rarely
-    # fits another model, so there the key is required.
+    # If num_key_value_heads is missing, Llama takes num_attention_heads. Other families have a
+    # fixed default that fits only one model size, so for them the key is required.
     needs_kv = model_type != "llama" and "num_key_value_heads" not in values
     tied = {"tie_word_embeddings": usual.is_tied, **values}
     spec = ModelSpec(
@@ -147,7 +148,13 @@ def read_config(path: Path) -> HubModel:
 
 
 def _with_tokens(model: HubModel, keys: Fields, usual: Defaults) -> HubModel:
-    """Return the model with its BOS and EOS tokens."""
+    """Return the model with the ids of its BOS and EOS tokens.
+
+    Args:
+        model: The model without token ids.
+        keys: Keys of its config.json.
+        usual: transformers' defaults for missing keys.
+    """
     size = model.spec.vocab_size
     bos = _token_ids(keys, "bos_token_id", size)
     bos = bos or default_ids(keys, "bos_token_id", usual.bos_id, size)
@@ -160,7 +167,10 @@ def _with_tokens(model: HubModel, keys: Fields, usual: Defaults) -> HubModel:
 
 
 def _family(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Return the fields of `ModelSpec` that a family decides, besides sizes and windows."""
+    """Return the fields of `ModelSpec` that follow from the model_type.
+
+    Sizes, sliding windows, RoPE and experts are read elsewhere.
+    """
     if model_type in GEMMA:
         return read_gemma(keys, model_type)
     if model_type in hybrids.ARCHITECTURES:
@@ -173,7 +183,7 @@ def _family(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
-    """Return the experts of a model; `ExpertsSpec()` for a model without experts."""
+    """Return the experts that a config.json describes; `ExpertsSpec()` if there are none."""
     if model_type not in hybrids.ARCHITECTURES:
         return expert_weights.read_experts(keys, model_type)
     experts = hybrids.read_experts(keys, model_type)
@@ -189,7 +199,7 @@ def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
 class HubGeneration:
     """Contents of a generation_config.json."""
 
-    settings: dict[str, Any]  # all keys but the library's version and the ids of BOS and EOS
+    settings: dict[str, Any]  # all keys except transformers_version and the ids of BOS and EOS
     eos_ids: tuple[int, ...]  # tokens that end generation
 
 
@@ -214,7 +224,7 @@ def config_json(
     dtype: str,
     model_type: str = "",
 ) -> dict[str, Any]:
-    """Return the config.json of a model, for transformers 4 and 5.
+    """Return the contents of a model's config.json, for transformers 4 and 5.
 
     Args:
         spec: The model.
@@ -222,11 +232,11 @@ def config_json(
         bos_id: Token that begins a text; None if unknown.
         eos_ids: Tokens that end generation; empty if unknown.
         dtype: Type of the weights, such as "bfloat16".
-        model_type: What the model was imported as. It decides between families that compute the
-            same.
+        model_type: The model_type of the folder from which the model was imported, or "". It is
+            used if several model types would compute the same.
 
     Raises:
-        UserError: No family of transformers has the model's parts.
+        UserError: No supported model_type computes what this model computes.
     """
     model_type = _type_of(spec, model_type)
     rope = _rope_json(spec.rope_scaling)
@@ -255,7 +265,7 @@ def config_json(
         **_FIXED.get(model_type, {}),
         **of_family,
         "tie_word_embeddings": spec.tied_embeddings,
-        # Write null for unknown tokens, because LlamaConfig defaults to 1 and 2.
+        # Write null if a token is unknown, because transformers' defaults for Llama are 1 and 2.
         "bos_token_id": bos_id,
         "eos_token_id": one_or_many(eos_ids),
         "torch_dtype": dtype,
@@ -264,7 +274,7 @@ def config_json(
 
 
 def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
-    """Return RoPE's scaling as in config.json; None without scaling."""
+    """Return the value of `rope_scaling` in config.json; None without scaling."""
     if not scaling.is_on:
         return None
     config: dict[str, Any] = {"rope_type": str(scaling.kind), "factor": scaling.factor}
@@ -289,14 +299,18 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"attention_bias": False},
 }
-"""Keys of config.json that are the same for every model of a model_type."""
+"""Keys of config.json that have the same value for every model of a model_type."""
 
 
 def _type_of(spec: ModelSpec, preferred: str = "") -> str:
-    """Return the model_type to export a model as.
+    """Return the model_type under which a model is exported.
+
+    Args:
+        spec: The model.
+        preferred: The model_type that is taken if several compute the same; "" means none.
 
     Raises:
-        UserError: transformers has no family with these parts.
+        UserError: No supported model_type computes what this model computes.
     """
     if hybrids.is_hybrid(spec):
         return hybrids.hybrid_type(spec, preferred)
@@ -330,22 +344,22 @@ def _type_of(spec: ModelSpec, preferred: str = "") -> str:
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
-    """Return token ids as config.json has them: null, one id, or a list."""
+    """Return token ids in the form of config.json: None for no id, the id itself, or a list."""
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
 def _architecture(keys: Fields, *, is_part: bool) -> str:
-    """Return model_type, which must be supported.
+    """Return the model_type after checking that it is supported and fits `architectures`.
 
     Args:
-        keys: Keys of the text model.
-        is_part: The text model is part of a larger model. `architectures` then names the larger
-            one.
+        keys: Keys of the language model.
+        is_part: Whether it is part of a vision-language model. `architectures` then names the
+            whole model and is not checked.
 
     Raises:
         UserError: model_type or `architectures` is not supported.
     """
-    why = f"is not known here; wlb reads {', '.join(ARCHITECTURES.values())}"
+    why = f"is not supported; wlb supports {', '.join(ARCHITECTURES.values())}"
     model_type = keys.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise keys.error("model_type", why)
@@ -356,18 +370,26 @@ def _architecture(keys: Fields, *, is_part: bool) -> str:
 
 
 def _refuse_other_maths(keys: Fields, model_type: str) -> None:
-    """Raise UserError for a key that makes the model compute something else than wlb.model."""
+    """Raise UserError for a key with which transformers computes something that wlb does not.
+
+    Args:
+        keys: Keys of the language model.
+        model_type: Its model_type.
+    """
     values = keys.values
     if values.get("quantization_config"):
-        raise keys.error("quantization_config", "means quantised weights; import the original ones")
+        raise keys.error(
+            "quantization_config",
+            "means quantised weights, which wlb cannot import; import the original weights",
+        )
     is_silu = values.get("hidden_act", "silu") in ("silu", "swish")
-    # Gemma's activation has another key. What older files have under this one is not read.
+    # Gemma's activation is under hidden_activation; transformers ignores hidden_act for Gemma.
     if not is_silu and model_type not in GEMMA:
         raise keys.error("hidden_act", "is not silu, which wlb computes in all models but Gemma's")
     code: Any = values.get("auto_map") or {}
     named = cast("dict[str, Any]", code).get(_MODEL) if isinstance(code, dict) else code
-    # Code beside the weights is accepted if it replaces transformers' class of the same name, for
-    # example with a faster attention.
+    # Custom code in the folder is accepted if its class has the name of transformers' class. Then
+    # it computes the same, for example with a faster attention kernel.
     if named is not None and str(named).rpartition(".")[2] != ARCHITECTURES[model_type]:
         raise keys.error("auto_map", f"names another model's code than {ARCHITECTURES[model_type]}")
     for name in ("attention_bias", "mlp_bias"):
@@ -382,23 +404,23 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, {}, []):
             raise keys.error(
-                name, "is not known here and may change what the model computes; remove it if not"
+                name, "is an unknown key that may change what the model computes; if not, remove it"
             )
 
 
 def _rope(
     keys: Fields, max_positions: int, default: float, model_type: str
 ) -> tuple[float, float, RopeScaling]:
-    """Return RoPE's base, the rotated share of each head, and RoPE's scaling.
+    """Return RoPE's base, the share of each head that it rotates, and its scaling.
 
     transformers 5 writes them as `rope_parameters`; transformers 4 as `rope_theta`,
     `partial_rotary_factor` and `rope_scaling`. If a file has both forms, they must agree.
 
     Args:
-        keys: Keys of the model.
+        keys: Keys of config.json.
         max_positions: Longest text in training, in tokens.
-        default: The base where no key gives it.
-        model_type: The family.
+        default: RoPE's base if no key gives it.
+        model_type: The model_type.
     """
     values = keys.values
     given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
@@ -424,13 +446,20 @@ def _rope(
 
 
 def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float:
-    """Return RoPE's base; raise UserError if there are unknown keys among RoPE's."""
+    """Return RoPE's base, after checking that all of RoPE's keys are known.
+
+    Args:
+        keys: Keys of config.json.
+        rope: Keys of its `rope_parameters` or `rope_scaling`.
+        default: The base if no key gives it.
+        model_type: The model_type.
+    """
     known = f"{_ROPE} {hybrids.ROPE if model_type in hybrids.ARCHITECTURES else ''}".split()
     for name, value in rope.values.items():
         if isinstance(value, dict):
             raise rope.error(name, "differs between layers, which wlb reads only in Gemma 3")
         if name not in known and value not in (None, False):
-            raise rope.error(name, "is not known here and may change RoPE; remove it if not")
+            raise rope.error(name, "is an unknown key that may change RoPE; if not, remove it")
     theta = rope.real("rope_theta", keys.real("rope_theta", default))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
@@ -438,7 +467,13 @@ def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float
 
 
 def _share(keys: Fields, rope: Fields, model_type: str) -> float:
-    """Return the share of each head's channels that RoPE rotates."""
+    """Return the share of each head's channels that RoPE rotates, from 0 to 1.
+
+    Args:
+        keys: Keys of config.json.
+        rope: Keys of its `rope_parameters` or `rope_scaling`.
+        model_type: The model_type.
+    """
     if model_type in hybrids.ARCHITECTURES:
         return hybrids.read_share(keys, rope)
     for each in (keys, rope):
@@ -450,7 +485,7 @@ def _share(keys: Fields, rope: Fields, model_type: str) -> float:
 
 
 def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
-    """Return RoPE's scaling from one of config.json's two forms (see `_rope`)."""
+    """Return RoPE's scaling from the keys of `rope_parameters` or of `rope_scaling`."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope.values.get("type") not in (None, kind):
         raise rope.error("type", f"contradicts rope_type = {kind!r}; remove the wrong one")
@@ -465,7 +500,13 @@ def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
 
 
 def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
-    """Return RoPE's scaling of a kind other than default."""
+    """Return RoPE's scaling for a rope_type other than "default".
+
+    Args:
+        kind: The rope_type.
+        rope: Keys of `rope_parameters` or `rope_scaling`.
+        max_positions: Longest text in training, in tokens.
+    """
     factor = rope.real("factor")
     if kind == RopeKind.LINEAR:
         return RopeScaling(kind=kind, factor=factor)
@@ -479,7 +520,7 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
     if rope.values.get("truncate") is False:
         raise rope.error("truncate", "is not true: wlb's YaRN blends between whole pairs")
     scales = [rope.real(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-    # Without attention_factor, transformers derives it from mscale and mscale_all_dim.
+    # If attention_factor is missing, compute it as transformers does.
     attention_factor = rope.real("attention_factor", 0.0)
     if not attention_factor and all(scales) and factor > 1:
         numerator, denominator = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
@@ -494,7 +535,7 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
 
 
 def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:
-    """Return the token ids of a key, which may be null, an id or a list."""
+    """Return the token ids under a key whose value may be null, one id or a list of ids."""
     value = keys.values.get(name)
     ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     ids = [i for i in ids if i is not None]

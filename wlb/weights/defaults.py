@@ -1,6 +1,6 @@
-"""transformers' defaults for keys that a config.json leaves out, by model_type.
+"""transformers' defaults for keys that are missing in a config.json, by model_type.
 
-The sizes of the model have no defaults here: a config.json must give them.
+Keys for the sizes of the model have no default here, so a config.json must contain them.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from wlb.weights.hybrids import ARCHITECTURES as HYBRIDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """Defaults of one model_type."""
+    """transformers' defaults for config.json keys of one model_type."""
 
     positions: int  # max_position_embeddings
     norm_eps: float = 1e-6  # rms_norm_eps
-    rope_theta: float = 10_000.0  # base of RoPE in layers that see all keys
+    rope_theta: float = 10_000.0  # RoPE's base in layers without a sliding window
     head_dim: int = 0  # 0 means hidden_size / num_attention_heads
     is_tied: bool = False  # tie_word_embeddings
-    bos_id: int | None = None  # None where the family has none
-    eos_id: int | None = None  # None where the family has none
+    bos_id: int | None = None  # bos_token_id; None if there is no default
+    eos_id: int | None = None  # eos_token_id; None if there is no default
 
 
 DEFAULTS = {
@@ -39,9 +39,15 @@ DEFAULTS = {
 
 
 def default_ids(keys: Fields, name: str, default: int | None, vocab_size: int) -> tuple[int, ...]:
-    """Return the default token of an absent key.
+    """Return the default token id of a key that is missing in config.json, as a tuple.
 
-    It is () if the key is present (null means no token) or the vocabulary lacks the token.
+    The result is () if there is no default.
+
+    Args:
+        keys: Keys of config.json.
+        name: bos_token_id or eos_token_id. If the key is present, even as null, the result is ().
+        default: transformers' default; None gives ().
+        vocab_size: Size of the vocabulary. A default outside of it gives ().
     """
     if name in keys.values or default is None or default >= vocab_size:
         return ()

@@ -1,7 +1,7 @@
-"""Mixtures of experts in Hugging Face folders: Qwen3-MoE, Mixtral and OLMoE.
+"""Read and write the experts of Qwen3-MoE, Mixtral and OLMoE in Hugging Face folders.
 
-Files have one matrix per expert; `wlb.model` stacks the matrices of a layer. Keys of a config.json
-that `wlb.model` would compute differently are refused by name.
+Files have one matrix per expert; `wlb.model` stacks the matrices of a layer in one tensor. A key of
+config.json that `wlb.model` does not support raises UserError.
 """
 
 from typing import Any, cast
@@ -15,30 +15,32 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
-"""Architectures with experts, by model_type."""
+"""Supported values of `architectures` with experts, by model_type."""
 READ = """
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
     decoder_sparse_step mlp_only_layers clip_qkv
 """
 """Keys of config.json that describe experts."""
 HARMLESS = "router_aux_loss_coef router_z_loss_coef output_router_logits router_jitter_noise"
-"""Keys that matter only in training: losses for balancing experts, their output, and noise."""
+"""Keys that do not affect logits in evaluation: auxiliary losses and router noise in training."""
 
 _UNSUPPORTED = (
     *("full_every", "full_first", "attention_softcap", "logit_softcap", "query_scale_size"),
     *("branch_norms", "zero_centred_norms", "scaled_embeddings", "sliding_rope_theta"),
 )
-"""Fields of `ModelSpec` that no family with experts has."""
+"""Fields of `ModelSpec` that cannot be exported together with experts."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Mixtral's names for the matrices of an expert."""
+"""Mixtral's names of an expert's matrices, by wlb's names."""
 
 
 def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
-    """Return the experts of a config.json; `ExpertsSpec()` for a model without experts."""
+    """Return the experts that a config.json describes; `ExpertsSpec()` if there are none."""
     if model_type not in ARCHITECTURES:
         for name in READ.split():
             if keys.values.get(name) is not None:
-                raise keys.error(name, f"is of a model with experts, not of a {model_type}")
+                raise keys.error(
+                    name, f"is of models with experts, but a {model_type} has none; remove it"
+                )
         return ExpertsSpec()
     if model_type == "mixtral":
         return ExpertsSpec(
@@ -47,7 +49,7 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
             hidden_size=keys.whole("intermediate_size"),
         )
     if keys.values.get("clip_qkv") is not None:
-        raise keys.error("clip_qkv", "is not null: wlb does not clip Q, K and V")
+        raise keys.error("clip_qkv", "must be null, because wlb does not clip Q, K and V")
     normalised = keys.values.get("norm_topk_prob")
     if normalised not in (None, False, True):
         raise keys.error("norm_topk_prob", "must be true or false")
@@ -74,7 +76,7 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 def layers_with_experts(keys: Fields) -> dict[str, Any]:
     """Return which layers of a Qwen3-MoE or Qwen3-Next have experts.
 
-    Entries of mlp_only_layers that are no layer of the model mean nothing and are left out.
+    Entries of mlp_only_layers that are not the index of a layer are ignored, as in transformers.
 
     Returns:
         The fields `every` and `dense_layers` of `ExpertsSpec`.
@@ -88,7 +90,12 @@ def layers_with_experts(keys: Fields) -> dict[str, Any]:
 
 
 def _number(keys: Fields, default: int) -> int:
-    """Return the experts of a layer. transformers has two keys for it and accepts either."""
+    """Return the number of experts of a layer; transformers accepts two keys for it.
+
+    Args:
+        keys: Keys of config.json.
+        default: The number if both keys are missing.
+    """
     names = [n for n in ("num_experts", "num_local_experts") if n in keys.values]
     numbers = [keys.whole(name) for name in names] or [default]
     if numbers[0] != numbers[-1]:
@@ -97,10 +104,10 @@ def _number(keys: Fields, default: int) -> int:
 
 
 def type_of(spec: ModelSpec) -> str:
-    """Return the model_type of a model with experts.
+    """Return the model_type under which a model with experts is exported.
 
     Raises:
-        UserError: transformers has no such model.
+        UserError: No supported model_type computes what this model computes.
     """
     experts = spec.experts
     usual = {"shared": 0, "scoring": Scoring.SOFTMAX}
@@ -132,7 +139,7 @@ def type_of(spec: ModelSpec) -> str:
 
 
 def _type_without_head_norms(spec: ModelSpec) -> str:
-    """Return OLMoE's or Mixtral's model_type for a model without qk_norm."""
+    """Return the model_type of a model with experts but without qk_norm: "olmoe" or "mixtral"."""
     experts = spec.experts
     if spec.sliding_window:
         raise UserError(
@@ -159,7 +166,7 @@ def _type_without_head_norms(spec: ModelSpec) -> str:
 
 
 def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
-    """Return the keys of a config.json for experts; {} for a model without experts."""
+    """Return the keys of config.json that describe a model's experts; {} if it has none."""
     experts = spec.experts
     if not experts.num:
         return {}
@@ -184,13 +191,18 @@ def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         "mlp_only_layers": list(experts.dense_layers),
         "use_sliding_window": spec.sliding_window > 0,
         "sliding_window": spec.sliding_window or None,
-        # With 0, all versions of transformers let all layers slide.
+        # With 0, every version of transformers gives all layers the sliding window.
         "max_window_layers": 0,
     }
 
 
 def names_in_files(name: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Return the tensors of a folder that make up a parameter: one, or one per expert."""
+    """Return the names of the folder's tensors that make up a parameter: one, or one per expert.
+
+    Args:
+        name: The parameter's name in wlb.model.
+        spec: The model.
+    """
     is_mixtral = not spec.norms_keys
     if not spec.experts.num or ".mlp." not in name:
         return (name,)

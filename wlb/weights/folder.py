@@ -13,7 +13,7 @@ from wlb.plan import UserError
 
 def refuse_existing(out: Path) -> None:
     """Raise UserError if `out` exists or cannot be created."""
-    # A broken link counts as existing, too.
+    # A broken symbolic link counts as existing, too.
     if os.path.lexists(out):
         raise UserError(f"--out {out} already exists; remove it or give another folder")
     refuse_nowhere(out.parent)
@@ -23,7 +23,7 @@ def refuse_existing(out: Path) -> None:
 def new_folder(out: Path) -> Generator[Path]:
     """Yield a temporary folder beside `out`, which becomes `out` at the end of the block.
 
-    An exception removes it, so that no half-written folder remains.
+    If the block raises an exception, the temporary folder is removed.
     """
     refuse_existing(out)
     make_folder(out.parent)

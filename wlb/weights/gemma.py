@@ -1,7 +1,8 @@
-"""Keys of config.json that Gemma 2 and the text models of Gemma 3 have beyond LLaMA's.
+"""Read and write the keys of config.json that only Gemma 2 and Gemma 3 (text models) have.
 
-Both have norms centred at zero, norms after each branch, scaled embeddings and GeGLU. Gemma 2 also
-caps scores and logits. Gemma 3 also has norms of heads, and another RoPE base in sliding layers.
+Both have norms with weights centred at zero, norms after attention and MLP, scaled embeddings and
+GeGLU. Gemma 2 also has soft caps of attention scores and logits. Gemma 3 also has norms of queries
+and keys, and another RoPE base in layers with a sliding window.
 """
 
 from typing import Any, cast
@@ -11,26 +12,26 @@ from wlb.plan.read_file import Fields
 from wlb.spec import Activation, ModelSpec
 
 GEMMA = ("gemma2", "gemma3_text")
-"""The supported values of model_type."""
+"""Supported Gemma models, as values of model_type."""
 KEYS = """
     attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar
     rope_local_base_freq sliding_window_pattern _sliding_window_pattern use_bidirectional_attention
     cache_implementation
 """
-"""Keys of config.json that only these families have."""
+"""Keys of config.json that only Gemma models have."""
 _GELU = ("gelu_pytorch_tanh",)
 """Supported values of `hidden_activation`."""
 _SIZE = 256
 """transformers' default for `query_pre_attn_scalar`."""
 _LOCAL_BASE = 10_000.0
-"""transformers' default for the base of RoPE in sliding layers."""
+"""transformers' default for RoPE's base in layers with a sliding window."""
 
 
 def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Return a Gemma's fields of `ModelSpec` besides windows and sizes.
+    """Return the fields of `ModelSpec` that only Gemma sets, except windows and RoPE.
 
     Raises:
-        UserError: The model has something that wlb does not compute.
+        UserError: wlb would compute the model differently from transformers.
     """
     values = keys.values
     if values.get("use_bidirectional_attention"):
@@ -53,15 +54,25 @@ def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _cap(keys: Fields, name: str, default: float) -> float:
-    """Return a soft cap. null means none, and an absent key means transformers' default."""
+    """Return the soft cap under a key; 0 means none.
+
+    Args:
+        keys: Keys of config.json.
+        name: The key; null means no cap.
+        default: transformers' default if the key is missing.
+    """
     return keys.real(name, 0.0) if name in keys.values else default
 
 
 def full_rope(keys: Fields) -> tuple[Fields, float]:
-    """Split the two RoPEs of a Gemma 3.
+    """Separate the two RoPEs of a Gemma 3: of full-attention layers and of sliding layers.
+
+    Args:
+        keys: Keys of config.json.
 
     Returns:
-        The model's keys with the RoPE of full-attention layers, and the base of sliding layers.
+        A copy of the keys in which rope_parameters and rope_theta are those of full-attention
+        layers, and RoPE's base in sliding layers.
     """
     values: dict[str, Any] = dict(keys.values)
     both: Any = values.get("rope_parameters") or {}
@@ -75,7 +86,7 @@ def full_rope(keys: Fields) -> tuple[Fields, float]:
     full, sliding = cast("list[dict[str, Any]]", parts)
     local = Fields(sliding, f"{where}: sliding_attention")
     if local.values.get("rope_type", "default") != "default":
-        raise local.error("rope_type", "is not default: wlb does not scale RoPE in sliding layers")
+        raise local.error("rope_type", "must be default: wlb does not scale RoPE in sliding layers")
     theta = full.get("rope_theta") or values.get("rope_theta")
     values |= {"rope_parameters": full, "rope_theta": theta}
     base = local.real("rope_theta", keys.real("rope_local_base_freq", _LOCAL_BASE))
@@ -83,7 +94,7 @@ def full_rope(keys: Fields) -> tuple[Fields, float]:
 
 
 def is_gemma(spec: ModelSpec) -> bool:
-    """Return whether a model has parts that, among the supported families, only Gemma has."""
+    """Return whether a model has a part that, of all supported models, only Gemma has."""
     return bool(
         spec.zero_centred_norms
         or spec.branch_norms
@@ -97,10 +108,10 @@ def is_gemma(spec: ModelSpec) -> bool:
 
 
 def gemma_type(spec: ModelSpec) -> str:
-    """Return the Gemma family that a model can be exported as.
+    """Return the Gemma model_type under which a model is exported.
 
     Raises:
-        UserError: The model lacks parts of that family or has others.
+        UserError: The model lacks a part of Gemma or has a part that Gemma does not have.
     """
     has = {
         "zero_centred_norms": spec.zero_centred_norms,
@@ -113,7 +124,7 @@ def gemma_type(spec: ModelSpec) -> str:
     if spec.activation != Activation.GELU_TANH:
         lacking.append("activation = gelu_tanh")
     found = [name for name in ("qkv_bias",) if getattr(spec, name)]
-    # What only the other one of the two families has.
+    # Soft caps exist only in Gemma 2, and a RoPE base for sliding layers only in Gemma 3.
     only = ("attention_softcap",) if spec.qk_norm else ("sliding_rope_theta",)
     found += [name for name in only if getattr(spec, name)]
     if lacking or found:
@@ -129,7 +140,13 @@ def gemma_type(spec: ModelSpec) -> str:
 
 
 def gemma_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -> dict[str, Any]:
-    """Return Gemma's keys of config.json, some of which replace LLaMA's."""
+    """Return the keys of config.json that Gemma adds to those of LLaMA, or replaces.
+
+    Args:
+        spec: The model.
+        model_type: "gemma2" or "gemma3_text".
+        rope: RoPE's scaling in the form of config.json; None without scaling.
+    """
     config: dict[str, Any] = {
         "hidden_activation": _GELU[0],
         "hidden_act": _GELU[0],

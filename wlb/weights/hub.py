@@ -1,8 +1,8 @@
 """Read tensors of a Hugging Face folder: `model.safetensors`, or shards with their index.
 
 Only the files' headers are read until a tensor is requested. Pickled weights are never opened,
-because loading them can run code. In the folder of a model with images or with a layer for
-multi-token prediction, only the tensors of the text model are read.
+because loading them can run code. In the folder of a vision-language model, or of a model with
+multi-token prediction, only the tensors of the plain language model are read.
 """
 
 from collections import defaultdict
@@ -26,17 +26,17 @@ from wlb.weights.names import NOT_WEIGHTS, Parameter
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_PICKLED = ("*.bin", "*.pt", "*.pth")  # file names of weights that are refused
+_PICKLED = ("*.bin", "*.pt", "*.pth")  # file name patterns of pickled weights
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Supported dtypes, by their name in safetensors."""
+"""Supported dtypes, by their names in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, or a part of one, in a file."""
+    """Where a tensor, or a part of a larger tensor, is in a file."""
 
     name: str  # name of the whole tensor in the file
-    file: Path
+    file: Path  # the safetensors file
     shape: tuple[int, ...]  # shape of the part
     dtype: torch.dtype
     at: tuple[int | slice, ...] = ()  # which part of the whole tensor; () means all of it
@@ -44,19 +44,19 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
-    """The tensors of a folder, known from the files' headers."""
+    """The tensors of a folder, as listed in its files' headers."""
 
-    # Where each tensor is, by its name in the model.
+    # Where each tensor is, by the name that the language model's own folder would give it.
     tensors: dict[str, StoredTensor] = field(repr=False)
-    # Numbers of tensors outside of the text model, by what they belong to (`hybrids.LEFT_OUT`).
+    # How many tensors are not read, by the part of the model to which they belong (`LEFT_OUT`).
     left_out: dict[str, int] = field(default_factory=dict[str, int])
 
     def stored(self, name: str) -> StoredTensor:
-        """Return where a tensor is."""
+        """Return the file and position of a tensor."""
         return self.tensors[name]
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor; raise UserError with the file's name if it is corrupt."""
+        """Read one tensor; raise UserError if its file is corrupt."""
         source = self.stored(name)
         with _opened(source.file) as file:
             if source.at:
@@ -64,7 +64,7 @@ class HubTensors:
             return file.get_tensor(source.name)
 
     def read_parameter(self, parameter: Parameter) -> Tensor:
-        """Read a parameter: one tensor, a part of one, or a stack of all experts."""
+        """Read the value of a parameter of the model, without vocabulary padding."""
         return parameter.value_of([self.read(name) for name in parameter.in_files])
 
 
@@ -76,19 +76,20 @@ def open_tensors(
     config: Path,
     is_hybrid: bool = False,
 ) -> HubTensors:
-    """Open the tensors of a folder, which must be exactly the tensors of the model.
+    """Find the tensors of a folder, and check that they are exactly the tensors of the model.
 
     Args:
         folder: The folder.
         parameters: The model's parameters.
-        is_tied: Whether the head is the embedding. The folder may then have it under both names.
-        config: The model's config.json, for error messages.
-        is_hybrid: Whether the model is a Qwen3-Next or Qwen3.5, whose folder may have more than the
-            text model.
+        is_tied: Whether the output head is the embedding (tie_word_embeddings). The folder may then
+            contain the same tensor under both names.
+        config: Path of the model's config.json, for error messages.
+        is_hybrid: Whether the model is a Qwen3-Next or Qwen3.5, whose folder may contain more than
+            the language model.
 
     Raises:
-        UserError: A file is missing or corrupt, or names or shapes of its tensors differ from the
-            model's.
+        UserError: A file is missing or corrupt, or the names or shapes of tensors are not those of
+            the model.
     """
     expected = {name: p for p in parameters for name in p.in_files}
     tensors: dict[str, StoredTensor] = {}
@@ -133,10 +134,15 @@ def open_tensors(
 
 
 def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
-    """Return the text model's tensors by their names in a folder of text alone.
+    """Select the language model's tensors from the folder of a larger model.
 
-    Fused stacks of experts are split. The second value counts the other tensors, by what they
-    belong to.
+    Args:
+        tensors: All tensors of the folder, by name.
+
+    Returns:
+        The language model's tensors, by the names that its own folder would give them, with stacks
+        of experts split into one tensor per expert; and how many other tensors there are, by the
+        part of the model to which they belong.
     """
     found: dict[str, StoredTensor] = {}
     left_out: dict[str, int] = {}
@@ -151,17 +157,23 @@ def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTenso
 
 
 def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
-    """Split a stack of experts [E, out, in] into one entry per expert and matrix.
+    """Split a stack of experts' matrices [E, out, in] into one tensor per expert and matrix.
 
-    The matrices of gate and up are fused in the stack and are split, too. Other tensors are
-    returned as they are.
+    A stack of fused gate and up matrices is split into both. Other tensors are returned unchanged.
+
+    Args:
+        name: Name of the tensor.
+        stored: Where it is.
+
+    Returns:
+        Where each matrix is, by its name in a folder with one tensor per expert.
     """
     block, _, last = name.rpartition(".")
     if not block.endswith(".mlp.experts") or len(stored.shape) != 3:
         return {name: stored}
     num, columns, rows = stored.shape
     half = columns // 2
-    # The rows of each matrix within an expert's part of the stack.
+    # Output rows of each matrix within the [out, in] matrix of an expert.
     if last == "gate_up_proj":
         ranges = {"gate_proj": slice(0, half), "up_proj": slice(half, columns)}
     else:
@@ -176,7 +188,15 @@ def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
 
 
 def _drop_tied_head(tensors: dict[str, StoredTensor], config: Path) -> None:
-    """Remove a head that equals the embedding; raise UserError if it does not."""
+    """Remove the output head from the tensors, after checking that it equals the embedding.
+
+    Args:
+        tensors: The folder's tensors by name, from which the head is removed.
+        config: Path of the model's config.json, for the error message.
+
+    Raises:
+        UserError: Head and embedding have different values.
+    """
     found = HubTensors(tensors=tensors)
     if EMBEDDING in tensors and not torch.equal(found.read(HEAD), found.read(EMBEDDING)):
         raise UserError(
@@ -188,7 +208,10 @@ def _drop_tied_head(tensors: dict[str, StoredTensor], config: Path) -> None:
 
 
 def _files(folder: Path) -> Mapping[Path, set[str] | None]:
-    """Return the files of a folder, and the tensors to read from each; None means all."""
+    """Return the weights files of a folder, and the names of the tensors to read from each.
+
+    None in place of names means all tensors of the file.
+    """
     if (folder / INDEX).is_file():
         return _indexed(folder)
     if (folder / SINGLE).is_file():
@@ -257,9 +280,9 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _opened(path: Path) -> Generator[Any]:
-    """Open a safetensors file; raise UserError if it is corrupt.
+    """Within this context, a safetensors file is open; raise UserError if it is corrupt.
 
-    The result is untyped, because the type stubs of safetensors are incomplete.
+    The result has type Any, because the type stubs of safetensors are incomplete.
     """
     try:
         with cast(Any, safe_open)(path, framework="pt") as file:
@@ -271,6 +294,6 @@ def _opened(path: Path) -> Generator[Any]:
 
 
 def _some(names: list[str], most: int = 3) -> str:
-    """Return the first of `names`, and how many more there are."""
+    """Return the first `most` names as text, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

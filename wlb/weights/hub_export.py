@@ -1,6 +1,7 @@
-"""Export a checkpoint of any layout as a folder that transformers, vLLM and others load.
+"""Export a checkpoint as a Hugging Face folder, which transformers, vLLM and others can load.
 
-It runs in one CPU process, with about one shard in memory at a time.
+This runs in one process on a CPU, with about one shard of the weights in memory at a time. The
+checkpoint may have been saved by any number of ranks.
 """
 
 import json
@@ -28,23 +29,23 @@ from wlb.weights.saved import SavedModel, open_saved
 from wlb.weights.tokenizer import FoundTokenizer, check_tokenizer, tokenizer_of_run, write_tokenizer
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-"""Default size of a file."""
+"""Default size limit of a weights file, in bytes."""
 
 _save_file = cast(Any, safetensors.torch.save_file)  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported folder."""
+    """What `export` wrote."""
 
-    folder: Path
+    folder: Path  # the new folder
     checkpoint: Path  # the checkpoint that was exported
-    num_shards: int
+    num_shards: int  # number of weights files
     num_bytes: int  # size of all weights
-    dtype: str  # type of the weights
-    tokenizer: str  # where its tokenizer is from, or why it has none
+    dtype: str  # dtype of the weights, such as "bfloat16"
+    tokenizer: str  # where the tokenizer was found, or why there is none
     stops: tuple[int, ...]  # ids of the tokens that end generation
-    has_chat: bool  # whether it has a chat template
+    has_chat: bool  # whether a chat template was written
 
 
 def export(
@@ -56,16 +57,17 @@ def export(
     tokenizer: Path | None = None,
     chat: str | None = None,
 ) -> Exported:
-    """Export a checkpoint, or the newest one of a run, to a new folder.
+    """Export a checkpoint to a new Hugging Face folder.
 
     Args:
-        source: The checkpoint or the run's folder.
+        source: A checkpoint, or the folder of a run, whose newest checkpoint is exported.
         out: The new folder.
-        dtype: Type of the weights. None keeps the saved type (float32 if tensors differ).
-        shard_bytes: Largest file, unless a single tensor is larger.
-        tokenizer: A tokenizer.json or its folder, in place of the tokenizer of the run's token
-            store.
-        chat: A chat template as `wlb prepare --chat` takes it, in place of the store's.
+        dtype: Dtype of the weights. None keeps the saved dtype (float32 if tensors differ).
+        shard_bytes: Most bytes of a weights file; a larger tensor gets a file of its own.
+        tokenizer: A tokenizer.json or the folder that contains it. None means the tokenizer that
+            the run's token store names.
+        chat: A chat template, a value of `wlb prepare --chat`. None means the template with which
+            the run's token store was prepared.
     """
     refuse_existing(out)
     check_at_least("--shard-size", shard_bytes, 1, " byte")
@@ -80,7 +82,7 @@ def export(
     def num_bytes(parameter: Parameter) -> int:
         return prod(parameter.unpadded) * taken.itemsize
 
-    # Shares of experts, which the auxiliary loss takes, are no weights of a model.
+    # Leave out the running shares of tokens per expert, which only the auxiliary loss needs.
     weights = [p for p in saved.parameters.values() if not p.name.endswith(BALANCE)]
     shards = list(shards_of(weights, num_bytes, shard_bytes))
     with new_folder(out) as folder:
@@ -103,7 +105,12 @@ def export(
 
 
 def tensor_dtype(saved: SavedModel, dtype: Dtype | None) -> torch.dtype:
-    """Return the dtype to read a model in; None keeps the saved one, or float32 if mixed."""
+    """Return the torch dtype in which to read a checkpoint's weights.
+
+    Args:
+        saved: The checkpoint.
+        dtype: The requested dtype. None means the saved dtype, or float32 if tensors differ.
+    """
     if dtype is not None:
         return torch.bfloat16 if dtype == Dtype.BFLOAT16 else torch.float32
     stored = {kind for name, kind in saved.dtypes.items() if not name.endswith(BALANCE)}
@@ -113,7 +120,14 @@ def tensor_dtype(saved: SavedModel, dtype: Dtype | None) -> torch.dtype:
 def _write_shards(
     saved: SavedModel, shards: list[list[Parameter]], dtype: torch.dtype, folder: Path
 ) -> None:
-    """Write the weights, with an index if there are several files."""
+    """Write the weights files and, if there are several, their index.
+
+    Args:
+        saved: The checkpoint.
+        shards: The parameters of each file.
+        dtype: Dtype of the weights.
+        folder: The new folder.
+    """
     where: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
@@ -124,9 +138,10 @@ def _write_shards(
         values: dict[str, torch.Tensor] = {}
         for parameter in shard:
             parameter.add_to(values, read.pop(parameter.name))
-        # transformers refuses files without this metadata.
+        # transformers cannot load files without this metadata.
         _save_file(values, folder / name, metadata={"format": "pt"})
-        # Newer versions of safetensors make files private to the user. Use the folder's mode.
+        # Newer versions of safetensors create files that only the user can read. Set the
+        # permissions of the folder instead.
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
@@ -140,18 +155,19 @@ def _write_shards(
 def stops_of(run: dict[str, Any], found: FoundTokenizer) -> tuple[int, ...]:
     """Return the ids of the tokens that end generation.
 
-    A model that chats has those that end a turn, followed by those that end a text.
+    For a model that was trained on conversations, these are the tokens that end a turn, followed by
+    those that end a text.
 
     Args:
-        run: run.json of the checkpoint.
+        run: Contents of the checkpoint's run.json.
         found: The model's tokenizer.
     """
     imported: dict[str, Any] = run.get("imported", {})
     eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
     if found.chat is not None:
         return tuple(dict.fromkeys((*found.chat.ends.values(), *eos_ids)))
-    # An imported model may have several: one ends a text, the others end a turn. Keep them all,
-    # unless the store ends its documents with a token that is not among them.
+    # An imported model may have several: one that ends a text, and others that end a turn. Keep all
+    # of them, unless the store's documents end with another token, which the model has now learned.
     return (found.eos_id,) if found.eos_id not in (None, *eos_ids) else eos_ids
 
 
@@ -165,7 +181,8 @@ def _write_configs(
     run = saved.run
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
-    # Training on shorter windows does not shorten the imported model's context.
+    # Take the larger of the imported model's context and the training's context window: training
+    # on shorter documents does not shorten the context.
     window = 0
     if (data := run["spec"].get("data")) is not None:
         trained = apply(RunSpec(), {"data": data}, source=checkpoint.RUN, is_stored=True)

@@ -1,7 +1,8 @@
-"""Import a Hugging Face folder as a checkpoint for `checkpoint.init_from`, for any layout.
+"""Import a Hugging Face folder as a checkpoint, from which training can start.
 
-The checkpoint keeps the dtypes of the files; loading converts them. The rows that pad the
-vocabulary are zero: no token uses them, and the loss ignores their logits.
+Set `checkpoint.init_from` to the checkpoint; it can be loaded on any number of ranks. It keeps the
+dtypes of the files, which are converted when a run loads them. The rows that pad the vocabulary are
+zero: no token has their ids, and the loss ignores their logits.
 """
 
 from dataclasses import dataclass, replace
@@ -24,23 +25,23 @@ from wlb.weights.names import Parameter, parameters_of, shards_of
 from wlb.weights.saved import save_tensors
 
 MODEL_FILE = "model.toml"
-"""File of an imported checkpoint with the configuration of a run that starts from it."""
+"""File in an imported checkpoint: a configuration for a run that starts from the checkpoint."""
 _FILE_BYTES = 1 << 30
-"""Largest file of the checkpoint, unless a single tensor is larger."""
+"""Most bytes of a file in the checkpoint; a larger tensor gets a file of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """An imported checkpoint."""
+    """What `import_folder` imported."""
 
-    checkpoint: Path
-    model: HubModel
+    checkpoint: Path  # folder of the new checkpoint
+    model: HubModel  # the model that config.json describes
     toml: str  # contents of its `model.toml`
-    dtypes: tuple[str, ...]  # types of its tensors
+    dtypes: tuple[str, ...]  # dtypes of its tensors, such as "bfloat16"
     num_padding_rows: int  # zero rows that pad the vocabulary
-    # Number of NaN and infinite values of each tensor that has some.
+    # For each parameter with NaN or infinite values, how many there are.
     not_finite: dict[str, int]
-    # Numbers of tensors outside of the text model, by what they belong to (`hybrids.LEFT_OUT`).
+    # How many tensors were not imported, by the part of the model to which they belong (LEFT_OUT).
     left_out: dict[str, int]
 
 
@@ -48,8 +49,11 @@ def import_folder(source: Path, out: Path) -> Imported:
     """Import the model of a Hugging Face folder as a new checkpoint.
 
     Args:
-        source: The folder.
-        out: The new checkpoint.
+        source: The Hugging Face folder.
+        out: Folder of the new checkpoint.
+
+    Raises:
+        UserError: The folder is incomplete or corrupt, or wlb does not support its model.
     """
     refuse_existing(out)
     config = source / "config.json"
@@ -112,10 +116,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class _FromFiles(DefaultSavePlanner):
-    """Save planner that plans with meta tensors and reads each tensor when it is written.
+    """DCP save planner that reads each tensor from the Hugging Face folder when it is written.
 
-    So one tensor is in memory at a time. `not_finite` counts the NaN and infinite values of each
-    parameter that has some.
+    DCP gets meta tensors without values, so only one tensor is in memory at a time. `not_finite`
+    counts the NaN and infinite values of each parameter that has any.
     """
 
     def __init__(self, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
@@ -125,7 +129,7 @@ class _FromFiles(DefaultSavePlanner):
         self.not_finite: dict[str, int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Read the tensor to write, and append the vocabulary's padding."""
+        """Return the value of a tensor that DCP writes, with the rows that pad the vocabulary."""
         parameter = self._by_flat_name[write_item.index.fqn]
         value = self._tensors.read_parameter(parameter)
         if num := value.numel() - int(value.isfinite().sum()):
@@ -137,7 +141,16 @@ class _FromFiles(DefaultSavePlanner):
 
 
 def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -> dict[str, int]:
-    """Write the checkpoint; return how many values of each parameter are not finite."""
+    """Write the parameters of the checkpoint.
+
+    Args:
+        folder: The new checkpoint.
+        parameters: The model's parameters by name.
+        tensors: The tensors of the Hugging Face folder.
+
+    Returns:
+        For each parameter with NaN or infinite values, how many there are.
+    """
     planned = {
         name: torch.empty(p.shape, dtype=tensors.stored(p.in_files[0]).dtype, device="meta")
         for name, p in parameters.items()

@@ -1,13 +1,13 @@
-"""Qwen3-Next and the text models of Qwen3.5, in config.json and in tensor files.
+"""Read and write Qwen3-Next and the language models of Qwen3.5 in Hugging Face folders.
 
-These hybrids have linear layers (gated delta nets), and attention layers with an output gate and
-with RoPE on a part of each head. Both families compute the same, but their files fuse the
-projections of a linear layer differently:
+These models are hybrids: some layers are linear attention (gated delta nets), the others are usual
+attention with an output gate and with RoPE on a part of each head. wlb.model computes both families
+with the same layers, but their files fuse the projections of linear attention differently:
 
     Qwen3-Next   in_proj_qkvz = queries, keys, values and gates, ordered by key head
     Qwen3.5      in_proj_qkv  = queries, keys and values, one after the other
 
-Released Qwen3.5 folders are models with images; only their text model is read.
+Released Qwen3.5 checkpoints are vision-language models; only their language model is read.
 """
 
 from functools import lru_cache
@@ -27,34 +27,31 @@ ARCHITECTURES = {
     DENSE: "Qwen3_5ForCausalLM",
     MIXTURE: "Qwen3_5MoeForCausalLM",
 }
-"""Supported architectures by model_type."""
+"""Supported values of `architectures`, by model_type."""
 WITH_IMAGES = {"qwen3_5": DENSE, "qwen3_5_moe": MIXTURE}
-"""model_type of a model with images -> model_type of its text model (`text_config`)."""
-LEFT_OUT = {
-    "mtp.": "the layer that predicts several tokens",
-    "model.visual.": "the images' encoder",
-}
-"""Name prefixes of tensors outside of the text model -> what they belong to."""
+"""For each vision-language model_type, the model_type of its language model (`text_config`)."""
+LEFT_OUT = {"mtp.": "the layer for multi-token prediction", "model.visual.": "the vision encoder"}
+"""Name prefixes of tensors that are not part of the language model, and what they belong to."""
 TEXT_PREFIX = "model.language_model."
-"""Name prefix of the text model's tensors in the folder of a model with images.
+"""Name prefix of the language model's tensors in the folder of a vision-language model.
 
-In a folder of the text model alone it is `model.`."""
+In the folder of a language model the prefix is `model.`."""
 READ = """
     linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
     linear_value_head_dim full_attention_interval attn_output_gate shared_expert_intermediate_size
     num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
     mlp_only_layers
 """
-"""Keys of config.json that these families have besides those of Qwen3."""
+"""Keys of config.json that Qwen3-Next and Qwen3.5 have in addition to those of Qwen3."""
 HARMLESS = """
     mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype router_aux_loss_coef
     output_router_logits
 """
-"""Keys that change no logit: multi-token prediction, training, and how states are stored."""
+"""Keys that do not affect logits: multi-token prediction, auxiliary losses, dtype of states."""
 ROPE = "mrope_section mrope_interleaved"
 """Keys of RoPE that matter only for images.
 
-An image position has three coordinates; in text all three are equal."""
+They say how RoPE uses the three coordinates of an image position; in text all three are equal."""
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _SHARE = 0.25
@@ -66,7 +63,7 @@ _SIZES = {
     "linear_value_head_dim": ("value_head_dim", 128),
     "linear_conv_kernel_dim": ("conv_kernel_dim", 4),
 }
-"""Keys of config.json -> field of `LinearSpec`, and transformers' default."""
+"""For each key of config.json: the field of `LinearSpec`, and transformers' default."""
 _EXPERTS = {NEXT: (512, 10), MIXTURE: (256, 8)}
 """transformers' defaults for num_experts and num_experts_per_tok, by model_type."""
 _WIDTH = 512
@@ -74,7 +71,11 @@ _WIDTH = 512
 
 
 def text_model(keys: Fields) -> Fields:
-    """Return the keys of a config.json's text model; other families' keys as they are."""
+    """Return the keys of the language model in a config.json.
+
+    For a vision-language model they are those of `text_config`. For other models all keys are
+    returned unchanged.
+    """
     model_type = WITH_IMAGES.get(str(keys.values.get("model_type")))
     if model_type is None:
         return keys
@@ -83,8 +84,8 @@ def text_model(keys: Fields) -> Fields:
         raise keys.error("text_config", "must be a JSON object with the keys of the text model")
     made = Fields(cast("dict[str, Any]", text), f"{keys.where}: text_config")
     if made.values.get("model_type", model_type) != model_type:
-        raise made.error("model_type", f"is not {model_type}, which this model's is")
-    # Some keys of the whole model apply to the text model as well.
+        raise made.error("model_type", f"must be {model_type} in this vision-language model")
+    # Some keys of the whole model apply to its language model as well.
     shared = {k: keys.values[k] for k in ("quantization_config",) if k in keys.values}
     tied = [
         f.values["tie_word_embeddings"] for f in (keys, made) if "tie_word_embeddings" in f.values
@@ -96,13 +97,13 @@ def text_model(keys: Fields) -> Fields:
 
 
 def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Return a hybrid's fields of `ModelSpec` besides sizes, RoPE and experts.
+    """Return the fields of `ModelSpec` that only hybrids set, except RoPE and experts.
 
     Raises:
-        UserError: The model has something that wlb does not compute.
+        UserError: wlb would compute the model differently from transformers.
     """
     if keys.values.get("attn_output_gate", True) is not True:
-        raise keys.error("attn_output_gate", f"is not true: attention of a {model_type} has a gate")
+        raise keys.error("attn_output_gate", f"must be true: attention of {model_type} has a gate")
     if keys.values.get("use_sliding_window"):
         raise keys.error("use_sliding_window", f"is true, but a {model_type} has no windows")
     linear = LinearSpec(
@@ -117,16 +118,23 @@ def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _pattern(keys: Fields, linear: LinearSpec) -> dict[str, Any]:
-    """Return which layers are linear: all but every n-th, or none ({})."""
+    """Return the fields of `ModelSpec` that say which layers are linear attention.
+
+    Supported are no linear layers ({}), and linear layers except every n-th.
+
+    Args:
+        keys: Keys of config.json.
+        linear: Sizes of the linear-attention layers.
+    """
     num_layers = keys.whole("num_hidden_layers", at_most=10_000)
     every = keys.whole("full_attention_interval", 4)
     listed: Any = keys.values.get("layer_types")
     usual = [_FULL if (i + 1) % every == 0 else _LINEAR for i in range(num_layers)]
     types = cast("list[Any]", listed if isinstance(listed, list) else [listed]) if listed else usual
     if any(one not in (_FULL, _LINEAR) for one in types):
-        raise keys.error("layer_types", f"has others than {_FULL} and {_LINEAR}")
+        raise keys.error("layer_types", f"must contain only {_FULL} and {_LINEAR}")
     if len(types) != num_layers:
-        raise keys.error("layer_types", f"does not have {num_layers} entries, one a layer")
+        raise keys.error("layer_types", f"must have {num_layers} entries, one for each layer")
     if _LINEAR not in types:
         return {}
     first = types.index(_FULL) + 1 if _FULL in types else 0
@@ -140,9 +148,11 @@ def _pattern(keys: Fields, linear: LinearSpec) -> dict[str, Any]:
 
 
 def read_share(keys: Fields, rope: Fields) -> float:
-    """Return the share of each head's channels that RoPE rotates.
+    """Return the share of each head's channels that RoPE rotates, from 0 to 1.
 
-    Older files have it beside RoPE's other keys, newer ones among them.
+    Args:
+        keys: Keys of config.json, where older files have partial_rotary_factor.
+        rope: Keys of its rope_parameters, where newer files have it.
     """
     share = keys.real("partial_rotary_factor", _SHARE)
     share = rope.real("partial_rotary_factor", share)
@@ -152,7 +162,7 @@ def read_share(keys: Fields, rope: Fields) -> float:
 
 
 def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
-    """Return the experts; `ExpertsSpec()` for a dense model."""
+    """Return the experts that a config.json describes; `ExpertsSpec()` if there are none."""
     if model_type == DENSE or keys.values.get("num_experts") == 0:
         return ExpertsSpec()
     num, per_token = _EXPERTS[model_type]
@@ -161,12 +171,12 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
     if shared % width:
         raise keys.error(
             "shared_expert_intermediate_size",
-            f"is not a multiple of moe_intermediate_size = {width}: wlb's shared experts are as "
-            f"large as the others",
+            f"must be a multiple of moe_intermediate_size = {width}, because wlb's shared experts "
+            f"are as large as the others",
         )
     normalised = keys.values.get("norm_topk_prob", True)
     if not isinstance(normalised, bool) or not (normalised or model_type == NEXT):
-        why = "must be true or false" if model_type == NEXT else f"is not true, as a {MIXTURE}'s is"
+        why = "must be true or false" if model_type == NEXT else f"must be true in a {MIXTURE}"
         raise keys.error("norm_topk_prob", why)
     return ExpertsSpec(
         num=keys.whole("num_experts", num),
@@ -179,7 +189,7 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 
 
 def is_hybrid(spec: ModelSpec) -> bool:
-    """Return whether a model has parts that, among the supported families, only hybrids have."""
+    """Return whether a model has a part that, of all supported models, only hybrids have."""
     return bool(
         spec.linear.num_value_heads
         or spec.attention_gate
@@ -189,9 +199,9 @@ def is_hybrid(spec: ModelSpec) -> bool:
 
 
 def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
-    """Return the model_type to export a hybrid as.
+    """Return the model_type under which a hybrid is exported.
 
-    Among the families that compute the same, it is the one that the model was imported as.
+    If several model types compute the same, it is the one from which the model was imported.
 
     Args:
         spec: The model.
@@ -205,14 +215,15 @@ def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
 
 
 def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
-    """Return the model_type to export a hybrid as, if the family has exactly the model's parts.
+    """Return the model_type under which a hybrid is exported, after checking all of its parts.
 
     Args:
         spec: The model.
         preferred: The model_type that it was imported as; "" if it was not imported.
 
     Raises:
-        UserError: The family lacks a part of the model, or always has one that the model lacks.
+        UserError: The model lacks a part that this model_type always has, or has a part that it
+            cannot have.
     """
     model_type, experts = chosen_type(spec, preferred), spec.experts
     required: dict[str, tuple[Any, Any]] = {
@@ -246,17 +257,17 @@ def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
 
 
 def _toml_text(value: Any) -> str:
-    """Return a value as a configuration file writes it."""
+    """Return a value as text in the form of a TOML file, such as "true"."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a hybrid's keys of config.json, some of which replace Qwen3's.
+    """Return the keys of config.json that a hybrid adds to those of Qwen3, or replaces.
 
     Args:
         spec: The model.
-        model_type: The family.
-        rope: RoPE's scaling as in config.json; None without scaling.
+        model_type: The model_type of the config.json.
+        rope: RoPE's scaling in the form of config.json; None without scaling.
     """
     linear = spec.linear if spec.linear.num_value_heads else LinearSpec(num_value_heads=32)
     types = [_LINEAR if spec.is_linear(i) else _FULL for i in range(spec.num_layers)]
@@ -270,7 +281,7 @@ def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -
         "rope_parameters": {"rope_theta": spec.rope_theta, **scaling, **share},
     }
     if spec.full_every:
-        # Older versions of transformers read the period instead of the list.
+        # Older versions of transformers read full_attention_interval instead of layer_types.
         config["full_attention_interval"] = spec.full_every
     if model_type == NEXT:
         config |= {
@@ -290,19 +301,23 @@ def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -
 
 
 class TensorPart(NamedTuple):
-    """The rows of a parameter within a fused tensor of a folder."""
+    """Which rows of a fused tensor in a Hugging Face folder belong to one parameter."""
 
     name: str  # name of the fused tensor, after `linear_attn.`
     shape: tuple[int, ...]  # shape of the fused tensor
-    rows: Tensor  # its rows that belong to the parameter, shape [D]
+    rows: Tensor  # indices of the parameter's rows in it, in the parameter's order; 1-D
 
 
 @lru_cache
 def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
-    """Return the parameters of a linear layer that a folder has inside of fused tensors.
+    """Return where the parameters of a linear-attention layer are in fused tensors of a folder.
+
+    Args:
+        spec: The model.
+        model_type: The folder's model_type, which decides how tensors are fused.
 
     Returns:
-        Where each parameter is, by its name after `linear_attn.`.
+        The part of a tensor for each fused parameter, by its name after `linear_attn.`.
     """
     s, width = spec.linear, spec.hidden_size
     found: dict[str, TensorPart] = {}
@@ -311,7 +326,11 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         found.update({own: TensorPart(name, shape, of) for own, of in rows.items()})
 
     def by_head(sizes: dict[str, int]) -> dict[str, Tensor]:
-        """Return the rows of several projections that a tensor holds head by head."""
+        """Return the row indices of projections that are interleaved head by head.
+
+        Args:
+            sizes: Rows per head of each projection, in the order within a head.
+        """
         each = torch.arange(s.num_key_heads * sum(sizes.values())).view(s.num_key_heads, -1)
         begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         return {
@@ -319,7 +338,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
             for x, n in sizes.items()
         }
 
-    # The rows of Q, K and V where they follow each other.
+    # Row indices of Q, K and V in tensors where all of Q comes first, then K, then V.
     qkv = {
         "q": torch.arange(s.key_dim),
         "k": torch.arange(s.key_dim, 2 * s.key_dim),
@@ -335,7 +354,8 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         projections = {f"{x}_proj.weight": rows for x, rows in qkv.items()}
         add("in_proj_qkv.weight", (num_mixed, width), projections)
         return found
-    # Qwen3-Next: each key head has its q, k, v and z side by side, and several value heads.
+    # Qwen3-Next: the rows of one key head are together: its q, its k, and the v and z of all value
+    # heads that share it.
     group = s.num_value_heads // s.num_key_heads
     values = group * s.value_head_dim
     sizes = {"q": s.key_head_dim, "k": s.key_head_dim, "v": values, "z": values}
@@ -344,15 +364,20 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
     return found
 
 
-# wlb's name -> name in files, of parameters that are not fused.
+# Names of parameters that are not fused, in wlb.model and in files, if they differ.
 _RENAMED = {f"{x}_proj.weight": f"in_proj_{x}.weight" for x in "zab"}
 _RENAMED["o_proj.weight"] = "out_proj.weight"
 
 
 def name_in_files(name: str, spec: ModelSpec, model_type: str) -> tuple[str, TensorPart | None]:
-    """Return which tensor of a folder has a parameter, and which part of that tensor it is.
+    """Return the name of the tensor in a folder that contains a parameter, and which part it is.
 
-    The second value is None if the parameter is the whole tensor.
+    The part is None if the parameter is the whole tensor.
+
+    Args:
+        name: The parameter's name in wlb.model.
+        spec: The model.
+        model_type: The folder's model_type.
     """
     layer, marker, own = name.partition(".linear_attn.")
     if not marker:

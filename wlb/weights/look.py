@@ -1,8 +1,8 @@
-"""Load a trained model into one process to look at it: `wlb.weights.load("runs/demo")`.
+"""Load a trained model into one process to try it out: `wlb.weights.load("runs/demo")`.
 
-It gives the logits of tokens, and continues a text greedily with a KV cache. A model with linear
-layers has no cache here and recomputes the whole text for each token. For more than a look, export
-the model (`wlb export`) and serve it with transformers or vLLM.
+The loaded model computes logits, and continues a text with the most likely tokens, using a KV
+cache. With linear-attention layers there is no cache, and each token recomputes the whole text.
+For serious use, export the model (`wlb export`) and run it in transformers or vLLM.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,34 +27,40 @@ from wlb.weights.saved import open_saved
 from wlb.weights.tokenizer import FoundTokenizer, check_tokenizer, tokenizer_of_run
 
 _Attention = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
-"""Attention kernel: output from queries, keys, values and segments."""
+"""Attention function: returns the output for queries, keys, values and their segments."""
 
 
 @dataclass(slots=True)
 class _CachedAttention:
-    """Attention with a KV cache: new rows attend to all rows so far.
+    """Attention with a KV cache: new tokens attend to all tokens so far.
 
-    It implements `wlb.model.Attend`. The layers call it in order, so it counts them.
+    It implements the protocol `wlb.model.Attend`. The model calls it for one layer after the other,
+    so a counter says which layer's cache to use.
     """
 
     attention: _Attention
     model: ModelSpec
     # Keys and values of each attention layer.
     cache: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    layer: int = 0  # the attention layer whose turn it is
+    layer: int = 0  # index of the attention layer that calls next
 
     @property
     def _num_attention_layers(self) -> int:
-        """Return the number of layers with keys; linear layers have none."""
+        """Return the number of layers with keys and values; linear-attention layers have none."""
         return self.model.num_layers - self.model.num_linear_layers
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows in the cache."""
+        """Return the number of tokens in the cache."""
         return self.cache[0][0].shape[0] if self.cache else 0
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values to the cache, and return all of them."""
+        """Append new keys and values to the cache of the current layer; return all that it has.
+
+        Args:
+            k_TGD: Keys of the new tokens.
+            v_TGD: Values of the new tokens.
+        """
         if self.layer == len(self.cache):
             self.cache.append((k_TGD, v_TGD))
         else:
@@ -67,7 +73,14 @@ class _CachedAttention:
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, None]:
-        """Return the output of the new queries over all keys of the layer."""
+        """Return the attention output of the new tokens over all tokens so far.
+
+        Args:
+            q_THD: Queries of the new tokens.
+            k_TGD: Not used, because `begun` includes it.
+            v_TGD: Not used, because `begun` includes it.
+            begun: Keys and values of all tokens so far, from `begin`.
+        """
         k_SGD, v_SGD = begun
         rows = [0, q_THD.shape[0]], [0, k_SGD.shape[0]]
         # `begin` has already counted this layer.
@@ -83,17 +96,17 @@ class _CachedAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """The model of a checkpoint, in one process."""
+    """A model that was loaded from a checkpoint into one process, with its tokenizer."""
 
     folder: Path  # folder of the checkpoint
-    module: Llama = field(repr=False)
-    tokenizer: FoundTokenizer = field(repr=False)
+    module: Llama = field(repr=False)  # the model in evaluation mode
+    tokenizer: FoundTokenizer = field(repr=False)  # or why there is none
     stops: tuple[int, ...]  # ids of the tokens that end generation
     attention: str  # name of the attention kernel
 
     @property
     def chats(self) -> bool:
-        """Return whether it was trained on conversations."""
+        """Return whether the model was trained on conversations."""
         return self.tokenizer.chat is not None
 
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -110,12 +123,15 @@ class LoadedModel:
     def greedy(
         self, tokens: Sequence[int] | Tensor, *, most: int = 64, stops: Iterable[int] | None = None
     ) -> list[int]:
-        """Return the most likely next tokens, including the one that ends generation.
+        """Continue a text with the most likely token each time; return the new tokens.
+
+        The token that ends generation is included.
 
         Args:
             tokens: Ids of the text so far.
             most: Most tokens to return.
-            stops: Ids that end generation in place of the model's; () means none.
+            stops: Ids of tokens that end generation. None means the model's `stops`; () means that
+                only `most` ends generation.
         """
         ending = set(self.stops if stops is None else stops)
         cache, ids = self._fresh(), self._checked(tokens)
@@ -124,28 +140,34 @@ class LoadedModel:
         while len(made) < most and not (made and made[-1] in ending):
             new = self._head(self._forward(ids, cache)[-1:]).argmax(-1)
             made.append(int(new))
-            # States of linear layers are not cached, so such a model computes the text anew.
+            # Without a cache for linear-attention layers, recompute the whole text.
             ids, cache = (new, cache) if has_cache else (torch.cat([ids, new]), self._fresh())
         return made
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens that a continuation of `text` starts from.
+        """Return the tokens of a prompt that `greedy` can continue.
 
-        If the model chats, `text` is a user's message. It is written with the chat template, up to
-        where the assistant's answer begins. Without a tokenizer this is a UserError.
+        If the model was trained on conversations, `text` is a user's message, and the tokens are
+        the conversation in the chat template up to the beginning of the assistant's answer.
+
+        Args:
+            text: The text or message.
+
+        Raises:
+            UserError: The model has no tokenizer.
         """
         if self.chats:
             return self._prompt_of(text)
         return [*self.tokenizer.before, *self.encode_plain(text)]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of a text as it is, without special tokens."""
+        """Return the tokens of a text without special tokens or chat template."""
         if self.tokenizer.is_bytes and self.tokenizer.file is None:
             return byte_ids(text).tolist()
         return load_tokenizer(self._file()).encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without special tokens."""
+        """Return the text of tokens, leaving out special tokens."""
         if self.tokenizer.is_bytes and self.tokenizer.file is None:
             return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
         return load_tokenizer(self._file()).decode(list(tokens), skip_special_tokens=True)
@@ -159,7 +181,11 @@ class LoadedModel:
         return self.tokenizer.file
 
     def _prompt_of(self, text: str) -> list[int]:
-        """Return the tokens before an assistant's answer to this message, as in training."""
+        """Return the tokens of a conversation up to the beginning of the assistant's answer.
+
+        Args:
+            text: The user's message.
+        """
         chat = self.tokenizer.chat
         assert chat is not None
         template = ChatTemplate(chat.template, name=str(self.folder), variables=chat.variables)
@@ -172,7 +198,7 @@ class LoadedModel:
         return list(islice(made.tokens.tolist(), int(made.trained[0, 0])))
 
     def _checked(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Return the ids as a tensor, after checking shape and range."""
+        """Return token ids as a tensor, after checking that they are 1-D and in the vocabulary."""
         device = next(self.module.parameters()).device
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
         size = self.module.spec.vocab_size
@@ -192,7 +218,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def _forward(self, ids_T: Tensor, cache: _CachedAttention) -> Tensor:
-        """Return the hidden states of new tokens, shape [T, C]; extends the cache."""
+        """Return the final hidden states of new tokens, shape [T, C], and extend the cache."""
         positions = torch.arange(
             cache.num_rows, cache.num_rows + ids_T.shape[0], device=ids_T.device
         )
@@ -208,7 +234,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def _head(self, x_TC: Tensor) -> Tensor:
-        """Return the logits of hidden states, without the vocabulary's padding."""
+        """Return the logits of final hidden states, without the rows that pad the vocabulary."""
         spec = self.module.spec
         logits_TV = (x_TC @ self.module.head.weight.t())[:, : spec.vocab_size].float()
         return capped(logits_TV, spec.logit_softcap)
@@ -221,13 +247,13 @@ def load(
     device: str = "cpu",
     tokenizer: str | Path | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint of any layout, or the newest one of a run, into one process.
+    """Load the model of a checkpoint into one process, however many ranks saved it.
 
     Args:
-        source: The checkpoint or the run's folder.
-        dtype: "float32" or "bfloat16". None keeps the saved type (float32 if tensors differ).
+        source: A checkpoint, or the folder of a run, whose newest checkpoint is loaded.
+        dtype: "float32" or "bfloat16". None keeps the saved dtype (float32 if tensors differ).
         device: Device of the model.
-        tokenizer: A tokenizer.json in place of the tokenizer of the run's token store.
+        tokenizer: A tokenizer.json. None means the tokenizer that the run's token store names.
 
     Raises:
         UserError: The checkpoint cannot be loaded.

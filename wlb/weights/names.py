@@ -1,9 +1,10 @@
 """Map a model's parameters to the tensors of Hugging Face folders.
 
-`wlb.model` uses Hugging Face's parameter names, fuses nothing, and rotates the same pairs of
-channels (i, i + D / 2). So tensors are copied unchanged, with three exceptions. wlb pads the
-vocabulary to a multiple of 256 rows. It stacks the experts of a layer, which files have one by one.
-And it splits tensors of linear layers that files have fused (`hybrids.py`).
+`wlb.model` has the parameter names of Hugging Face, does not fuse projections, and RoPE rotates the
+same pairs of channels (i, i + D / 2). So tensors are copied unchanged, with three exceptions: wlb
+pads the vocabulary to a multiple of 256 rows; it stacks the experts of a layer in one tensor, while
+files have one tensor per expert; and it splits the fused tensors of linear-attention layers
+(`hybrids.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,45 +23,49 @@ CHECKPOINT_ROOT = "model"
 """Key of the parameters in a checkpoint's state dict."""
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq",)
-"""Name suffixes of tensors to ignore: older files have them, but the configuration gives them."""
+"""Name suffixes of tensors in older files that are ignored, because config.json implies them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of a model, and the tensors of a folder that have its values."""
+    """A parameter of a model, and the tensors of a Hugging Face folder that contain its values."""
 
     name: str  # name in wlb.model and in checkpoints
-    shape: tuple[int, ...]  # shape in a checkpoint
+    shape: tuple[int, ...]  # shape in wlb.model and in checkpoints
     unpadded: tuple[int, ...]  # shape without the padding of the vocabulary
-    in_files: tuple[str, ...]  # names of its tensors in a folder: one, or one per expert
-    # Where it is in that tensor, if the tensor fuses several parameters.
+    in_files: tuple[str, ...]  # names of its tensors in the folder: one, or one per expert
+    # If the tensor in the folder fuses several parameters: which part of it this parameter is.
     part: TensorPart | None = field(default=None, repr=False)
 
     @property
     def is_stack(self) -> bool:
-        """Return whether it stacks the matrices of all experts of a layer."""
+        """Return whether the parameter is a stack of one matrix per expert of a layer."""
         return len(self.shape) == 3
 
     @property
     def shape_in_files(self) -> tuple[int, ...]:
-        """Return the shape of each of its tensors in a folder."""
+        """Return the shape of each tensor in the folder that `in_files` names."""
         if self.part is not None:
             return self.part.shape
         return self.unpadded[1:] if self.is_stack else self.unpadded
 
     def value_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return its value, assembled from the tensors that `in_files` names."""
+        """Return the parameter's value without vocabulary padding.
+
+        Args:
+            tensors: The folder's tensors that `in_files` names, in that order.
+        """
         if self.is_stack:
             return torch.stack(tensors)
         return tensors[0] if self.part is None else tensors[0].flatten(1)[self.part.rows]
 
     def add_to(self, tensors: dict[str, torch.Tensor], value: torch.Tensor) -> None:
-        """Add its value to a folder's tensors.
+        """Store the parameter's value in the tensors of a folder that is being written.
 
         Args:
-            tensors: The folder's tensors by name. A fused tensor is created by the first of its
-                parameters.
-            value: Value of this parameter without padding.
+            tensors: The folder's tensors by name, which are extended. A fused tensor is created
+                when the first of its parameters is stored.
+            value: Value of this parameter without vocabulary padding.
         """
         if self.part is None:
             parts = value.unbind() if self.is_stack else [value]
@@ -77,22 +82,25 @@ class Parameter:
 
     @property
     def saved_as(self) -> str:
-        """Return its flat name in a checkpoint."""
+        """Return the parameter's name in a checkpoint, with the prefix "model."."""
         return f"{CHECKPOINT_ROOT}.{self.name}"
 
 
 def parameters_of(spec: ModelSpec, model_type: str = "") -> dict[str, Parameter]:
-    """Return every parameter by name, in the order of the forward pass. Nothing is allocated.
+    """Return every parameter of a model by name, in the order of the forward pass.
+
+    The model is built on the meta device, without memory for its parameters.
 
     Args:
         spec: The model.
-        model_type: Which family's files a hybrid model has. Other models do not need it.
+        model_type: Hugging Face model_type of the folder. Only models with linear-attention layers
+            need it, because their model types name tensors differently.
     """
     with torch.device("meta"):
         model = Llama(spec)
     hybrid_type = chosen_type(spec, model_type) if is_hybrid(spec) else ""
     found: dict[str, Parameter] = {}
-    # The state dict also has the experts' biases, a buffer that checkpoints save.
+    # Use the state dict, because the experts' biases are a buffer, which checkpoints save as well.
     for name, value in model.state_dict().items():
         shape = tuple(value.shape)
         has_vocabulary = name in (EMBEDDING, HEAD)
@@ -110,15 +118,15 @@ def parameters_of(spec: ModelSpec, model_type: str = "") -> dict[str, Parameter]
 def shards_of(
     parameters: Iterable[Parameter], num_bytes: Callable[[Parameter], int], most_bytes: int
 ) -> Iterator[list[Parameter]]:
-    """Yield shards: parameters in order, up to a size.
+    """Divide parameters into shards of limited size, in order; yield each shard.
 
-    A parameter larger than a shard gets a shard to itself. Parameters that one tensor of a folder
-    fuses stay together.
+    A parameter that is larger than the limit gets a shard of its own. Parameters that are fused in
+    one tensor of a folder stay in one shard.
 
     Args:
         parameters: All parameters.
-        num_bytes: Size of each parameter.
-        most_bytes: Largest shard.
+        num_bytes: Returns the size of a parameter.
+        most_bytes: Most bytes of a shard.
     """
     shard: list[Parameter] = []
     shard_bytes = 0

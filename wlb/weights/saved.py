@@ -1,6 +1,6 @@
-"""Read and write the weights of a checkpoint of any layout in one process, without process groups.
+"""Read and write the weights of a checkpoint in one process, whichever ranks saved it.
 
-Opening verifies the checksums first. Then only the requested tensors are read.
+`open_saved` verifies the checksums of all files. Afterwards only requested tensors are read.
 """
 
 import warnings
@@ -33,16 +33,21 @@ _save = cast(Any, state_dict_saver.save)  # pyright: ignore[reportUnknownMemberT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """The model of a checkpoint."""
+    """An opened checkpoint: its model, and which parameters it contains."""
 
-    folder: Path
+    folder: Path  # folder of the checkpoint
     run: dict[str, Any] = field(repr=False)  # contents of run.json
     spec: ModelSpec
     parameters: dict[str, Parameter] = field(repr=False)  # by name
     dtypes: dict[str, torch.dtype] = field(repr=False)  # dtype of each parameter, as saved
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Read whole tensors, converted to `dtype`, without the vocabulary's padding."""
+        """Read whole parameters, converted to `dtype`, without the rows that pad the vocabulary.
+
+        Args:
+            names: Names of the parameters.
+            dtype: Type of the results.
+        """
         state = {name: torch.empty(self.parameters[name].shape, dtype=dtype) for name in names}
         reader = TensorFiles(str(self.folder))
         with _single_process(f"cannot read the checkpoint {self.folder} (use another one)"):
@@ -51,10 +56,14 @@ class SavedModel:
 
 
 def open_saved(folder: Path) -> SavedModel:
-    """Open a checkpoint.
+    """Open a checkpoint, and check that its files are complete and fit the model.
+
+    Args:
+        folder: The checkpoint.
 
     Raises:
-        UserError: The checkpoint is corrupt, or does not have the model of its run.json.
+        UserError: The checkpoint is corrupt, or its tensors are not those of the model that its
+            run.json describes.
     """
     file = folder / checkpoint.RUN
     checkpoint.check_files(folder)
@@ -100,13 +109,14 @@ def open_saved(folder: Path) -> SavedModel:
 def save_tensors(
     tensors: dict[str, Tensor], folder: Path, planner: SavePlanner, *, files: dict[str, int]
 ) -> None:
-    """Write a checkpoint.
+    """Write the tensors of a checkpoint.
 
     Args:
-        tensors: The parameters by name, which may be meta tensors.
-        folder: The checkpoint's folder.
-        planner: Gives the values to write.
-        files: Number of each tensor's file, from 1. One file at a time is in memory.
+        tensors: Parameters by name. They may be meta tensors, because `planner` provides values.
+        folder: The checkpoint.
+        planner: DCP save planner, which provides the value of each tensor when it is written.
+        files: For each tensor, the number of the file to write it to, from 1. Only one file's
+            tensors are in memory at a time.
     """
     with _single_process(
         f"cannot write the checkpoint {folder} (check the disk's space and permissions)"
@@ -120,9 +130,10 @@ def save_tensors(
 
 @contextmanager
 def _single_process(failed: str) -> Generator[None]:
-    """Silence DCP's warning about a single process, and turn its exception into a UserError.
+    """Within this context, silence DCP's warning about a single process, and convert its errors.
 
-    CheckpointException derives from BaseException, so `except Exception` would not catch it.
+    DCP raises CheckpointException, which becomes a UserError. It derives from BaseException, so
+    `except Exception` would not catch it.
 
     Args:
         failed: Beginning of the error message.

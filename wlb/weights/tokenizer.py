@@ -1,7 +1,7 @@
-"""Find and write the tokenizer of exported weights: the one that the run's token store names.
+"""Find the tokenizer that encoded a run's training data, and write it beside exported weights.
 
-Its tokenizer_config.json goes with it and, after training on conversations, the chat template. If
-no store is known or the store names no tokenizer, the result says why.
+The token store of the run names the tokenizer. tokenizer_config.json is written as well and, if the
+run was trained on conversations, the chat template. If no tokenizer is found, the result says why.
 """
 
 import json
@@ -25,26 +25,27 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTokenizer:
-    """The tokenizer of a run, as far as it was found."""
+    """The tokenizer of a run, or the reason why none was found."""
 
-    why: str  # where the file is from, or why there is none
-    file: Path | None = None  # a tokenizer.json, or None
+    why: str  # where the file was found, or why there is none
+    file: Path | None = None  # its tokenizer.json; None if none was found
     eos_id: int | None = None  # token that ends a document in the store
-    # Contents of its tokenizer_config.json.
+    # Contents of its tokenizer_config.json; empty if there is none.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     # Chat format of the store's conversations; None for a store of texts.
     chat: ChatFormat | None = None
-    before: tuple[int, ...] = ()  # tokens before each text of the store (BOS)
+    before: tuple[int, ...] = ()  # tokens before each text of the store: BOS, or nothing
     is_bytes: bool = False  # whether the tokens of a text are its UTF-8 bytes
 
     def with_file(self, file: Path) -> "FoundTokenizer":
-        """Return the same with another tokenizer.json and the configuration beside it.
+        """Return a copy that uses another tokenizer.json and the tokenizer_config.json beside it.
 
         Args:
-            file: The file or its folder.
+            file: The tokenizer.json or the folder that contains it.
 
         Raises:
-            UserError: The tokens that end a turn have other ids in that file.
+            UserError: The file does not exist, or gives the tokens that end a chat turn other ids
+                than in training.
         """
         file = file / TOKENIZER_FILE if file.is_dir() else file
         if not file.is_file():
@@ -60,7 +61,11 @@ class FoundTokenizer:
         return replace(self, file=file, config=config, why=f"--tokenizer {file}")
 
     def with_chat(self, template: str) -> "FoundTokenizer":
-        """Return the same with a chat template, as `wlb prepare --chat` takes it."""
+        """Return a copy with another chat template.
+
+        Args:
+            template: A value of `wlb prepare --chat`.
+        """
         if self.file is None:
             raise UserError(
                 f"--chat {template} needs a tokenizer, but none was found ({self.why}); add "
@@ -71,26 +76,26 @@ class FoundTokenizer:
 
 
 def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTokenizer:
-    """Find the tokenizer that the token store of a run names, if the store still exists.
+    """Find the tokenizer that is named by the token store of a run, if the store still exists.
 
     Args:
-        run: run.json of the checkpoint.
-        chat: A chat template in place of the store's.
+        run: Contents of the checkpoint's run.json.
+        chat: A chat template that replaces the store's, so that the store's is not read.
 
     Raises:
-        UserError: The stores have conversations of several templates.
+        UserError: The stores of a blend were prepared with different chat templates.
     """
     sections = run["spec"]
     if "data" not in sections:
         return FoundTokenizer(why="the checkpoint names no token store")
     known = {name: sections[name] for name in ("data", "model", "run") if name in sections}
     data = dict(known["data"])
-    # Runs of older versions had a key for the folder of their stores.
+    # Older versions of wlb had the key data.cache_dir, the folder of the stores.
     folder = data.pop("cache_dir", None)
     spec = apply(RunSpec(), known | {"data": data}, source="run.json", is_stored=True)
     name = train_store(spec, stores=Path(folder) if folder else None)
     for prefix in (name,) if isinstance(name, str) else (p for p, _ in parse_blend(name)):
-        # A store may be gone. If it is there, a corrupt description of it is an error.
+        # A store's description may be missing, but if it is corrupt, this raises an error.
         StoreInfo.read(store_path(prefix, ".json"))
     try:
         opened = open_store(name)
@@ -124,7 +129,13 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
 
 
 def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
-    """Return the chat format of the stores of conversations; None if all are of text."""
+    """Return the chat format with which conversations in the stores were encoded.
+
+    None means that no store contains conversations.
+
+    Raises:
+        UserError: The stores have different chat formats, or one does not say which.
+    """
     formats: dict[str, ChatFormat] = {}
     for store in stores:
         preparation = store.info.preparation if store.info else {}
@@ -146,7 +157,12 @@ def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
 
 
 def check_tokenizer(file: Path, vocab_size: int) -> None:
-    """Raise UserError for a file that is no tokenizer.json, or has too many tokens."""
+    """Raise UserError unless a file is a tokenizer.json that fits the model's vocabulary.
+
+    Args:
+        file: The file.
+        vocab_size: Size of the model's vocabulary; the tokenizer may have fewer tokens.
+    """
     try:
         size = load_tokenizer(file).get_vocab_size()
     # The tokenizers library raises plain Exception.
@@ -163,9 +179,13 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
 
 
 def write_tokenizer(found: FoundTokenizer, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    """Write a tokenizer into a folder, so that transformers encodes as in training.
 
-    transformers then tokenizes as the store was encoded.
+    The files are tokenizer.json, tokenizer_config.json and, if known, chat_template.jinja.
+
+    Args:
+        found: A tokenizer whose `file` is not None.
+        folder: The folder of exported weights.
     """
     assert found.file is not None
     shutil.copyfile(found.file, folder / TOKENIZER_FILE)
@@ -184,11 +204,16 @@ def write_tokenizer(found: FoundTokenizer, folder: Path) -> None:
 
 
 def _config_of(found: FoundTokenizer, file: Path) -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json."""
-    # The code that auto_map names is not copied.
+    """Return the contents of the tokenizer_config.json to write.
+
+    Args:
+        found: The tokenizer.
+        file: Its tokenizer.json.
+    """
+    # Leave out auto_map, because the custom code that it names is not copied.
     config = {key: value for key, value in found.config.items() if key != "auto_map"}
-    # With another class, or without one, transformers would rebuild the tokenizer by the rules of
-    # the model's family.
+    # With this class transformers uses tokenizer.json unchanged. With another class or none, it
+    # would change the tokenizer by the rules of the model_type.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if found.chat is not None:
         config.pop("chat_template", None)

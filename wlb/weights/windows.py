@@ -1,13 +1,15 @@
-"""Sliding windows in config.json: which layers have one, read and written by family.
+"""Read and write in config.json which layers have a sliding window.
 
-| family | layers with a window |
+A sliding layer is one with a window.
+
+| models | layers with a window |
 |---|---|
 | Llama | none |
 | Mistral, Qwen3-MoE | all |
-| Gemma | all but every n-th |
-| Qwen2, Qwen3 | those in `layer_types`, or those from `max_window_layers` on |
+| Gemma | all except every n-th |
+| Qwen2, Qwen3 | as listed in `layer_types`, otherwise layers with index >= `max_window_layers` |
 
-Qwen families have windows only with `use_sliding_window`.
+Qwen models have windows only if `use_sliding_window` is true.
 """
 
 from typing import Any, cast
@@ -20,11 +22,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 WINDOW, _FIRST = 4096, 28
 """transformers' defaults for `sliding_window` and `max_window_layers`."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""Every n-th layer of a Gemma sees all keys. These are the n; Gemma 3 may set another."""
+"""In Gemma, every n-th layer attends to all keys; n by model_type (Gemma 3 may set another n)."""
 
 
 def flag(keys: Fields, name: str) -> bool:
-    """Return a key that is true or false; null and an absent key mean false."""
+    """Return the value of a key that must be true or false; null or no key means false."""
     value = keys.values.get(name)
     if value not in (None, False, True):
         raise keys.error(name, "must be true or false")
@@ -32,10 +34,10 @@ def flag(keys: Fields, name: str) -> bool:
 
 
 def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Return the fields of `ModelSpec` for the windows of a config.json.
+    """Return the fields of `ModelSpec` that describe a config.json's sliding windows.
 
     Raises:
-        UserError: The pattern of layers is one that wlb does not have.
+        UserError: `ModelSpec` cannot describe which layers have a window.
     """
     window, num_layers = _window(keys, model_type), keys.whole("num_hidden_layers", at_most=10_000)
     types = _layer_types(keys, num_layers)
@@ -64,8 +66,8 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
 def _check_all_slide(keys: Fields) -> None:
     """Raise UserError for a Qwen3-MoE with max_window_layers above 0.
 
-    By that key its first layers have no window. transformers 5 ignores the key, some versions of 4
-    did not.
+    The key means that as many layers at the beginning have no window. transformers 5 ignores it,
+    but some versions of transformers 4 do not, so what the model computes is not certain.
     """
     if keys.whole("max_window_layers", 0, at_least=0):
         raise keys.error(
@@ -76,7 +78,7 @@ def _check_all_slide(keys: Fields) -> None:
 
 
 def _window(keys: Fields, model_type: str) -> int:
-    """Return the keys that a query sees in sliding layers; 0 without sliding layers."""
+    """Return the window of sliding layers in tokens; 0 if the model has no sliding layers."""
     values = keys.values
     is_used = flag(keys, "use_sliding_window")
     if model_type in _PERIODS and values.get("sliding_window", WINDOW) is None:
@@ -98,24 +100,32 @@ def _window(keys: Fields, model_type: str) -> int:
 
 
 def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
-    """Return whether each layer slides; None where the list is absent."""
+    """Return for each layer whether it has a window; None if layer_types is missing."""
     value: Any = keys.values.get("layer_types")
     if value is None or value == []:
         return None
     named = cast("list[Any]", value) if isinstance(value, list) else []
     if not named or any(one not in (_FULL, _SLIDING) for one in named):
-        raise keys.error("layer_types", f"has others than {_FULL} and {_SLIDING}")
+        raise keys.error("layer_types", f"must contain only {_FULL} and {_SLIDING}")
     if len(named) != num_layers:
-        raise keys.error("layer_types", f"does not have {num_layers} entries, one a layer")
+        raise keys.error("layer_types", f"must have {num_layers} entries, one for each layer")
     return [one == _SLIDING for one in named]
 
 
 def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
-    """Return full_every and full_first for these layers, at least one of which slides."""
+    """Return the fields full_every and full_first of `ModelSpec` for these layers.
+
+    Args:
+        keys: Keys of config.json, for the error message.
+        slide: For each layer whether it has a window; true for at least one.
+
+    Raises:
+        UserError: `ModelSpec` cannot describe this pattern.
+    """
     leading = slide.index(True)
     full = next((i for i in range(leading, len(slide)) if not slide[i]), None)
     periods = [0] if full is None else [n for n in range(2, full + 2) if (full + 1) % n == 0]
-    # Try the patterns that `ModelSpec` can express.
+    # Try all patterns that `ModelSpec` can describe.
     for every in periods:
         for first in (0, leading):
             made = ModelSpec(
@@ -131,10 +141,14 @@ def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
 
 
 def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
-    """Return the keys of config.json for a model's windows.
+    """Return the keys of config.json that describe a model's sliding windows.
+
+    Args:
+        spec: The model.
+        model_type: The model_type of the config.json.
 
     Raises:
-        UserError: The family cannot have these windows.
+        UserError: This model_type cannot have these windows.
     """
     window = spec.sliding_window or None
     if model_type == "mistral":
@@ -149,7 +163,7 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         return {}
     types = [_SLIDING if spec.slides(i) else _FULL for i in range(spec.num_layers)]
     if model_type in _PERIODS:
-        # Older versions of transformers read the period instead of layer_types.
+        # Older versions of transformers read sliding_window_pattern instead of layer_types.
         period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
         return {"sliding_window": window, "layer_types": types} | period
     # transformers reads layer_types; other programs read max_window_layers.

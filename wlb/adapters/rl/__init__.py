@@ -1,1 +1,1 @@
-"""Balanced steps in RL post-training: one module per library, imported by its name."""
+"""Adapters for RL post-training libraries, one module each (slime, torchtitan, TRL, verl)."""

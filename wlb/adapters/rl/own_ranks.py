@@ -1,8 +1,9 @@
-"""Cut each rank's samples into balanced micro-batches where the samples cannot move between ranks.
+"""Divide each rank's samples into balanced micro-batches, without moving samples between ranks.
 
-verl, OpenRLHF, AReaL and TRL's GRPO send samples to ranks before they cut micro-batches. There,
-every rank of a data-parallel group calls `cut`. The ranks gather their lengths, so all of them find
-the same number of micro-batches, and the m-th micro-batches of all ranks take nearly equal time.
+verl, OpenRLHF, AReaL and TRL's GRPO assign samples to ranks first, and then each rank divides its
+own samples into micro-batches. Call `cut` there, on every rank of the data-parallel group. The
+ranks exchange their samples' lengths. So all get equally many micro-batches, and the m-th
+micro-batches of all ranks take nearly equal time.
 """
 
 from collections.abc import Sequence
@@ -18,34 +19,35 @@ from wlb.plan import IntLike, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a rank's samples are cut into micro-batches; see `balance_step`."""
+    """Rules by which `cut` divides a rank's samples into micro-batches; see `balance_step`."""
 
     max_tokens: int  # most tokens of a micro-batch
-    cost: Cost = "verl"  # prices of samples by their length
-    # Label of each sample of this rank; samples with equal labels stay in one micro-batch. None
-    # lets every sample stand alone.
+    cost: Cost = "verl"  # predicts the time of a sample from its length
+    # A label for each sample of this rank: samples with equal labels stay in one micro-batch. None
+    # means that any samples may be separated.
     atoms: Sequence[int] | None = None
     at_least: int = 1  # fewest micro-batches of a rank
-    multiple: int = 1  # the number of micro-batches is a multiple of this
-    # Whether all ranks of the group get the same number of micro-batches; otherwise each rank is
-    # cut alone.
+    multiple: int = 1  # the number of micro-batches must be a multiple of this
+    # Whether all ranks of the group get the same number of micro-batches. If False, each rank
+    # divides its samples without regard to the others.
     in_step: bool = True
 
 
 def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
-    """Return this rank's micro-batches, those with the most work first.
+    """Return this rank's micro-batches, sorted by descending work.
 
     Args:
         lengths: Tokens of each sample of this rank.
-        how: Limits and prices.
-        group: A torch.distributed group; None means the default group.
+        how: Rules of the division.
+        group: Data-parallel process group, on all ranks of which this is called; None means the
+            default group.
 
     Returns:
-        Ascending indices into `lengths` for each micro-batch.
+        For each micro-batch, the ascending indices of its samples in `lengths`.
 
     Raises:
-        UserError: On every rank, if one of them has a sample above max_tokens, or too few samples
-            to fill as many micro-batches as other ranks need.
+        UserError: A rank has a sample longer than max_tokens, or fewer samples than another rank
+            needs micro-batches. All ranks raise it.
     """
     mine = np.asarray(lengths, np.int64)
     atoms = np.arange(mine.size) if how.atoms is None else np.asarray(how.atoms, np.int64)
@@ -71,8 +73,13 @@ def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
 
 
 def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
-    """Return this process's place in the group, and the value that each process gave."""
-    # With `group = False`, this process is balanced without the others.
+    """All-gather a value; return this process's rank in the group and the values of all ranks.
+
+    Args:
+        mine: This process's value.
+        group: The process group; None means the default group. False, or no torch.distributed,
+            means that there is only this process.
+    """
     if group is False or not (dist.is_available() and dist.is_initialized()):
         return 0, [mine]
     out: list[Any] = [None] * dist.get_world_size(group)
@@ -81,6 +88,6 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
 
 def _labels(atoms: list[Any]) -> Any:
-    """Return the labels of all ranks, shifted so that no two ranks share a label."""
+    """Concatenate the labels of all ranks after making those of different ranks distinct."""
     above = np.cumsum([0, *(int(a.max()) + 1 for a in atoms)])
     return np.concatenate([a + first for a, first in zip(atoms, above[:-1], strict=True)])

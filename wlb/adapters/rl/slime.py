@@ -1,10 +1,11 @@
-"""Balanced `build_dp_schedule` for slime 0.3 with dynamic batch sizes.
+"""Balanced micro-batches in slime 0.3 with dynamic batch sizes, by replacing one function.
 
     import wlb.adapters.rl.slime
     wlb.adapters.rl.slime.install()      # in the process that runs slime.ray.rollout
 
-Rollouts are divided into steps as slime divides them. Within a step, samples are divided over ranks
-and micro-batches at once. A sample longer than the limit gets a micro-batch to itself, as in slime.
+The replaced function is slime's `build_dp_schedule`. Rollouts are divided into steps by slime's own
+rule. Within a step, samples are divided over ranks and micro-batches so that work is balanced. A
+sample longer than the limit gets a micro-batch of its own, as in slime.
 """
 
 import importlib
@@ -22,31 +23,32 @@ from wlb.balance.request import labels
 from wlb.plan import UserError
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
-# Where the replaced function is, as "module:name".
+# The replaced function, as "module:name".
 PLACE = "slime.utils.dp_schedule:build_dp_schedule"
-# The cost that `install` was given; None means slime's FLOPs.
+# Argument of `install` (a list, so that it can be changed); None means slime's FLOPs.
 _costs: list[Cost | None] = [None]
 
 
 class TooFewRollouts(UserError, AssertionError):
-    """A step that cannot be filled.
+    """There are fewer rollouts than one step needs.
 
-    It is an AssertionError as well, because slime raises that and its callers expect it.
+    It is also an AssertionError, because slime raises that error in this case.
     """
 
 
 def install(*, cost: Cost | None = None) -> None:
-    """Make slime schedule by wlb.
+    """Replace slime's `build_dp_schedule` by wlb's in this process.
 
     Args:
-        cost: Prices of samples. By default slime's FLOPs of the model that it trains.
+        cost: Predicts the time of a sample from its length. None means the FLOPs that slime counts
+            for the model that it trains.
     """
     _costs[:] = [cost]
     _swap.install()
 
 
 def uninstall() -> None:
-    """Restore slime's function."""
+    """Restore slime's `build_dp_schedule`."""
     _swap.uninstall()
 
 
@@ -58,20 +60,22 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> Schedule:
-    """Replace slime's function of this name, with the same arguments and result.
+    """Divide the samples of all steps over ranks and micro-batches with balanced work.
 
-    Without args.use_dynamic_batch_size, slime's function is called.
+    Arguments and result are those of slime's function of this name. If args.use_dynamic_batch_size
+    is False, slime's own function is called.
 
     Args:
         args: slime's arguments.
         train_parallel_config: Sizes of slime's parallel groups.
         total_lengths: Tokens of each sample.
-        global_batch_size: Rollouts of a step.
-        rollout_indices: The rollout of each sample.
+        global_batch_size: Number of rollouts of a step.
+        rollout_indices: For each sample, the number of the rollout to which it belongs.
 
     Returns:
-        The samples of each rank, its micro-batches as positions in them, the number of
-        micro-batches of each step, and the rollouts of each step.
+        Four lists: the samples of each rank; the micro-batches of each rank, as positions in its
+        list of samples; the number of micro-batches of each step; the number of rollouts of each
+        step.
 
     Raises:
         UserError: There are fewer rollouts than a step needs, or fewer samples than micro-batches.
@@ -111,7 +115,12 @@ def build_dp_schedule(
 
 
 def _steps(rollout_indices: list[int], size: int) -> Any:
-    """Return the step of each sample; -1 for the last rollouts, which do not fill a step."""
+    """Return the step in which each sample is trained; -1 if its rollout does not fill a step.
+
+    Args:
+        rollout_indices: For each sample, the number of its rollout.
+        size: Number of rollouts of a step.
+    """
     rollout = labels("rollout_indices", rollout_indices, len(rollout_indices))
     num = (int(rollout.max()) + 1) // size if rollout.size else 0
     if num < 1:
@@ -124,7 +133,7 @@ def _steps(rollout_indices: list[int], size: int) -> Any:
 
 
 def _flops(args: Any) -> Any:
-    """Return slime's FLOP count as a cost; it knows the model, with its experts and attention."""
+    """Return a function that maps lengths of samples to the forward FLOPs that slime counts."""
     count = importlib.import_module("slime.utils.flops_utils").calculate_fwd_flops
     return lambda lengths: np.array([count([n], args) for n in lengths.tolist()], np.float64)
 

@@ -1,4 +1,4 @@
-"""Replace functions of another library wherever it has imported them, and restore them."""
+"""Replace functions of another library in all of its modules, and restore them."""
 
 import importlib
 import sys
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Swap:
-    """Replacements in the modules of one package, made by `install` and undone by `uninstall`.
+    """Functions of a library and their replacements; `install` replaces and `uninstall` restores.
 
     Args:
         package: Import name of the library.
-        functions: The replacements by the "module:name" of the function that each replaces. A
-            module that cannot be imported in this process is skipped, such as a trainer in a worker
-            process.
+        functions: For each function to replace, as "module:name", its replacement. Functions of
+            modules that cannot be imported in this process are skipped, for example a trainer in a
+            worker process.
     """
 
     def __init__(self, package: str, functions: dict[str, Callable[..., Any]]) -> None:
         self.package, self.functions = package, functions
-        self.theirs: dict[str, Any] = {}  # the replaced functions, by "module:name"
+        self.theirs: dict[str, Any] = {}  # the library's original functions, by "module:name"
 
     def install(self) -> None:
         """Replace the functions; a second call changes nothing."""
@@ -39,7 +39,7 @@ class Swap:
         self.theirs.clear()
 
     def _everywhere(self, old: Any, new: Any) -> None:
-        """Replace `old` under every name that a loaded module of the package has for it."""
+        """Replace `old` by `new` in all loaded modules of the package, under every name."""
         for module_name, module in list(sys.modules.items()):
             if module_name == self.package or module_name.startswith(f"{self.package}."):
                 for name, value in list(vars(module).items()):

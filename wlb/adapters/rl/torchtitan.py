@@ -1,4 +1,4 @@
-"""A batcher for torchtitan 0.3's RL experiment whose rows are balanced over ranks.
+"""A batcher for torchtitan 0.3's RL experiment that balances work over ranks.
 
 In the controller's configuration, write `BalancedBatcher.Config` in place of `Batcher.Config`.
 """
@@ -18,19 +18,19 @@ from wlb.planner import LLAMA2_7B
 
 @dataclass(kw_only=True, slots=True)
 class BalancedBatcherConfig(Batcher.Config):
-    """Copy of Batcher.Config, because torchtitan lets each Config class build only one class."""
+    """Batcher.Config for `BalancedBatcher`; torchtitan requires a Config class for each batcher."""
 
 
 class BalancedBatcher(Batcher):
-    """torchtitan's Batcher with the samples of each row chosen by work.
+    """torchtitan's Batcher, changed to choose the samples of each packed row by their work.
 
-    torchtitan assigns rows to micro-batches and ranks in turn. So the rows are returned in that
-    order, and the rows of one micro-batch take nearly equal time on every rank. Fewer samples than
-    rows are a UserError, because some ranks would get only padding; lower local_batch_size then.
+    All rows of one micro-batch take nearly equal time on every rank. If there are fewer samples
+    than rows, UserError is raised, because some ranks would get only padding; lower
+    local_batch_size in this case.
     """
 
     Config = BalancedBatcherConfig
-    cost: Cost = LLAMA2_7B  # prices of samples, as for `balance_step`
+    cost: Cost = LLAMA2_7B  # predicts the time of a sample, see `balance_step`
 
     def _assign_training_samples_to_rows(self, training_samples: list[Any]) -> list[list[Any]]:
         rows = self.local_batch_size
@@ -41,7 +41,8 @@ class BalancedBatcher(Batcher):
             cost=self.cost,
         )
         num = int(step.num_micro_batches[0])
-        # torchtitan gives row i of micro-batch m on rank r the place (i * num + m) * dp + r.
+        # torchtitan takes row i of micro-batch m on rank r from place (i * num + m) * dp + r of the
+        # list, so return the rows in this order.
         return [
             [training_samples[s] for s in step.samples(0, rank * rows + row, m)]
             for row in range(rows)

@@ -1,8 +1,8 @@
-"""TRL's GRPO with completions sliced by length, so that slices are balanced and lose padding.
+"""TRL's GRPO with completions of similar length in each micro-batch, which saves padding.
 
     trainer = balanced_grpo(GRPOTrainer)(...)
 
-A slice is TRL's micro-batch: the completions that one forward and backward pass computes.
+In this file, a slice is a micro-batch: the completions that one forward and backward pass computes.
 """
 
 import importlib
@@ -23,25 +23,25 @@ GRPO = "trl.trainer.grpo_trainer"
 COMPLETION = ("completion_ids", "completion_mask")
 PROMPT = ("prompt_ids", "prompt_mask")
 BOTH = ("token_type_ids", "mm_token_type_ids")
-"""Tensors of a slice with a column for each token of the prompt, then of the completion."""
+"""Tensors of a slice with one column per prompt token, followed by one per completion token."""
 BY_TOKEN = (
     "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask",
     "importance_sampling_ratio", "advantages",
 )  # fmt: skip
-"""Tensors of a slice that may have a column for each token of the completion."""
+"""Tensors of a slice that may have one column per completion token."""
 
 
 class BalancedCompletions:
     """Mixin that balances the slices of TRL's GRPOTrainer; see `balanced_grpo`.
 
-    Put it before the trainer. TRL shuffles the completions of a rank, slices them, and computes
-    every slice at the padded length of all of them. Here, all optimiser steps get completions of
-    similar lengths. The slices of a step go from long to short, on every rank at the same time, and
-    columns that are all padding are removed.
+    Put it before the trainer in a class definition. TRL shuffles the completions of a rank, divides
+    them into slices, and pads all slices to the same length. With this mixin, all optimiser steps
+    have nearly the same mix of lengths. Within a step, every rank computes its slices from long to
+    short, so ranks take nearly equal time. Columns that are only padding are removed.
 
-    Every slice still has per_device_train_batch_size completions. So losses that divide by
-    completions, by a constant or by the step's tokens keep their values. Settings that look at the
-    tokens of a slice are a UserError.
+    Every slice still has per_device_train_batch_size completions. So losses that divide by the
+    number of completions, by a constant or by the tokens of the step keep their values. Settings
+    whose result depends on the tokens of a slice raise UserError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,9 +73,9 @@ def balanced_grpo(trainer: type[Any]) -> type[Any]:
 
 
 def _check_slices(trainer: Any) -> None:
-    """Raise UserError for settings whose result depends on how completions are sliced."""
+    """Raise UserError for settings whose result depends on which completions share a slice."""
     args = trainer.args
-    # GRPOConfig refuses these too, but does not see those that `accelerate launch` sets.
+    # GRPOConfig checks these as well, but not if `accelerate launch` sets them.
     for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
         if size > 1:
             raise UserError(
@@ -90,7 +90,7 @@ def _check_slices(trainer: Any) -> None:
             "of the other"
         )
     if min(generated, accumulated) == 1:
-        # Each step has one slice of a generation, so there are no long and short slices to compare.
+        # Each step has only one slice of a generation, so no slices of a step differ in length.
         return
     one_slice = "or set gradient_accumulation_steps = 1"
     if args.loss_type == "bnpo":
@@ -114,11 +114,13 @@ def _check_slices(trainer: Any) -> None:
 
 
 def by_length(lengths: IntLike, *, steps: int) -> IntArray:
-    """Return an order of completions: steps of equal lengths, and long before short in each step.
+    """Return the indices of completions in the order in which they are trained.
+
+    All steps get nearly equal sums of tokens. Within a step, long completions come first.
 
     Args:
         lengths: Tokens of each completion.
-        steps: Optimiser steps. The number of completions must be a multiple of it, else UserError.
+        steps: Number of optimiser steps. The number of completions must be a multiple of it.
     """
     tokens = np.asarray(lengths, np.int64)
     if tokens.size % steps:
@@ -131,18 +133,21 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a slice without the columns that are padding in all of its rows.
+    """Remove the columns of a slice that are padding in all of its rows.
 
     Prompts are padded at the beginning, completions at the end.
+
+    Args:
+        inputs: Tensors of the slice by name, as TRL makes them.
     """
     out: dict[str, Any] = dict(inputs)
     prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
     first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))
     used = max(1, int(out["completion_mask"].sum(1).max()))
-    # Keep the tokens of images even in a completion whose mask is all 0 because it was truncated.
+    # A truncated completion may have a mask of zeros. Keep the columns of its image tokens.
     for kinds in (out[name][:, prompt:] for name in BOTH if out.get(name) is not None):
         used = max([used, *(kinds.any(0).nonzero().flatten() + 1).tolist()])
-    # Name of a tensor -> the columns that it has, and the part of them to keep.
+    # For each tensor by name: its number of columns, and which of them to keep.
     kept = dict.fromkeys((*COMPLETION, *BY_TOKEN), (width, slice(0, used)))
     kept |= dict.fromkeys(PROMPT, (prompt, slice(first, None)))
     kept |= dict.fromkeys(BOTH, (prompt + width, slice(first, prompt + used)))
@@ -154,7 +159,7 @@ def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reordered(value: Any, order: IntArray) -> Any:
-    """Return a tensor or list in a new order of completions; other values as they are."""
+    """Return a tensor or list with its entries in the given order; other values are unchanged."""
     if isinstance(value, Tensor):
         return value[order] if value.ndim else value
     return [value[i] for i in order.tolist()] if isinstance(value, list) else value

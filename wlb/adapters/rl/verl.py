@@ -1,10 +1,11 @@
-"""Balanced ranks, mini-batches and micro-batches for verl 0.9, by one call before training.
+"""Balance ranks, mini-batches and micro-batches in verl 0.9, by one call before training.
 
     import wlb.adapters.rl.verl
     wlb.adapters.rl.verl.install()
 
-The call replaces `get_seqlen_balanced_partitions` and `rearrange_micro_batches` wherever verl has
-imported them, and the V1 trainer's `_balance_batch`. Make it in every process, workers included.
+The call replaces verl's functions `get_seqlen_balanced_partitions` and `rearrange_micro_batches` in
+all of its modules, and the method `_balance_batch` of its V1 trainer. Call it in every process,
+also in workers.
 """
 
 import contextlib
@@ -27,21 +28,21 @@ from wlb.plan import UserError
 BALANCING = "verl.utils.seqlen_balancing"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 BY_WIDTH = "seq-mean-token-sum-norm"
-"""The loss_agg_mode of verl that divides by the width of a micro-batch."""
-# The cost that `install` was given.
+"""Value of verl's loss_agg_mode with which a loss is divided by the width of its micro-batch."""
+# Argument of `install` (a list, so that it can be changed).
 _costs: list[Cost] = ["verl"]
-# Mini-batches of a step while `_balance_batch` runs; empty elsewhere.
+# Number of mini-batches of a step while verl's `_balance_batch` runs; empty otherwise.
 _mini_batches: list[int] = []
 
 
 def install(*, cost: Cost = "verl") -> None:
-    """Make verl balance by wlb in this process, until `uninstall`.
+    """Replace verl's functions for balancing by wlb's in this process.
 
     A second call only changes the cost.
 
     Args:
-        cost: Price of a sample by its tokens, for `rearrange_micro_batches`. Where verl divides
-            samples over ranks, it passes prices itself.
+        cost: Predicts the time of a sample from its length, to divide a rank's samples into
+            micro-batches. For dividing samples over ranks, verl computes the costs itself.
     """
     _costs[:] = [cost]
     _swap.install()
@@ -51,7 +52,7 @@ def install(*, cost: Cost = "verl") -> None:
 
 
 def uninstall() -> None:
-    """Restore verl's functions."""
+    """Restore verl's own functions."""
     _swap.uninstall()
     for owner in _trainers():
         owner._balance_batch = getattr(owner._balance_batch, "theirs", owner._balance_batch)
@@ -76,18 +77,18 @@ def _balances(owner: type[Any]) -> bool:
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Replace verl's function of this name: divide values into k lists with nearly equal sums.
+    """Divide values into k lists with nearly equal sums; replaces verl's function of this name.
 
-    Within `_balance_batch`, a list is in the order in which its rank later cuts it into
-    mini-batches. Elsewhere it is ascending.
+    If `_balance_batch` calls it, each list is in the order in which the rank later divides it into
+    mini-batches. Otherwise each list is ascending.
 
     Args:
-        seqlen_list: The values.
+        seqlen_list: The values, such as costs of samples.
         k_partitions: Number of lists.
         equal_size: Whether all lists must be equally long.
 
     Returns:
-        Indices into `seqlen_list` for each list.
+        For each list, the indices of its values in `seqlen_list`.
 
     Raises:
         UserError: There are fewer values than lists.
@@ -122,18 +123,19 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """Replace verl's function of this name: cut a rank's batch into balanced micro-batches.
+    """Divide a rank's batch into balanced micro-batches; replaces verl's function of this name.
 
     Args:
         batch: The rank's samples.
         max_token_len: Most tokens of a micro-batch.
-        dp_group: Group over which the m-th micro-batches of all ranks are balanced.
-        num_batches_divided_by: The number of micro-batches is a multiple of this.
+        dp_group: Data-parallel group. The m-th micro-batches of all its ranks take nearly equal
+            time.
+        num_batches_divided_by: The number of micro-batches must be a multiple of this.
         same_micro_num_in_dp: Whether all ranks of the group get equally many micro-batches.
         min_num_micro_batch: Fewest micro-batches.
-        use_dynamic_bsz_balance: Put light micro-batches first and last, which suits pipelines;
-            otherwise the heaviest come first.
-        force_group_size: Consecutive samples that stay together.
+        use_dynamic_bsz_balance: Whether micro-batches with little work come first and last, which
+            shortens pipeline bubbles; otherwise those with most work come first.
+        force_group_size: Number of consecutive samples that stay in one micro-batch.
 
     Returns:
         The micro-batches, and for each of them the indices of its samples in `batch`.
@@ -160,23 +162,23 @@ def rearrange_micro_batches(
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Return the tokens of each sample, of nested or of padded tensors."""
+    """Return the length of each sample of a batch of nested or padded tensors."""
     ids = batch["input_ids"]
     found = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     return found.tolist()
 
 
 def balance_batch(theirs: Any) -> Any:
-    """Return verl's V1 `_balance_batch`, changed to balance the actor's mini-batches as well.
+    """Wrap the V1 trainer's `_balance_batch` so that it also balances the actor's mini-batches.
 
-    Ranks cut their samples into mini-batches in order, so the samples are returned in that order.
-    Leave `actor.shuffle` off, which would undo it.
+    Each rank later divides its samples into mini-batches in order, so the wrapped method arranges
+    the samples in that order. `actor.shuffle` must be off, because it would change the order.
 
-    The returned method raises UserError for a loss that depends on how a step is cut, which is
-    "seq-mean-token-sum-norm" without `actor.loss_scale_factor`.
+    The wrapped method raises UserError for the loss "seq-mean-token-sum-norm" without
+    `actor.loss_scale_factor`, because its value depends on which samples share a micro-batch.
 
     Args:
-        theirs: verl's method.
+        theirs: verl's `_balance_batch`.
     """
 
     @functools.wraps(theirs)
@@ -192,7 +194,7 @@ def balance_batch(theirs: Any) -> Any:
 
 
 def _check_loss(actor: Any) -> None:
-    """Raise UserError for a loss that depends on how a step is cut."""
+    """Raise UserError for a loss whose value depends on which samples share a micro-batch."""
     mode, factor = (getattr(actor, k, None) for k in ("loss_agg_mode", "loss_scale_factor"))
     if mode == BY_WIDTH and factor is None:
         raise UserError(
@@ -203,7 +205,7 @@ def _check_loss(actor: Any) -> None:
 
 @contextlib.contextmanager
 def _in_mini_batches(num: int) -> Iterator[None]:
-    """Let `get_seqlen_balanced_partitions` balance `num` mini-batches in this context."""
+    """Within this context, `get_seqlen_balanced_partitions` also balances `num` mini-batches."""
     _mini_batches.append(num)
     try:
         yield
