@@ -450,7 +450,7 @@ def test_a_piece_that_no_step_can_take_is_refused_not_flushed_for_ever() -> None
         pack.push(None, waiting_for("bounded", [150], [0], 0))
     options = PackerOptions(num_micro_batches=2, context_window=100, cost=COST)
     literal = VarLenPacker(options=options, s_max=101, queue_thresholds=(), literal=True)
-    with pytest.raises(ValueError, match="longer than s_max = 100"):
+    with pytest.raises(ValueError, match="at most s_max = 100"):
         literal.push(None, waiting_for("var_len", [101], [0], 0))
 
 

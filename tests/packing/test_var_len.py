@@ -213,7 +213,7 @@ def test_a_negative_cost_is_refused() -> None:
 
     options = PackerOptions(num_micro_batches=1, context_window=8, cost=Broken())
     pack = VarLenPacker(options=options, s_max=8, queue_thresholds=())
-    with pytest.raises(ValueError, match="must be at least 0"):
+    with pytest.raises(ValueError, match="must be finite, at least 0"):
         pack.push(batch(0, [3]), pack.start())
 
 

@@ -257,7 +257,7 @@ def test_a_baseline_that_was_off_starts_where_the_run_is() -> None:
         ({"dp": 0}, "dp = 0 must be at least 1"),
         ({"dp": 3}, "num_micro_batches = 4 must be a multiple of dp = 3"),
         ({"cp": 0}, "cp = 0"),
-        ({"strategy": "ring"}, "unknown sharding strategy 'ring'"),
+        ({"strategy": "ring"}, "strategy = 'ring' is unknown"),
     ],
 )
 def test_a_planner_that_cannot_work_is_refused(change: dict, message: str) -> None:

@@ -165,7 +165,7 @@ def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
     if (i := first_true(~(raw >= 0) | ~(raw < MOST_WORK))) is not None:
         raise UserError(
             f"the cost of {pieces[i]} is {raw[i]} ns, but costs must be finite, at least 0 and "
-            f"below {MOST_WORK} ns; correct the cost model"
+            f"below {MOST_WORK:.3g} ns; correct the cost model"
         )
     return int_array("cost_ns", raw)
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
 @pytest.mark.parametrize(
     ("name", "key", "said"),
     [
-        ("planner.json", "carry", "contradicts itself: the corpus gave"),
+        ("planner.json", "carry", "contradicts itself: .* tokens were read"),
         ("run.json", "step", "its weights have 60 updates, but its planner state has only 6 steps"),
         (
             "planner.json",
@@ -183,7 +183,7 @@ def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
             "policy",
             "describes the planner state as .*'policy': 'var_len'.* is .*'policy': 'original'",
         ),
-        ("planner.json", "exhausted", "contradicts itself: exhausted = true"),
+        ("planner.json", "exhausted", "contradicts itself: .*exhausted = true"),
         ("planner.json", "surplus", "contradicts itself: the state of the corpus has surplus"),
         ("planner.json", "arrival", "contradicts itself: .* must have arrived in a step from 0 to"),
         ("planner.json", "more", "has the key 'more', which wlb does not write there"),
