@@ -19,7 +19,7 @@ from wlb.plan import IntArray
 def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntArray | None:
     """Assign bins to ranks, and move units, so that each rank has a permitted number of samples.
 
-    A bin is one rank's micro-batch. The arguments leave open to which rank each bin belongs.
+    A bin is one rank's micro-batch. The bins of `bin_of` do not belong to ranks yet.
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.

@@ -47,8 +47,8 @@ class SharedBins:
     """The units of each bin, which `redistribute` changes in place.
 
     Units are sorted by descending work. The index `num_units` stands for "no unit": bins with fewer
-    units than others are filled up with it, and the last entry of the first three arrays, for this
-    index, is 0. Values are integers in float64.
+    units than others are filled up with it. The first three arrays have a last entry of 0 for this
+    index. Values are integers in float64.
     """
 
     work: FloatArray  # work of each unit, shape [num_units + 1]

@@ -71,7 +71,8 @@ class Units:
     def padded(self) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return work, tokens and samples, each with a 0 appended.
 
-        `SharedBins` fills up bins with an index that stands for no unit. The 0 is the value at this index.
+        `SharedBins` fills up bins with an index that stands for no unit. The 0 is the value at this
+        index.
         """
         work, tokens, samples = (np.append(x, 0.0) for x in (self.work, self.tokens, self.samples))
         return work, tokens, samples

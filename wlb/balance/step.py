@@ -63,10 +63,10 @@ def balance_step(
             for an array of their lengths.
         passes: "train" balances forward and backward, "forward" only forward passes, such as the
             computation of log-probabilities. Only workload models distinguish them.
-        mini_batches: Number of mini-batches (optimiser steps). The mini-batch of each sample is
-            then chosen such that all have equal work and similar lengths. Or a label for each
-            sample. Samples with equal labels form a mini-batch, and mini-batches come in ascending
-            order of labels.
+        mini_batches: Number of mini-batches (optimiser steps), or a label for each sample. With a
+            number, the mini-batch of each sample is chosen such that all mini-batches have equal
+            work and similar lengths. With labels, samples with equal labels form a mini-batch, and
+            mini-batches come in ascending order of labels.
         equal_counts: Whether all ranks get equally many samples of a mini-batch.
         count_slack: With `equal_counts`, a rank may have this many samples more or less.
         groups: A label for each sample. Samples with equal labels form a group, and stay in one

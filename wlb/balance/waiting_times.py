@@ -74,7 +74,7 @@ class Slots:
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set the target of each bin to the work that the bins at the same time should have."""
+        """Set each bin's target: the work that all bins that run at the same time should have."""
         order = np.argsort(-loads, kind="stable")
         slots = order.reshape(-1, self.num_ranks)
         self.target = np.empty(loads.size)
@@ -108,7 +108,7 @@ class RankSlots:
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set the target of each bin to the work that the bins at the same time should have."""
+        """Set each bin's target: the work that all bins that run at the same time should have."""
         by_rank = loads.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         order = np.argsort(-by_rank, 1, kind="stable") + np.arange(self.num_ranks)[:, None] * num
@@ -164,7 +164,9 @@ class RankTotals:
 
 
 def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
-    """Return how much work the bins that run at the same time (a slot) should have, [num_slots].
+    """Return how much work each bin of a slot should have, shape [num_slots].
+
+    A slot is the set of bins that run at the same time.
 
     Args:
         bins: The bins, with their units.

@@ -678,9 +678,9 @@ def _skewed(
 ) -> FloatArray:
     """Return a lower bound on the cost of lost time, for a price range with two different ends.
 
-    No packing may be balanced at both ends. Suppose that the k outliers with most work have a
-    micro-batch each. If few ordinary documents are added to these micro-batches, they are the
-    slowest ones when attention is expensive. If many are added, they are the slowest ones when
+    It may be that no packing is balanced at both ends. Suppose that the k outliers with most work
+    have a micro-batch each. If few ordinary documents are added to these micro-batches, they are
+    the slowest ones when attention is expensive. If many are added, they are the slowest ones when
     attention is cheap. The function tries three amounts of ordinary documents: none, and those with
     which these k micro-batches have the mean work at one end of the range. It takes the amount with
     the lowest cost.
@@ -788,8 +788,8 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
     loads = loads.T
     # (b) Choose ordinary documents until the step has T tokens or all of them are chosen. They are
     # sorted by descending work; choose consecutive ones. They need enough work to raise the mean
-    # micro-batch to the slowest one, but otherwise as little as possible, because light documents
-    # can be spread more evenly than heavy ones.
+    # work of a micro-batch to that of the slowest one, but otherwise as little as possible, because
+    # light documents can be spread more evenly than heavy ones.
     forced = waiting.ordinary_forced[:, 0]
     room = limits.step_tokens - int(length.sum()) - int(forced[0])
     missing = int(loads[1].max()) * num - int(loads[1].sum()) - int(forced[1])
@@ -847,21 +847,22 @@ def water_filled(
              |XXXX|XXXX|XXXX|~~~~|      ~: fluid
 
     If the level is x, micro-batch j takes min over prices p of (x - base[p, j]) * slope[p] tokens,
-    and at most its free tokens. base is its load before, and slope is the number of tokens that
-    raise a load by 1. These functions of x are piecewise linear. The function visits the levels at
-    which one of them changes its slope, in ascending order, until all tokens are placed. This takes
-    O(N log N).
+    and at most its free tokens. Here base is the load without the fluid, and slope is the number of
+    tokens that raise a load by 1. These numbers of tokens are piecewise linear in x. The function
+    visits the levels at which one of them changes its slope, in ascending order, until all tokens
+    are placed. This takes O(N log N).
 
     Args:
-        loads: Work of each micro-batch before in ns, at one price or two, shape [num_ends, N].
-        sizes: Tokens of each micro-batch before, shape [N].
+        loads: Work of each micro-batch without the fluid in ns, at one price or two, shape
+            [num_ends, N].
+        sizes: Tokens of each micro-batch without the fluid, shape [N].
         tokens: Tokens of the fluid.
         work: Work of the fluid at each price in ns, shape [num_ends].
         s_max: Most tokens of a micro-batch.
 
     Returns:
-        Work of each micro-batch afterwards in ns, at each price, shape [num_ends, N]. None if the
-        fluid does not fit into micro-batches of `s_max` tokens.
+        Work of each micro-batch with the fluid in ns, at each price, shape [num_ends, N]. None if
+        the fluid does not fit into micro-batches of `s_max` tokens.
     """
     room = s_max - sizes
     if int(room.sum()) < tokens:

@@ -223,7 +223,7 @@ def least_loaded(
 def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """List possible placements of equal documents into bins, by ascending load of the bin before.
+    """List the possible placements of equal documents, by ascending load of the bin before each.
 
     Args:
         begin: Loads of the bins at each price, shape [num_bins] each.

@@ -69,8 +69,8 @@ def _least_rows_of(reach: FloatArray, length: int) -> int:
 def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[float, float]:
     """Return the least time of a micro-batch's attention and exchange of keys, in ns.
 
-    The time is for forward and backward together. Of the exchange it includes the time that ranks
-    wait for it.
+    The time is for forward and backward together. It includes only that part of the exchange for
+    which ranks wait.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
@@ -133,7 +133,7 @@ def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float,
 
 
 class _LeastWaits:
-    """Predicts the least time that ranks wait for transfers, if computation hides all it can."""
+    """Predicts how long ranks wait for transfers if computation hides as much as possible."""
 
     def __init__(self, num_tokens: int, cp: int, cost: HiddenExchange) -> None:
         self.num_tokens, self.cp, self.cost = num_tokens, cp, cost

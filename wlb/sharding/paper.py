@@ -300,7 +300,7 @@ def _with_waits(
 
     Returns:
         Time of the slowest rank in ns, forward plus backward, and the number of rows that are
-        transferred, which breaks ties. It is 0 for an all-gather.
+        transferred, which breaks ties. This number is 0 for an all-gather.
     """
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)

@@ -83,7 +83,7 @@ class IlpOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpReport:
-    """How good a packing is that the solver made of the documents of W global batches."""
+    """The quality of a packing that the solver made of W global batches."""
 
     solver: Solver  # the solver that was used
     # How the solver ended: "optimal" (within gap_limit, with short documents as a fluid),
