@@ -28,8 +28,8 @@ from wlb.plan import FloatArray, IntArray, IntLike, UserError
 from wlb.plan.read_file import Fields, read_object
 
 RATIO = (
-    "state a ratio instead, such as cost=24576: the tokens of a document at which attention costs "
-    "what everything else does"
+    "give as cost, instead of the file, the length in tokens of a document at which attention "
+    "costs as much as everything else, such as cost=24576"
 )
 """End of error messages about a model that cannot be counted: what the user can do instead."""
 FLOPS_PER_BYTE = 900.0
@@ -110,7 +110,8 @@ class CountedWorkload(FlopsWorkload):
     """The workload of a counted model's mean layer, in which one ns stands for one FLOP.
 
     Only ratios of times matter. `quadratic_ns` prices layers in which a query sees all keys before
-    it. In layers with a window or chunks W_a grows linearly once a document is longer than those.
+    it. In layers with a window or chunks, W_a grows linearly once a document is longer than the
+    window or chunk.
     """
 
     # Costs of a query-key pair in the mean layer, one entry for each size of window or chunk.
@@ -209,8 +210,8 @@ def workload_of_model(
             costs nothing here.
     """
     n = model.layers
-    # The workload states attention's time of both passes in forward FLOPs. So the price of a
-    # summary is scaled by forward's share of both passes too.
+    # This workload states the time of both passes of attention in forward FLOPs. A byte takes
+    # `flops_per_byte` FLOPs of both passes, so its price is multiplied by forward's share of them.
     share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
     full = sum(p.flops for p in model.pairs if not p.window)
     return CountedWorkload(

@@ -74,7 +74,7 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
         in schedule.message
     )
     assert (
-        "ranks of 4096 rows exceed the window"
+        "CP ranks need at least 4096 rows each"
         in by_reason["cp is too large for the window"].message
     )
 
@@ -130,7 +130,7 @@ def test_restrictions() -> None:
         match="cp = 3 must be a divisor of the number of devices, 8; choose from 1, 2, 4",
     ):
         layouts_of(spec_of(), gpus=8, choices=LayoutChoices(cp=(3,)))
-    with pytest.raises(ValueError, match="no layout of 8 devices is within the restrictions"):
+    with pytest.raises(ValueError, match="no layout of 8 devices satisfies all restrictions"):
         layouts_of(spec_of(), gpus=8, choices=LayoutChoices(tp=(4,), cp=(4,)))
     with pytest.raises(ValueError, match=r"no layout of 32 devices is possible: tp .* \(\d+\)"):
         layouts_of(spec_of(), gpus=32, choices=LayoutChoices(tp=(16,)))
@@ -175,7 +175,7 @@ def test_less_memory_brings_recompute_and_then_nothing() -> None:
     tight = needs[Recompute.NONE] * 1.01  # a window fits, packing has no room: all ways are tried
     assert ways(tight) == [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
     with pytest.raises(
-        ValueError, match=r"closest is tp 1 cp 1 .* pipeline rank \d \(stages \d\) "
+        ValueError, match=r"lacks least is tp 1 cp 1 .* pipeline rank \d \(stages \d\) "
     ):
         ways(0.5)
 

@@ -190,7 +190,10 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
             continue
         divided = _expert_degrees(shaped, choices)
         if not divided:
-            message = f"{parallel.expert_ranks} ranks have experts; ep is one of {choices.ep}"
+            message = (
+                f"ep must divide the {parallel.expert_ranks} ranks of a stage, but only the values "
+                f"{choices.ep} are allowed"
+            )
             out.refuse("ep does not divide the ranks of a stage", shaped, message)
         for piped in _pipelines(shaped, choices):
             try:
@@ -288,7 +291,10 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
             out.refuse(reason, spec, str(error))
             return True
     if spec.parallel.cp * spec.row_multiple > spec.data.context_window:
-        message = f"{spec.parallel.cp} ranks of {spec.row_multiple} rows exceed the window"
+        message = (
+            f"{spec.parallel.cp} CP ranks need at least {spec.row_multiple} rows each, which is "
+            f"more than data.context_window = {spec.data.context_window}"
+        )
         out.refuse("cp is too large for the window", spec, message)
         return True
     return False
@@ -371,10 +377,11 @@ def _nothing(gpus: int, out: Layouts) -> str:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (
             f"no layout of {gpus} devices fits within the "
-            f"{gpu_budget(closest.spec).explanation}; closest is {closest.message}; use more "
-            f"devices, more ways of recompute or a smaller window"
+            f"{gpu_budget(closest.spec).explanation}. The layout that lacks least is "
+            f"{closest.message}; use more devices, allow more recompute, or lower "
+            f"data.context_window"
         )
     if not out.refusals:
-        return f"no layout of {gpus} devices is within the restrictions; give fewer of them"
+        return f"no layout of {gpus} devices satisfies all restrictions; remove some restrictions"
     listed = "; ".join(f"{r.reason} ({r.count}): {r.message}" for r in out.refusals.values())
     return f"no layout of {gpus} devices is possible: {listed}"

@@ -260,14 +260,14 @@ class Tuner:
         trials = [trial for tuned in known.tuned.values() for trial in tuned.packed]
         if not trials:
             return (
-                "no layout has memory for any of the packing policies; allow fixed or original "
-                "(--policies), or more recompute"
+                "no layout has enough memory for any of the packing policies; add fixed or "
+                "original to --policies, or allow more recompute"
             )
         least = min(trials, key=lambda t: (t.mean_delay, t.name))
         return (
-            f"no setting keeps the mean delay within {self.max_delay_mean:g} steps; the least is "
-            f"{least.mean_delay:.3f} ({least.packing} on {least.layout}); raise --max-delay-mean "
-            f"or try more policies"
+            f"no setting keeps the mean delay of tokens within {self.max_delay_mean:g} steps; the "
+            f"least delay is {least.mean_delay:.3f} steps ({least.packing} on {least.layout}); "
+            f"raise --max-delay-mean, or try more policies"
         )
 
 
