@@ -272,7 +272,7 @@ def _checkpoints(made: Forecast) -> str:
 
 
 def _experts_rows(made: Forecast) -> str:
-    """Describe how long the all-to-alls of experts take in a step, and how long ranks wait."""
+    """Describe how long a step's all-to-alls of experts take, and how long ranks wait for them."""
     spec = made.spec
     num = spec.micro_batches_per_pipeline
     tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
@@ -343,7 +343,7 @@ def _range(ranks: list[int]) -> str:
 
 
 def _memory(spec: RunSpec, budget: Budget) -> Table:
-    """Return the table of the memory that the fullest rank needs and that plans may use.
+    """Return the table of the memory that the fullest rank needs and the memory that plans may use.
 
     `budget` is the memory of a device, and the parts of it that plans may not use.
     """

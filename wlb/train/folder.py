@@ -110,7 +110,7 @@ def _move_older_aside(job: Job, console: Console) -> bool:
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield each path that a run reads, after the configuration key that names it."""
+    """Yield each path that a run reads, as a pair of its configuration key and the path."""
     data = spec.data
     yield "cost.profile", spec.cost.profile
     yield "checkpoint.init_from", spec.checkpoint.init_from

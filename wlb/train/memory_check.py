@@ -62,7 +62,8 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
     """Estimate the memory of the fullest rank, for the largest micro-batches and steps allowed.
 
-    The largest are S_max and T if packing makes micro-batches of different lengths.
+    If packing makes micro-batches of different lengths, the largest micro-batch has S_max tokens,
+    and the largest step has T tokens.
     """
     if not spec.packing.varies_lengths:
         return memory_estimate(spec)

@@ -75,8 +75,8 @@ class StepReducer:
         mesh: This rank's place in the layout, with its process groups.
         strategies: Names of all sharding strategies, the same on all ranks.
         model: The model. If it has experts, their loads are reduced too. If it has layers with a
-            sliding window, these count fewer exchanged rows of keys. None means that it has
-            neither.
+            sliding window, fewer rows of keys are counted as exchanged in these layers. None is
+            treated as a model with neither.
     """
 
     def __init__(

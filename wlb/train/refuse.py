@@ -1,4 +1,4 @@
-"""Refuses a run that cannot work before its ranks start, so that it fails early and in one line.
+"""Checks before ranks start whether a run can work, so that it fails early with a one-line error.
 
 Opening the run's planners reads the lengths of documents and the kernel profile, so it finds errors
 in either. Planning the next step of a resumed run finds out whether its planner state belongs to
@@ -150,7 +150,8 @@ def agree_on_kernel(
         The spec with the attention kernel that all ranks use, and the name of the kernel profile.
 
     Raises:
-        ValueError: If ranks differ, or if one cannot compute or lacks memory. All ranks raise it.
+        ValueError: If ranks differ in these, or if a rank cannot compute the run or lacks memory.
+            All ranks raise it.
     """
     priced, profile, fused, linear, problem = spec, "", False, "", None
     try:

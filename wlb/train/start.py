@@ -325,9 +325,9 @@ def _job(
     """Check that the run can work, print the findings of the checks, and return the job.
 
     The function fills in derived values, compares the estimated memory with the device's, and finds
-    the checkpoint to begin with. It then refuses a run that cannot work, compares disk space, and
-    prints one line for each finding. `probe` calls the checks that use a GPU, in this process or in
-    a child process.
+    the checkpoint with which the run begins. It then refuses a run that cannot work, compares disk
+    space, and prints one line for each finding. `probe` calls the checks that use a GPU, in this
+    process or in a child process.
     """
     console = request.console
     # Fill in the vocabulary size, the data-parallel size and the limits that depend on memory.

@@ -148,8 +148,8 @@ def _store_prefix(spec: RunSpec, folder: Path) -> Path:
 def with_vocabulary(spec: RunSpec) -> RunSpec:
     """Fill in the vocabulary size for a run whose store has not been made yet.
 
-    Unless model.vocab_size is set, it is the size of the BPE vocabulary that would be trained on
-    `data.corpus`.
+    If model.vocab_size is not set, the run gets the size of the BPE vocabulary that would be
+    trained on `data.corpus`.
     """
     size = spec.model.vocab_size or spec.data.bpe_vocab_size
     return replace(spec, model=replace(spec.model, vocab_size=size))
@@ -164,7 +164,7 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
         world_size: Number of ranks.
 
     Raises:
-        UserError: If the store has more entries than the model's vocabulary.
+        UserError: If the store's vocabulary is larger than the model's.
     """
     spec = resolve_dp(spec, world_size)
     store = open_store(stores.train)

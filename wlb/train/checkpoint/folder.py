@@ -192,7 +192,7 @@ def resolve(folder: Path, option: str) -> Path:
         option: The option that names the folder, for the message.
 
     Raises:
-        UserError: If it is neither.
+        UserError: If `folder` is neither of the two.
     """
     if (folder / RUN).is_file():
         return folder

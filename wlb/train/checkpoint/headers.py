@@ -148,7 +148,7 @@ def _starts(
         The indices by the tensor's name.
 
     Raises:
-        UserError: If they are missing or do not fit the tensors' shapes.
+        UserError: If the offsets are missing or do not fit the tensors' shapes.
     """
     if _SHARDING not in about:
         raise UserError(

@@ -116,8 +116,8 @@ class CheckpointReader:
             group: Ranks that load together; None for a single process.
 
         Raises:
-            DamagedCheckpoint: If a dtype differs. Weights of an imported model are converted
-                instead.
+            DamagedCheckpoint: If a tensor has another dtype in the files. Weights of an imported
+                model are converted instead.
         """
         with self._readable():
             known = self._reader.read_metadata().state_dict_metadata

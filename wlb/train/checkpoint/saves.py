@@ -62,7 +62,7 @@ class SaveCheckpoints(Hook):
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Save if it is due, and report a save that has ended."""
+        """Save a checkpoint if one is due, and report a save that has ended."""
         if step.updated and run.is_due(run.spec.checkpoint.interval):
             self._save(run)
         self._report(run, self.saver.poll())
@@ -75,7 +75,7 @@ class SaveCheckpoints(Hook):
     def newest(self, run: RunContext) -> Path | None:
         """Return the newest complete checkpoint, or None. A collective call.
 
-        Rank 0 decides which one it is, because it is the rank that gives checkpoints their names.
+        Rank 0 chooses the checkpoint, because only rank 0 gives checkpoints their final names.
         """
         self.saver.finish_for_reading()
         complete = checkpoint.list_complete(run.job.checkpoints) if run.mesh.rank == 0 else []

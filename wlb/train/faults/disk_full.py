@@ -13,7 +13,7 @@ class FullDisk(RunError):
 
 
 def lack_of_room(error: BaseException | None) -> OSError | None:
-    """Return the OSError of a full disk that `error` is or was caused by; None if there is none."""
+    """Return the first error of `error` and its causes that means a full disk; None without one."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return error

@@ -6,7 +6,7 @@ other is on the file `.lock` in the folder, which names the owner. NFS cannot lo
 only the file is locked. The operating system releases both locks when the process ends.
 
 If the owner's machine has died, a file server keeps the lock for a while. So a job that Slurm
-starts again on another machine waits for it.
+starts again on another machine waits for the lock.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class RunLock:
         If another process has locked it, wait up to `SAME_MACHINE_S` or `OTHER_MACHINE_S`.
 
         Raises:
-            UserError: If another process trains the run; the message names it.
+            UserError: If another process trains the run. The message names that process.
         """
         begin = time.monotonic()
         while self._held is None:
@@ -115,7 +115,7 @@ class RunLock:
             except FileNotFoundError:
                 # The folder was moved aside or removed since it was opened.
                 return False
-            if not self._is_locked(folder, file):
+            if not self._lock_both(folder, file):
                 return False
             # Another process may have replaced the folder or the file before it was locked here.
             if not (is_named(folder, self.directory) and is_named(file, self.path, folder)):
@@ -128,7 +128,7 @@ class RunLock:
         self._held = _Held(folder, file)
         return True
 
-    def _is_locked(self, folder: int, file: int) -> bool:
+    def _lock_both(self, folder: int, file: int) -> bool:
         """Lock the folder and the lock file, as far as the file system supports it.
 
         If it does not support both locks, a message is printed.

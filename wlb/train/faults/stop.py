@@ -129,7 +129,7 @@ class Signals:
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Let signals raise StoppedEarly in this block. A signal that came before counts too.
+        """Let signals raise StoppedEarly in this block. Earlier signals count too.
 
         As soon as the first step begins, signals only set the flag again, even inside the block.
         That is the case after `steps_begin` in this process, or when a local rank that this process
@@ -143,7 +143,7 @@ class Signals:
             self._is_early = False
 
     def steps_begin(self) -> None:
-        """Let signals only set the flag from now on, so that the run ends after a step step."""
+        """Let signals only set the flag from now on, so that the run ends after the step."""
         self._is_early = False
 
     def pass_on(self, file: Path) -> None:
@@ -167,8 +167,8 @@ class Signals:
 def by_hand(run: RunSection) -> Path:
     """Return the path of the stop file that a user can create to end a run.
 
-    It works however the run was started: `touch OUTPUT_DIR/.stop-NAME` ends the run NAME after its
-    current step.
+    The file works however the run was started: `touch OUTPUT_DIR/.stop-NAME` ends the run NAME
+    after its current step.
     """
     return Path(run.output_dir) / f".stop-{run.name}"
 

@@ -243,8 +243,8 @@ def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
 class TimeLeft:
     """Estimates the time until the run's last step.
 
-    The estimate uses the mean time of a step since training was started or resumed, which includes
-    the evaluations and saves between steps.
+    The estimate uses the mean time of a step since training was started or resumed. This mean
+    includes the evaluations and saves between steps.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -453,7 +453,7 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
 
 
 def _overhead(measured: MeasuredShare) -> str:
-    """Describe how long a rank waits for inputs and plans and works on records, per step."""
+    """Describe how long per step a rank waits for inputs and plans, and works on records."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)
     return (

@@ -10,7 +10,7 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 class CountGraphs(Hook):
     """Counts the graphs of decoder layers that torch.compile has compiled on this rank.
 
-    The summary also has the largest number on any rank.
+    The summary also shows the largest number that any rank has compiled.
     """
 
     def __init__(self) -> None:

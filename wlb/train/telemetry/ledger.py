@@ -52,7 +52,7 @@ class Ledger:
 
         Args:
             plan: The step.
-            updated: Whether it changed the weights.
+            updated: Whether the step updated the weights.
         """
         pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
         self._write({"step": plan.step, "updated": updated, **_columns(pieces)})

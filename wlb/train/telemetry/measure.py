@@ -67,11 +67,11 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Return, by micro-batch, for how many tokens experts computed in the measured times.
+    """Return the number of tokens whose expert work is in this rank's times, by micro-batch.
 
-    It is the mean number of tokens of the pipelines that share the EP group, times the load of one
-    rank over the mean rank's load. On a CPU that one is this rank. On CUDA it is the most loaded
-    rank, because the measured times include waits for that rank.
+    It is the mean number of tokens of the pipelines that share the EP group, times the relative
+    load of a rank (its load over the mean rank's). On a CPU, this rank's load is used. On CUDA, the
+    most loaded rank's is used, because the measured times include waits for that rank.
 
     Args:
         step: The executed step.

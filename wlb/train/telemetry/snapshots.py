@@ -39,7 +39,7 @@ class SnapshotMemory(Hook):
         attach(self._out_of_memory)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Write a snapshot if it is due."""
+        """Write a snapshot if one is due after this step."""
         if step.updated and run.steps_done in run.spec.telemetry.snapshot_steps:
             # Writing a snapshot may take longer than its step and does not belong to it.
             with run.wall.phase(Phase.REST):
