@@ -85,7 +85,7 @@ def facts_of(world: World, device: torch.device, problem: str = "") -> Facts:
     Args:
         world: This rank's place among the processes of the launcher.
         device: The device on which this rank would compute.
-        problem: Why it is not the device that the run asks for; "" if it is.
+        problem: Why the run cannot have the device that it asks for; "" if it can.
     """
     return Facts(
         rank=world.rank,
@@ -114,7 +114,7 @@ def _nccl() -> str:
 def gpu_facts(device: torch.device) -> GpuFacts:
     """Collect the facts about a GPU from torch and, if it is installed, from NVML.
 
-    This was tested with stand-ins for torch.cuda and NVML, but not on a GPU.
+    The function was tested with stand-ins for torch.cuda and NVML, but not on a GPU.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     found: dict[str, Any] = {}

@@ -81,7 +81,7 @@ def is_failed(findings: Sequence[Finding]) -> bool:
 
 
 def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Join the findings of all ranks to one finding per check.
+    """Join the findings of all ranks into one finding per check.
 
     The joined finding has the gravest verdict that a rank has for the check, and names the ranks
     and hosts with that verdict.

@@ -59,7 +59,7 @@ def vocabulary_of(store: str, otherwise: int) -> int:
 
     Args:
         store: Prefix of the store; "" for none.
-        otherwise: The size to return if there is no such store, or if the store does not say it.
+        otherwise: The size to return without a store, or if the store does not record its size.
     """
     try:
         return open_store(store).vocab_size or otherwise if store else otherwise

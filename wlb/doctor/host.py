@@ -87,7 +87,7 @@ def cores_of(text: str) -> frozenset[int]:
 def shared_memory(patient: Patient) -> Finding:
     """Check that /dev/shm has enough free space for NCCL's buffers.
 
-    The need is an estimate, which was not tried on a GPU.
+    How much space they need is an estimate, which was not compared with a run on GPUs.
     """
     name = "shared memory"
     try:
@@ -127,8 +127,8 @@ def disk(patient: Patient) -> Finding:
 def memory(patient: Patient) -> Finding:
     """Compare the free memory of this rank's device with the memory that the fullest rank needs.
 
-    On a CPU, the available memory of the machine is divided equally among its ranks. This has not
-    run on a GPU.
+    On a CPU, the available memory of the machine is divided equally among its ranks. This check
+    has not run on a GPU yet.
     """
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)

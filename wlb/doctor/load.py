@@ -21,8 +21,8 @@ LEAST_OF_MEDIAN = 0.9  # a GPU is slow if its speed is below this share of the m
 def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[], None]) -> float:
     """Measure the TFLOP/s of products of square matrices.
 
-    The matrices are in bfloat16 on CUDA and in float32 on a CPU. This code has not
-    run on a GPU yet.
+    The matrices are in bfloat16 on CUDA and in float32 on a CPU. This code has not run on a
+    GPU yet.
 
     Args:
         device: This rank's device.

@@ -64,7 +64,7 @@ class GroupTiming:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that a rank must send in a call over its time: the bus bandwidth of nccl-tests."""
+        """Bytes that a rank must send per second of a call: the bus bandwidth of nccl-tests."""
         return self.size_bytes * self.op.wire_share(len(self.ranks)) / self.seconds
 
 

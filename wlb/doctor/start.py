@@ -235,7 +235,7 @@ def _examined(
         world: This rank's place among the processes of the launcher.
         spec: The run.
         device: This rank's device.
-        problem: Why it is not the device that the run asks for; "" if it is.
+        problem: Why the run cannot have the device that it asks for; "" if it can.
         options: What to measure, and how to show the findings.
         limit: Limits the time of each stage.
         report: Gets this rank's findings and measurements.

@@ -47,8 +47,8 @@ def clock_offset(exchanges: Sequence[Exchange]) -> tuple[float, float]:
 def clock_skew(patient: Patient, now: Callable[[], float] = time.time) -> list[Finding]:
     """Compare the clock of each node with the clock of rank 0. A collective call.
 
-    Rank 0 asks the first rank of each other node for its time. This check has not run between
-    two nodes yet.
+    Rank 0 asks the first rank of each other node for its time. This check has not run between two
+    nodes yet.
 
     Args:
         patient: Inputs of the check.
