@@ -134,7 +134,7 @@ def test_another_global_batch_keeps_tokens(
             ["--gpus", "8", "--tp", "3"],
             "tp = 3 must be a divisor of the number of devices, 8; choose from 1, 2, 4, 8",
         ),
-        (["--gpus", "8", "--tp", "8", "--cp", "8"], "no layout of 8 devices is within"),
+        (["--gpus", "8", "--tp", "8", "--cp", "8"], "no layout of 8 devices satisfies"),
         (["--gpus", "8", "--virtual-stages", "0"], "virtual_stages = 0 must be at least 1"),
         (["--gpus", "8", "--global-batch-tokens", "3000"], "such as 2048"),
         (["--gpus", "8", "--global-batch-tokens", "0"], "must be a multiple of"),
