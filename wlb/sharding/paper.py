@@ -115,10 +115,11 @@ def per_document(
     Rank r takes chunks r and 2 * CP - 1 - r of every document, so ranks get equal tokens and equal
     attention without padding. A short document leaves some chunks empty.
 
-    There are two deviations from the paper. A chunk of a document of d tokens has d // (2 * CP)
-    tokens; the paper's formula for e_i lacks the factor 2. And each of the d mod (2 * CP) left-over
-    tokens makes one chunk a token longer. These tokens go to the ranks in turn, and the next
-    document continues with the next rank, so ranks differ by at most one token.
+    There are two deviations from the paper. The part of a document of d tokens that is divided
+    evenly has 2 * CP * (d // (2 * CP)) tokens; the paper's formula for this part, e_i, lacks the
+    factor 2 * CP. And each of the d mod (2 * CP) left-over tokens makes one chunk a token longer.
+    These tokens go to the ranks in turn, and the next document continues with the next rank, so
+    ranks differ by at most one token.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
