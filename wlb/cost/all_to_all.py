@@ -27,8 +27,8 @@ class LinkBandwidths(NamedTuple):
 
 def link_bandwidths(profile: KernelProfile) -> LinkBandwidths:
     """Return the bandwidths of an all-to-all inside and between nodes."""
-    # An all-gather inside a node uses the node's links. A P2P transfer between nodes uses one
-    # rank's link, as an all-to-all does.
+    # No profile has an all-to-all. Inside a node an all-gather uses the same links. Between nodes a
+    # P2P transfer does, because both use one rank's network link.
     inside = profile.collective(Collective.ALL_GATHER, span_ranks=1)
     between = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1)
     return LinkBandwidths(inside.bytes_per_s, between.bytes_per_s)

@@ -12,7 +12,7 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
-    """Count the values that are read and written to sort one token's rows by expert and back.
+    """Count the values that are read and written to sort one token's rows by expert and undo it.
 
     Rows are sorted by expert before the all-to-all to the experts, and sorted back after the
     all-to-all that returns them.
@@ -25,12 +25,15 @@ def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
-    """Return the ns in which one token's rows travel to its experts in one layer, without latency.
+    """Return the transfer time of one token's rows to its experts in one layer, without latency.
 
     Args:
         model: A model in which all layers have experts.
         parallel: Degrees of parallelism.
         profile: Prices.
+
+    Returns:
+        The time in ns.
     """
     in_node = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
@@ -66,7 +69,7 @@ class RoutedWork:
     defers_weights: bool = False  # whether weight gradients run in a separate pass
 
     def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
-        """Return for how many ns ranks wait for rows, for one token: (forward, backward).
+        """Return how long ranks wait for rows, in ns for one token: (forward, backward).
 
         Args:
             stages: Number of stages in which rows travel to experts and back (`ep.stages`).
@@ -76,12 +79,15 @@ class RoutedWork:
         return self._forward(stages, part), self._backward(stages, part)
 
     def _forward(self, stages: int, part: float) -> float:
-        """Replay forward and return the wait.
+        """Simulate the forward pass, and return the ns for which computation waits for transfers.
 
-        A stage computes when its rows have arrived, and then sends them back. `part` is the time of
-        one stage's all-to-all.
+        The experts compute the rows of a stage when these have arrived, and then send them back.
+
+        Args:
+            stages: Number of stages in which rows travel to experts and back.
+            part: Time of one stage's all-to-all, in ns for one token.
         """
-        # `at` is the time at which the computation so far ends, `link` that of the transfers.
+        # `at` is when the computation so far ends, and `link` is when the transfers so far end.
         at, link = self.shared_forward, stages * part
         for s in range(stages):
             at = max(at, (s + 1) * part) + self.forward / stages
@@ -89,12 +95,16 @@ class RoutedWork:
         return max(at, link) - self.shared_forward - self.forward
 
     def _backward(self, stages: int, part: float) -> float:
-        """Replay backward and return the wait.
+        """Simulate the backward pass, and return the ns for which computation waits for transfers.
 
-        Gradients travel first if nothing or the whole layer is recomputed. Otherwise they travel
-        after the rows that are sent once more. `part` is the time of one stage's all-to-all.
+        Gradients travel first if nothing or the whole layer is recomputed. Otherwise rows are sent
+        once more for recomputation, and gradients travel after them.
+
+        Args:
+            stages: Number of stages in which rows travel to experts and back.
+            part: Time of one stage's all-to-all, in ns for one token.
         """
-        # `at` is the time at which the computation so far ends, `link` that of the transfers.
+        # `at` is when the computation so far ends, and `link` is when the transfers so far end.
         at, link, whole = 0.0, 0.0, stages * part
         gradients_first = not self.is_recomputed or self.before > 0
         arrival = [(s + 1) * part for s in range(stages)]
@@ -107,7 +117,7 @@ class RoutedWork:
             for s in range(stages):
                 at = max(at, link + (s + 1) * part) + self.recomputed / stages
             link += whole
-        # In this case gradients travel after the rows that are sent once more.
+        # The link first carries the rows for recomputation, and then the gradients.
         if not gradients_first:
             arrival = [link + (s + 1) * part for s in range(stages)]
             link += whole
@@ -123,11 +133,11 @@ class RoutedWork:
 def smaller_products_ns(
     model: ModelSpec, stages: int, *, profile: KernelProfile, tflops: float, is_recomputed: bool
 ) -> tuple[float, float]:
-    """Return the ns that experts lose because they compute in stages: (forward, backward).
+    """Return the ns that one layer's experts lose by computing in stages: (forward, backward).
 
-    It is the loss of one micro-batch in one layer. Each stage after the first adds to a matrix
-    product half the time of a wave of tiles, and to each other kernel the shortest time of a
-    kernel. If the profile only has SDPA it is a CPU's, and the result is 0.
+    The loss is that of one micro-batch. Each stage after the first makes every matrix product
+    longer by half the time of a wave of tiles, and adds one more call of every other kernel, priced
+    as the shortest possible kernel. The loss is 0 with a profile of a CPU (one that has only SDPA).
 
     Args:
         model: A model with experts.

@@ -37,7 +37,7 @@ def waits_ns(
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        num_rows: Rows of all ranks with padding, which an all-gather also moves; None: no padding.
+        num_rows: Rows of all ranks, including padding, which an all-gather also moves; None: none.
         overlaps: Whether to apply `cp.overlap_stages` if it is set. Layers with a sliding window
             never overlap attention with the exchange; with several stages they are assumed to wait
             for as many rows as the mean layer.
@@ -66,7 +66,8 @@ def waits_ns(
     sent, resent, returned = cost.transfers_ns(moved, rows, cp=plan.cp)
     hidden = cost.products_ns(rows)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
-    # A layer with a sliding window computes attention in one call, when all keys have arrived.
+    # A layer with a sliding window computes attention in one call when all keys have arrived, so
+    # its attention hides no transfer.
     own = own * (1 - sliding_share)
     forward = np.maximum(0.0, sent - hidden.forward - own[0])
     backward = np.maximum(0.0, returned - hidden.gradients - own[1]) + max(
@@ -78,10 +79,10 @@ def waits_ns(
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Return `waits_ns` for an exchange in several stages.
+    """Return `waits_ns` for an exchange that travels in several stages.
 
-    All ranks get the wait of the slowest rank. Each stage has its own attention call, and the
-    launches of these calls are added. Stages travel one after the other, on one communicator. Rows
+    All ranks get the wait of the slowest rank. Each stage has its own attention call, so the
+    launches of these calls count too. Stages travel one after the other, on one communicator. Rows
     of a later stage may arrive while attention over earlier stages runs. In backward the gradients
     of a stage leave when its attention ends.
     """
@@ -139,8 +140,7 @@ def attention_in_stages_ns(
 
     Returns:
         Forward and backward ns over local keys, [2, cp]; over the keys of each stage, [stages, 2,
-        cp]; and the launches of the calls that several stages make beyond those of one stage,
-        [2, cp].
+        cp]; and of the launches of all stages after the first, [2, cp].
     """
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
@@ -168,10 +168,10 @@ def over_gather_ns(
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        num_rows: Rows of all ranks with padding; None: no padding.
+        num_rows: Rows of all ranks, including padding; None: there is no padding.
 
     Returns:
-        (forward, backward)
+        (forward, backward) in ns, for all layers of a pipeline rank.
     """
     overlaps = isinstance(cost, HiddenExchange) and cost.overlaps
     summaries = summaries_ns(plan, cost)

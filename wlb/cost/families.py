@@ -79,7 +79,7 @@ class MlpWeights(NamedTuple):
 class ConfigFields:
     """The checked fields of a config.json; transformers' defaults replace absent fields.
 
-    A field may also be given, and asked for, by its alternative names.
+    Methods accept a field's usual name and its alternative names, whichever the file has.
     """
 
     def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ MlpOf = Callable[[ConfigFields, int], MlpWeights]
 
 
 def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields], list[Layer]]:
-    """Return a function from a config.json to its layers, made of the three parts of a family.
+    """Return a function that lists the layers of a config.json; it combines three functions.
 
     Args:
         mixer: Returns the costs of attention or recurrence in a layer of a given kind.
@@ -333,15 +333,19 @@ def _without_rope(kind: str) -> Kinds:
 
 
 def _olmo_hybrid_kinds(config: ConfigFields) -> list[str]:
-    """Return "full" for every fourth layer; for the last layer if there are fewer than four."""
+    """Return the kinds of OLMo Hybrid's layers: every fourth is "full", the others are "linear".
+
+    A model of fewer than four layers has full attention in its last layer.
+    """
     kinds = _every("", 4, other="linear")(config)
     return kinds if "full" in kinds else [*kinds[:-1], "full"]
 
 
 def _kimi_kinds(config: ConfigFields) -> list[str]:
-    """Return the kinds of Kimi Linear's layers; its files list full-attention layers from 1.
+    """Return the kinds of Kimi Linear's layers; its config.json counts layers from 1.
 
-    Without such a list, every fourth layer has full attention, as in transformers.
+    If it does not list the full-attention layers, every fourth layer has full attention, as in
+    transformers.
     """
     full = config.nested("linear_attn_config").values.get("full_attn_layers")
     if isinstance(full, list):
@@ -369,7 +373,7 @@ def _glm_indexers(config: ConfigFields) -> list[str]:
 
 
 def _jamba_kinds(config: ConfigFields) -> list[str]:
-    """Return the kinds of Jamba's layers: one layer of each period has full attention."""
+    """Return the kinds of Jamba's layers: one layer of each period is "full", at a given offset."""
     period, offset = (
         config.whole("attn_layer_period"),
         config.whole("attn_layer_offset", at_least=0),
@@ -378,7 +382,7 @@ def _jamba_kinds(config: ConfigFields) -> list[str]:
 
 
 def _at(field: str) -> Kinds:
-    """Return a rule: a field lists the layers with full attention; the others are linear."""
+    """Return a rule: config[field] lists the layers with full attention; the others are linear."""
 
     def kinds(config: ConfigFields) -> list[str]:
         full = config.indices(field)
@@ -394,7 +398,7 @@ def _lfm2_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
-    """Return the kinds of Nemotron-H's layers, which files list by letters or by names."""
+    """Return the kinds of Nemotron-H's layers, which a config.json gives as letters or as names."""
     pattern = config.get("hybrid_override_pattern")
     names = config.names("layers_block_type")
     if names is not None or pattern is None:
@@ -406,7 +410,7 @@ def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
-    """Return the name of each Nemotron-H layer; the letters of older files become names."""
+    """Return the name of each Nemotron-H layer; letters, as in older files, become names."""
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
     if names is None and isinstance(pattern, str):
@@ -422,7 +426,7 @@ def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
 
 
 def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
-    """Return the query-key pairs of softmax attention.
+    """Return the cost of a query-key pair in softmax attention, with the window or chunk.
 
     Args:
         config: The model.
@@ -440,7 +444,7 @@ def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
 
 
 def _heads(config: ConfigFields, kind: str) -> Mixer:
-    """Count grouped-query attention."""
+    """Return the costs of grouped-query attention."""
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
     weights = config.hidden * dim * 2 * (heads + kv)
     # QK^T and PV take one multiply-add each per head dimension.
@@ -448,22 +452,23 @@ def _heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Count grouped-query attention with an output gate for each head and head dimension."""
+    """Return the costs of grouped-query attention whose output has elementwise gates."""
     made = _heads(config, kind)
     gate = config.hidden * config.heads * config.head_dim
     return made._replace(weights=made.weights + gate)
 
 
 def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Count the attention of GPT-2 and GPT-NeoX, which have as many KV heads as query heads."""
+    """Return the costs of GPT-2's and GPT-NeoX's attention: each query head has a KV head."""
     return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
 
 def _latent(config: ConfigFields, kind: str) -> Mixer:
-    """Count multi-head latent attention (DeepSeek-V2, Section 2.1): low-rank queries, keys, values.
+    """Return the costs of multi-head latent attention (DeepSeek-V2, Section 2.1).
 
-    The count is for training, where keys and values are expanded for each head before attention. In
-    layers of kind "sparse" or "reused", attention reads only the keys that an indexer chose.
+    They are the costs of training, in which keys and values are expanded for each head before
+    attention. In layers of kind "sparse" or "reused", attention reads only the keys that an indexer
+    chose.
     """
     hidden, heads = config.hidden, config.heads
     nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)
@@ -489,7 +494,10 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _delta_net(config: ConfigFields) -> Mixer:
-    """Count a gated delta net (Qwen3-Next): Q, K, V, an output gate, two gates per value head."""
+    """Return the costs of a gated delta net (Qwen3-Next).
+
+    It projects to Q, K, V, an output gate, and two gates of each value head.
+    """
     k_heads, v_heads = (
         config.whole(f"linear_num_{x}_heads", config.heads) for x in ("key", "value")
     )
@@ -506,7 +514,10 @@ def _delta_net(config: ConfigFields) -> Mixer:
 
 
 def _kimi_delta(config: ConfigFields) -> Mixer:
-    """Count Kimi delta attention, in which low-rank projections give a gate per key dimension."""
+    """Return the costs of Kimi delta attention, in which each key dimension has a gate.
+
+    The gates come from low-rank projections.
+    """
     given = config.nested("linear_attn_config")
     heads = given.whole("num_heads", config.whole("linear_num_heads"))
     dim = given.whole("head_dim", config.whole("linear_head_dim"))
@@ -519,7 +530,10 @@ def _kimi_delta(config: ConfigFields) -> Mixer:
 
 
 def _lightning(config: ConfigFields) -> Mixer:
-    """Count MiniMax's lightning attention: blocks of tokens, with a state matrix between blocks."""
+    """Return the costs of MiniMax's lightning attention.
+
+    It attends within blocks of tokens, and passes a state matrix from block to block.
+    """
     heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
     width = heads * dim
     flops = heads * (4 * dim * block + 4 * dim * dim)
@@ -527,7 +541,9 @@ def _lightning(config: ConfigFields) -> Mixer:
 
 
 def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
-    """Count Mamba's selective scan: 9 FLOPs for each element of the state, as its authors do.
+    """Return the costs of Mamba's selective scan: 9 FLOPs for each element of the state.
+
+    The authors of Mamba count the same.
 
     Args:
         hidden: Size of a token's vector between layers.
@@ -544,7 +560,9 @@ def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> M
 def _mamba2(
     hidden: int, *, heads: int, dim: int, state: int, groups: int, kernel: int, chunk: int
 ) -> Mixer:
-    """Count Mamba 2 (Dao and Gu 2024): two products within each chunk, two with the chunk's state.
+    """Return the costs of Mamba 2 (Dao and Gu 2024).
+
+    It has two products within each chunk and two with the chunk's state.
 
     Args:
         hidden: Size of a token's vector between layers.
@@ -564,7 +582,7 @@ def _mamba2(
 
 
 def _mamba_layer(config: ConfigFields) -> Mixer:
-    """Count Mamba 2 with the field names of Bamba, Granite 4 and Falcon H1."""
+    """Return the costs of Mamba 2 from the field names of Bamba, Granite 4 and Falcon H1."""
     heads, inner = config.whole("mamba_n_heads"), config.whole("mamba_expand") * config.hidden
     inner = config.whole("mamba_d_ssm", inner)
     dim = inner // heads if config.get("mamba_d_head") == "auto" else config.whole("mamba_d_head")
@@ -629,7 +647,7 @@ def _nemotron_h_mixer(config: ConfigFields) -> Mixer:
 
 
 def _short_conv(config: ConfigFields) -> Mixer:
-    """Count LFM2's gated convolution over the latest tokens."""
+    """Return the costs of LFM2's gated convolution over the latest tokens."""
     kernel = config.whole("conv_L_cache")
     flops, summary = 2 * config.hidden * kernel, config.hidden * (kernel - 1)
     return Mixer(4 * config.hidden * config.hidden, (), flops, summary)
@@ -647,7 +665,7 @@ def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> Mix
 
 
 def _both(config: ConfigFields, kind: str) -> Mixer:
-    """Count a layer of Falcon H1, which has attention and Mamba side by side."""
+    """Return the costs of a Falcon H1 layer, which has attention and Mamba side by side."""
     attention, scan = _heads(config, "full"), _mamba_layer(config)
     return Mixer(attention.weights + scan.weights, attention.pairs, scan.token_flops, scan.summary)
 
@@ -656,7 +674,10 @@ def _both(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _gated(width: str = "intermediate_size") -> MlpOf:
-    """Return a count of an MLP with gate, up and down matrices; the field `width` has its width."""
+    """Return a function that counts the parameters of an MLP with gate, up and down matrices.
+
+    The field `width` has the MLP's width.
+    """
 
     def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 3 * config.hidden * config.whole(width)
@@ -666,9 +687,9 @@ def _gated(width: str = "intermediate_size") -> MlpOf:
 
 
 def _plain(width: str = "intermediate_size") -> MlpOf:
-    """Return a count of an MLP with up and down matrices; the field `width` has its width.
+    """Return a function that counts the parameters of an MLP with up and down matrices.
 
-    The width is 4 * hidden if the field is null.
+    The field `width` has the MLP's width. The width is 4 * hidden if the field is null.
     """
 
     def mlp(config: ConfigFields, _: int) -> MlpWeights:
@@ -691,7 +712,7 @@ def _experts(
     is_dense: Callable[[ConfigFields, int], bool] | None = None,
     dense: MlpOf | None = None,
 ) -> MlpOf:
-    """Return a count of a layer's router, routed experts and shared experts.
+    """Return a function that counts the parameters of a layer's router and experts.
 
     A routed expert has gate, up and down matrices.
 
@@ -721,20 +742,20 @@ def _experts(
 
 
 def _shared(count: str, width: str) -> Callable[[ConfigFields], int]:
-    """Return a count of shared experts' parameters.
+    """Return a function that counts the parameters of shared experts.
 
     Args:
         count: Field with the number of shared experts.
-        width: Field with the width of each.
+        width: Field with the width of each shared expert.
     """
     return lambda c: 3 * c.hidden * c.whole(count, 0, at_least=0) * c.whole(width)
 
 
 def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigFields], int]:
-    """Return a count of the parameters of one shared MLP.
+    """Return a function that counts the parameters of one shared MLP.
 
     Args:
-        width: Field with its width; 0 there means no shared MLP.
+        width: Field with the MLP's width; 0 there means that there is no shared MLP.
         gate: Whether the MLP has an output gate, as in Qwen's models.
     """
     return lambda c: 3 * c.hidden * c.whole(width, 0, at_least=0) + (c.hidden if gate else 0)
@@ -790,7 +811,10 @@ def _jamba_dense(config: ConfigFields, layer: int) -> bool:
 
 
 def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
-    """Count Granite 4's shared MLP of every layer, and the experts beside it if there are any."""
+    """Count the MLP parameters of one Granite 4 layer.
+
+    They are those of the shared MLP, which every layer has, and of the experts if there are any.
+    """
     shared = _shared_of_width("shared_intermediate_size")
     if not config.whole("num_local_experts", 0, at_least=0):
         weights = shared(config)
@@ -799,9 +823,11 @@ def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
 
 
 def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
-    """Count LFM2's MLP. Its width is two thirds of `intermediate_size`, scaled and rounded up.
+    """Count the parameters of LFM2's MLP.
 
-    With `block_auto_adjust_ff_dim` false, the width is `intermediate_size` itself.
+    Its width is two thirds of `intermediate_size`, scaled and rounded up.
+
+    If `block_auto_adjust_ff_dim` is false, the width is `intermediate_size` itself.
     """
     width = config.whole("intermediate_size")
     if config.flag("block_auto_adjust_ff_dim"):
@@ -814,7 +840,7 @@ def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
 
 
 def _nemotron_h_mlp(config: ConfigFields, layer: int) -> MlpWeights:
-    """Count the MLP or the experts of a Nemotron-H layer, which have up and down matrices only.
+    """Count the parameters of a Nemotron-H layer's MLP or experts (up and down matrices only).
 
     Layers with attention or Mamba have neither.
     """
@@ -906,7 +932,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], list[Layer]]] = {
     "cohere2": _family(_heads, _gated(), _listed(_every("sliding_window_pattern", 4))),
     "exaone4": _family(_heads, _gated(), _listed(_if_window(_every("sliding_window_pattern", 4)))),
     "smollm3": _family(_heads, _gated(), _listed(_without_rope("sliding"))),
-    # Experts.
+    # Models with experts.
     "mixtral": _family(
         _heads, _experts("num_local_experts", "intermediate_size"), _if_window(_all("sliding"))
     ),
@@ -962,16 +988,16 @@ FAMILIES: dict[str, Callable[[ConfigFields], list[Layer]]] = {
         ),
         _listed(_without_rope("chunked")),
     ),
-    # Latent attention.
+    # Models with latent attention.
     "deepseek_v2": _family(_latent, _DEEPSEEK, _all("full")),
     "deepseek_v3": _family(_latent, _DEEPSEEK, _all("full")),
     "glm4_moe_lite": _family(_latent, _DEEPSEEK_FROM_SECOND, _all("full")),
     "youtu": _family(_latent, _gated(), _all("full")),
     "minicpm3": _family(_latent, _gated(), _all("full")),
-    # Latent attention over the keys that an indexer chooses.
+    # Models with latent attention over the keys that an indexer chooses.
     "deepseek_v32": _family(_latent, _DEEPSEEK, _listed(_all("sparse"))),
     "glm_moe_dsa": _family(_latent, _DEEPSEEK, _glm_indexers),
-    # Linear attention and recurrences, with full attention in some layers or none.
+    # Models with linear attention or recurrences, and with full attention in some layers or none.
     "qwen3_next": _family(_DELTA_NET, _QWEN_SHARED, _FULL_EVERY),
     "qwen3_5_text": _family(_DELTA_NET, _gated(), _FULL_EVERY),
     "qwen3_5_moe_text": _family(

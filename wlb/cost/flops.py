@@ -139,8 +139,8 @@ def recurrence_flops(model: ModelSpec) -> int:
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     """Count the values that one token reads and writes in the element-wise operators of one layer.
 
-    The table gives the reads + writes of each operator, in vectors of the operator's width. The
-    last column is the operator at whose measured throughput they are priced.
+    The table gives the reads + writes of each operator, in vectors of the operator's width. Its
+    last column names the operator whose measured throughput gives the price.
 
     | operator           | forward | backward | priced as         |
     |--------------------|---------|----------|-------------------|
@@ -155,8 +155,8 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
     - Norms of each head of Q and K (`qk_norm`) are priced as head_norm, because their narrow rows
       have another throughput. Norms over all of Q and K (`qk_norm_rows`) are priced as norm.
-    - With K experts per token, its row is read once and written K times before the experts, and
-      read K times and written once after them, in both passes. This is priced as residual.
+    - With K experts per token, a token's row is read once and written K times before the experts,
+      and read K times and written once after them, in both passes. This is priced as residual.
     - Multiplying queries by a `query_factor` is priced as one more rotation of Q.
     - In a linear-attention layer, norms of queries, keys and outputs are priced as head_norm.
 
@@ -168,7 +168,7 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
     rotated = model.q_dim + model.kv_dim
     normed = model.norms_per_layer * hidden + rotated * model.qk_norm_rows
-    # Multiplying queries by a factor reads and writes as rotating them does.
+    # Multiplying queries by a factor reads and writes as many values as rotating them.
     rotated += model.q_dim * (model.query_factor() != 1.0)
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
     gated = model.q_dim * model.attention_gate
@@ -276,8 +276,8 @@ def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
 def layer_linear_flops(model: ModelSpec) -> int:
     """Count the forward FLOPs of one token in one layer besides attention over keys.
 
-    They are the FLOPs of its matrices, of a router of experts, and of the recurrence in a
-    linear-attention layer. Backward has twice as many.
+    They are the FLOPs of the layer's matrices, of its router if it has experts, and of the
+    recurrence in a linear-attention layer. Backward has twice as many.
     """
     router = model.hidden_size * (model.experts.num + model.experts.shared_gate)
     matrices = sum(rows * columns for rows, columns in layer_matrices(model))

@@ -83,7 +83,7 @@ def workload_model(cost: Cost) -> WorkloadModel:
     """Return the workload model of a cost.
 
     Raises:
-        UserError: The cost can only price whole samples, as a list of prices can.
+        UserError: The cost can only price whole samples. A list of prices is an example.
     """
     model = model_of(cost)
     if model is None:

@@ -61,8 +61,8 @@ def start_nvml() -> tuple[Any, str]:
     """Start NVML.
 
     Returns:
-        NVML's module and "". The caller must call its nvmlShutdown. Or None and the reason why
-        NVML cannot be used.
+        If NVML works, its module and "". The caller must call the module's nvmlShutdown. If NVML
+        cannot be used, None and the reason.
     """
     try:
         nvml = importlib.import_module("pynvml")

@@ -23,7 +23,7 @@ _LONGEST = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MonotoneTable:
-    """Prices by length: one entry for each short length, interpolation between knots for others."""
+    """Prices by length: stored for each short length, and interpolated for longer ones."""
 
     dense: IntArray  # prices of lengths 0, 1, 2, ... in ns
     knots: FloatArray  # rising lengths, of which the first is the last one in `dense`
@@ -90,8 +90,8 @@ def _knots(last_dense: int, longest: int) -> FloatArray:
     """Return the knots: rising whole lengths from `last_dense` to beyond `_LONGEST`.
 
     Args:
-        last_dense: Longest length whose price is stored by itself.
-        longest: Longest expected piece; above it there are 4 knots for each doubling.
+        last_dense: Last length of the dense table.
+        longest: Longest expected piece. Above it there are only 4 knots for each doubling.
     """
     # Up to `longest` there are 512 knots for each doubling of the length, then 4.
     octaves = np.ldexp(1.0, np.arange(27))[:, None]

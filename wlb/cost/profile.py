@@ -105,8 +105,10 @@ class BlockCost:
     # Time of one block of backward's grid, which has segments * heads * (key tiles of the longest
     # segment) blocks.
     backward_ns: float
-    tail_forward_ns: float  # forward's tail for each key that its longest block reads
-    tail_backward_ns: float  # backward's tail for each query row that its longest block reads
+    # ns of the tail of a forward call, for each key that the longest block reads
+    tail_forward_ns: float
+    # ns of the tail of a backward call, for each query row that the longest block reads
+    tail_backward_ns: float
 
     def __post_init__(self) -> None:
         costs = [getattr(self, f.name) for f in fields(self)]
@@ -126,7 +128,7 @@ class BlockCost:
         backward_tile_keys: int,
         sliding: int = 0,
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of a layer's varlen calls beyond their segments' times.
+        """Return forward and backward ns of a layer's varlen calls beyond the sum of segments.
 
         Args:
             num_segments: Number of segments times number of heads of each call, shape [num_calls].
@@ -152,7 +154,7 @@ class BlockCost:
         )
 
     def times(self, forward: float, backward: float) -> "BlockCost":
-        """Return these costs with forward and backward multiplied by a factor each."""
+        """Return these costs with all forward and all backward times multiplied by a factor."""
         return BlockCost(
             forward_ns=self.forward_ns * forward,
             backward_ns=self.backward_ns * backward,
@@ -301,10 +303,11 @@ class AttentionTable:
                 )
 
     def efficiency(self, num_heads: int) -> float:
-        """Return the throughput with `num_heads` query heads on a rank, relative to the surfaces.
+        """Return the throughput with `num_heads` query heads, relative to that of the surfaces.
 
-        It is interpolated between measured numbers of heads, and constant outside them. The code
-        uses plain arithmetic, so that all CPUs compute equal bits.
+        The surfaces are `forward` and `backward`. The result is interpolated between measured
+        numbers of heads, and constant outside them. Only plain arithmetic is used, so that all CPUs
+        compute equal bits.
         """
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:
@@ -341,7 +344,7 @@ class AttentionTable:
             (self.tile_rows, FORWARD_FLOPS_PER_PAIR, self.forward, self.square_forward),
             (self.backward_tile_rows, BACKWARD_FLOPS_PER_PAIR, self.backward, self.square_backward),
         )
-        # If both passes have equal tiles, what depends on tiles only is computed once.
+        # Both passes often have equal tiles. Compute what depends only on tiles once for both.
         of_tiles: dict[int, tuple[FloatArray, FloatArray, Cells]] = {}
         found: list[FloatArray] = []
         for tile, flops_per_pair, surface, square in passes:
@@ -361,9 +364,10 @@ class AttentionTable:
     def calls_ns(
         self, q: FloatArray, kv: FloatArray, offsets: IntArray, *, num_heads: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of a layer's varlen calls beyond their segments' times.
+        """Return forward and backward ns of a layer's varlen calls beyond the sum of segments.
 
-        They are launches, groups and thread blocks. They never fall if a segment grows or is added.
+        This is the time of launches, groups and thread blocks. It never falls if a call gets a
+        longer segment or one more segment.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -418,7 +422,7 @@ class AttentionTable:
         return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
-        """Return which segments have sizes outside the measured ones, whose nearest prices them.
+        """Return which segments are outside the measured sizes; the nearest size prices them.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -685,7 +689,7 @@ class KernelProfile:
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
-        """Return the cost of an element-wise operator; for a missing `head_norm`, `norm`'s cost."""
+        """Return the cost of an operator; `head_norm` costs as much as `norm` if it is missing."""
         return elementwise_of(self.elementwise, op)
 
     def collective(
@@ -714,7 +718,7 @@ class KernelProfile:
 
 
 def elementwise_of(costs: Sequence[ElementwiseCost], op: Elementwise) -> ElementwiseCost:
-    """Return the cost of operator `op` from a list; for a missing `head_norm`, `norm`'s cost."""
+    """Return the cost of operator `op`; `head_norm` costs as much as `norm` if it is missing."""
     found = {cost.op: cost for cost in costs}
     return found[op] if op in found or op not in OPTIONAL else found[Elementwise.NORM]
 

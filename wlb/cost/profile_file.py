@@ -43,12 +43,12 @@ changes it by less than 2%.
 def matching_profile(
     device: str, machine: str, backend: str | None = None, *, power_limit_w: float = 0.0
 ) -> KernelProfile:
-    """Return the profile that fits a machine best, of the profiles that come with wlb.
+    """Return the profile that fits a machine best, among the profiles that come with wlb.
 
-    Only profiles of the machine's device are candidates. If there are several, these properties
-    decide, the first one first: an equal power limit, measured numbers, a known power limit, a
-    table of the attention kernel, and not being the default profile. If there is none, the default
-    profile of the device type is returned.
+    Profiles of the machine's device are compared by these properties, the most important one first:
+    the power limit equals the machine's, the numbers were measured, the power limit is known, there
+    is a table of the attention kernel, and the profile is not the default one. If no profile is of
+    this device, the default profile of the device type is returned.
 
     Args:
         device: "cpu" or "cuda".
@@ -89,7 +89,7 @@ def _device_of(name: str) -> str:
 
 
 def default_profile_name(device: str) -> str:
-    """Return the name of the profile for machines of whose device there is no profile.
+    """Return the name of the profile to use on devices that have no profile of their own.
 
     Args:
         device: "cpu" or "cuda".
@@ -146,9 +146,9 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
     """Write a profile as JSON, with each list of numbers on one line.
 
     Raises:
-        UserError: `load_profile` would refuse a value, so no file is written. This may happen if
-            other work on the device disturbed the measurement. Then, for example, the time of a
-            layer may not grow with its tokens.
+        UserError: A value is one that `load_profile` would refuse, so no file is written. This may
+            happen if other work disturbed the measurement, for example if the time of a layer does
+            not grow with its tokens.
     """
     data = profile_to_json(profile)
     try:
@@ -218,7 +218,7 @@ def _unread_key(data: Any, written: Any, at: str = "") -> str:
     Args:
         data: JSON values from which a profile was made.
         written: JSON values that this profile writes.
-        at: Path of both in their file, as "attention[0].blocks".
+        at: Path of both values in their file, for example "attention[0].blocks".
     """
     if isinstance(data, dict) and isinstance(written, dict):
         for key, inner in cast("dict[str, Any]", data).items():

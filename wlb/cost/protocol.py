@@ -59,7 +59,7 @@ class WorkloadModel(Protocol):
         ...
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return the forward part of each piece's work, from which forward imbalance follows."""
+        """Return the forward part of each piece's work; forward imbalance is computed from it."""
         ...
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
@@ -74,9 +74,9 @@ class WorkloadModel(Protocol):
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return forward and backward ns of attention calls beyond the times of their segments.
+        """Return the forward and backward ns that attention calls take beyond their segments.
 
-        Such a time is a kernel launch, for example.
+        The launch of a kernel is an example.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -100,7 +100,7 @@ class WorkloadModel(Protocol):
 
 @runtime_checkable
 class ExchangePrices(Protocol):
-    """A workload that can also price the exchange "needed", which sends a rank only rows it reads.
+    """A workload that prices the exchange "needed", in which a rank receives only rows it reads.
 
     A run with `sharding.exchange` "needed" or "auto" requires such a workload.
     """
@@ -201,7 +201,7 @@ class SummaryPrices(Protocol):
 
     @property
     def summary_ns(self) -> float:
-        """Time in ns of one pass to send one span's summaries of all layers of a pipeline rank.
+        """Time in ns to send one span's summaries in one pass, in all layers of a pipeline rank.
 
         It is 0 if the model has no linear-attention layers.
         """
@@ -209,9 +209,10 @@ class SummaryPrices(Protocol):
 
 
 def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
-    """Return for how many ns a micro-batch waits for summaries of linear attention in one pass.
+    """Return how long a micro-batch waits for summaries of linear attention in one pass, in ns.
 
-    It is the time of the CP rank that sends or receives most of them, and 0 without linear layers.
+    The CP rank that sends or receives most summaries decides the time. It is 0 for a model without
+    linear-attention layers.
     """
     if not isinstance(cost, SummaryPrices) or not cost.summary_ns or plan.cp == 1:
         return 0
@@ -321,7 +322,7 @@ def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
     if not sliding:
         return pairs
     # Row i does not see the first kv - q + i + 1 - sliding keys, if that number is above 0.
-    # `first` is the first row for which it is.
+    # `first` is the first row that leaves out a key.
     hidden = kv - q + 1 - sliding
     first = np.clip(-hidden, 0, q)
     return pairs - ((q - first) * (2 * hidden + first + q - 1)) // 2
@@ -345,7 +346,7 @@ def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 
     full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
     if sliding:
         # Tile t skips the first kv - q + t * tile_rows + 1 - sliding keys, if that number is above
-        # 0. `first` is the first tile for which it is.
+        # 0. `first` is the first tile that skips a key.
         left_out = kv - q + 1 - sliding
         first = np.clip(np.ceil(-left_out / tile_rows), 0, num_tiles)
         last = np.maximum(first, num_tiles) - 1
@@ -370,9 +371,9 @@ class FlopsWorkload:
 
     quadratic_ns: float = 1.0  # ns of both passes per squared token
     linear_ns_per_token: float = 0.0  # ns of both passes per token
-    # Query rows of a kernel's tile: 128 on GPUs. A kernel computes whole tiles. So with a value
-    # above 1 many short segments cost more than W_a of their document, and sharding strategies
-    # avoid them.
+    # Query rows of a kernel's tile (128 on GPUs). A kernel computes whole tiles, so with a value
+    # above 1 a document that is cut into many short segments costs more than its W_a, and sharding
+    # strategies avoid such cuts.
     tile_rows: int = 1
 
     def __post_init__(self) -> None:
@@ -457,7 +458,7 @@ class AttentionLatency(RankTimes):
 
     @property
     def imbalance(self) -> float:
-        """Time of the slowest CP rank over the mean rank's: kernels and launches, both passes."""
+        """Time of the slowest CP rank over the mean of all ranks (kernels and launches only)."""
         mean = float(self.forward_ns.mean() + self.backward_ns.mean())
         return self.slowest_kernels_ns / mean if mean else 1.0
 
@@ -484,7 +485,8 @@ def exchange_ns(
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        num_rows: Rows of all ranks with padding, which an all-gather also moves. None: no padding.
+        num_rows: Rows of all ranks together, including padding, which an all-gather also moves;
+            None: there is no padding.
 
     Raises:
         UserError: The workload cannot price the plan's exchange.
@@ -508,8 +510,8 @@ def kernels_ns(
 ) -> tuple[IntArray, IntArray]:
     """Return forward and backward attention ns of each CP rank, shape [num_plans, cp] each.
 
-    They include kernels and launches. The segments of all plans are priced at once, which takes a
-    tenth of the time of pricing each plan alone.
+    The times include kernels and their launches. The segments of all plans are priced in one call,
+    which takes a tenth of the time of pricing each plan alone.
 
     Args:
         plans: Sharded micro-batches.
@@ -534,9 +536,9 @@ def kernels_ns(
 def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     """Return the attention ns of a CP rank if all ranks had exactly equal shares of the work.
 
-    It is the sum over whole documents divided by `cp`, plus the launch of one call. Sharding is
-    compared with it, but it is no lower bound: the spans of a divided document mostly cost more
-    than the whole document, but sometimes a little less.
+    It is the time of all whole documents divided by `cp`, plus the launch of one call. Reports
+    compare shardings with this time. It is not a lower bound: dividing a document mostly makes its
+    attention slower, but sometimes a little faster.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
@@ -544,7 +546,8 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
         cp: Number of CP ranks.
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
-    # The launch is priced for a call with every `cp`-th document, from the longest one down.
+    # The launch depends on the segments of a call. Price a call with an equal share of the
+    # documents: every `cp`-th one, from the longest down.
     mine = np.sort(np.asarray(lengths))[::-1][::cp]
     calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)

@@ -21,8 +21,8 @@ from wlb.spec import RunSpec
 class StageTimes:
     """Predicted times of the layers of a stage for n micro-batches, in int64 ns.
 
-    The linear part is everything besides attention. It differs from W_l: it also includes kernel
-    launches and the latency of collectives. Embedding and head are not included.
+    The linear part is everything besides attention. Unlike W_l, it includes kernel launches and the
+    latency of collectives. The embedding and the head are not included.
     """
 
     attention_forward_ns: IntArray  # forward attention, with launches, of each CP rank, [n, cp]
@@ -40,9 +40,9 @@ class StageLayers:
 
     counts: tuple[int, ...]  # number of layers of each kind in `ModelSpec.layer_kinds`
     with_experts: int = 0  # number of layers with experts
-    # By how much the stage has more layers without full attention (with a window or with linear
-    # attention) than the model's fraction of them, divided by the model's fraction of layers with
-    # full attention. 0 if all stages have the same fractions.
+    # How many mean layers have to be replaced by layers without full attention (those with a window
+    # or with linear attention) to get the layers of this stage. Negative if the stage has more full
+    # attention than the mean stage; 0 if all stages have the same fraction of full attention.
     more_others: float = 0.0
 
     @classmethod
@@ -59,15 +59,15 @@ class StageLayers:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers of the stage."""
         return sum(self.counts)
 
 
 class LinearPrices(NamedTuple):
-    """Prices of everything but attention in the layers of a stage: (forward, backward) each."""
+    """Prices of a stage's layers without attention; each field is a pair (forward, backward)."""
 
     per_token: tuple[float, float]  # ns for each token
-    per_call: tuple[float, float]  # ns for each micro-batch, whatever its tokens
+    per_call: tuple[float, float]  # ns for each micro-batch, independent of its tokens
 
 
 @lru_cache(maxsize=64)  # computing prices takes 0.5 ms, and telemetry needs them in every step
@@ -86,7 +86,7 @@ def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
 
 
 def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
-    """Return the experts' ns for one token in one layer with experts: (forward, backward).
+    """Return the experts' time for one token in one layer with experts, as (forward, backward) ns.
 
     This is the part of the price that is proportional to `cost.expert_load`.
     """
@@ -105,8 +105,9 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
     """Return the predicted times of a stage's layers for each micro-batch of a pipeline's plan."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)
     if stage.more_others:
-        # `cost` prices the mean of layers with and without full attention. A stage with more layers
-        # without it has fewer layers with it, so some mean layers are replaced by such layers.
+        # `cost` prices a mean layer: a mixture of layers with and without full attention. If this
+        # stage has more layers without full attention than that, add `more_others` such layers and
+        # subtract as many mean layers.
         for priced, sign in ((cost.of_other_layers, 1), (cost, -1)):
             more = _of_layers(plan, priced, sign * stage.more_others)
             forward, backward, over = forward + more[0], backward + more[1], over + more[2]
@@ -126,16 +127,16 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
 def _of_layers(
     plan: PipelinePlan, cost: ProfiledWorkload, layers: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the times of n micro-batches in a number of layers, each priced as the mean layer.
+    """Return the times of n micro-batches in `layers` layers, each at the price of the mean layer.
 
     Args:
         plan: The n micro-batches of a pipeline.
         cost: Prices.
-        layers: Number of layers; it may be negative, for a correction.
+        layers: Number of layers. It may be a fraction, or negative to subtract layers.
 
     Returns:
-        Attention forward and attention backward, [n, cp]; and by how much the exchanges of keys
-        take longer than all-gathers, forward and backward, [n, 2].
+        In ns: forward attention, [n, cp]; backward attention, [n, cp]; and the time of the exchange
+        of keys minus the time of an all-gather, forward and backward, [n, 2].
     """
     share = layers / cost.num_layers_per_rank
     forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)

@@ -5,8 +5,8 @@ backward, for a piece of d tokens that is spread over the CP group. W is an int6
 additive over pieces, 0 for length 0, and never falls as d grows.
 
 - W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). It is the cheaper of
-  two shardings (Section 5.3): the piece is cut into chunks over all CP ranks (per document), or the
-  whole piece is on one rank, which happens to a given rank in 1 of cp cases (per sequence).
+  two shardings (Section 5.3): per document, where the piece is cut into chunks over all CP ranks,
+  or per sequence, where one rank computes the whole piece and the mean rank 1 / cp of it.
 - W_l is proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators,
   collectives of TP, an all-gather of keys and values over CP, and the time for which ranks wait for
   rows that travel to or from experts. With `training.recompute`, backward also includes the price
@@ -95,7 +95,7 @@ class ProfiledWorkload:
     micro_batch_tokens: int = 131072
     recompute: Recompute = Recompute.NONE  # `training.recompute`
     tp_overlap: float = 0.0  # fraction of TP's transfer time hidden behind matrix products
-    # Rows of the EP rank with the most rows over the mean EP rank's.
+    # Rows of the EP rank with the most rows, divided by the mean of all EP ranks.
     expert_load: float = 1.0
     overlaps: bool = False  # whether `cp.overlap_stages` is above 0
     stages: int = 1  # stages of an exchange of keys: max(1, cp.overlap_stages)
@@ -164,8 +164,8 @@ class ProfiledWorkload:
 
     def _attention_of_pieces(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Compute the forward and backward parts of W_a for pieces of d tokens, in ns."""
-        # Per-sequence sharding: one rank computes the whole piece. A given rank is that one in 1 of
-        # cp cases, so its mean time is the whole time divided by cp.
+        # Per-sequence sharding: one rank computes the whole piece, so the mean time of a rank is
+        # the time of the piece divided by cp.
         forward, backward = self._times(d, d)
         cp = self.parallel.cp
         if cp == 1:
@@ -267,9 +267,9 @@ class ProfiledWorkload:
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return forward and backward ns of attention calls beyond the times of their segments.
+        """Return the forward and backward ns that attention calls take beyond their segments.
 
-        Such a time is a kernel launch, for example.
+        The launch of a kernel is an example.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -363,7 +363,7 @@ class ProfiledWorkload:
 
     @property
     def summary_ns(self) -> float:
-        """Time in ns to send one span's summaries of a pipeline rank's linear-attention layers.
+        """Time to send one span's summaries in all linear-attention layers of a pipeline rank (ns).
 
         Summaries are priced as if all of them used the slowest link of the CP group.
         """
@@ -391,12 +391,12 @@ class ProfiledWorkload:
 
     @property
     def num_layers_per_rank(self) -> int:
-        """Number of layers of the mean pipeline rank, rounded up."""
+        """Mean number of layers of a pipeline rank, rounded up."""
         return self.linear.num_layers
 
     @property
     def num_attention_layers(self) -> float:
-        """Attention layers of the mean pipeline rank; this may be a fraction."""
+        """Mean number of attention layers of a pipeline rank; it may be a fraction."""
         return self.num_layers_per_rank * self.model.attention_share
 
     @property
@@ -416,10 +416,9 @@ class ProfiledWorkload:
 
     @property
     def of_other_layers(self) -> "ProfiledWorkload":
-        """Prices of a model of the same depth in which no layer has full attention.
+        """Prices of a model of the same depth whose layers all lack full attention.
 
-        All its layers are of the kind that the model has besides full attention: they have a
-        sliding window, or linear attention.
+        Every layer is of the model's other kind: it has a sliding window or linear attention.
         """
         return _of_other_layers(self)
 
@@ -446,8 +445,8 @@ class LinearCost:
     tp_overlap: float = 0.0  # fraction of TP's transfer time hidden behind matrix products
     expert_stages: int = 1  # `ep.stages`: stages in which rows travel to experts and back
     defers_weights: bool = False  # whether weight gradients are computed in separate passes
-    # Rows of the EP rank with the most rows over the mean EP rank's. All ranks of the group wait
-    # for that rank in every layer with experts.
+    # Rows of the EP rank with the most rows, divided by the mean of all EP ranks. All ranks of the
+    # group wait for that rank in every layer with experts.
     expert_load: float = 1.0
     # Memory traffic of each element-wise operator, relative to the profile's fused kernel. It
     # describes trainers without such kernels (`PLAIN_TORCH`). An operator that is missing here has
@@ -468,7 +467,7 @@ class LinearCost:
         Examples are "gemm_forward", "elementwise_backward" and "tp_comm_forward".
         """
         parallel, exposed = self.parallel, 1 - self.tp_overlap
-        # Each term is three times in one layer: forward, backward, and what backward recomputes.
+        # A term has three times in one layer: forward, backward, and what backward recomputes.
         terms = {
             "gemm": self._products_with_load_ns(),
             "elementwise": self._in_layer(self._mean(self._elementwise_of)),
@@ -499,7 +498,7 @@ class LinearCost:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the mean pipeline rank, rounded up."""
+        """Mean number of layers of a pipeline rank, rounded up."""
         return -(-self.model.num_layers // self.parallel.pp)
 
     @property
@@ -624,7 +623,7 @@ class LinearCost:
         """Return the transfer time of one token's keys and values and of their gradients.
 
         Args:
-            values: Number of values in the keys and values that a rank holds of one token.
+            values: Number of values that a rank holds of one token's keys and values together.
         """
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
@@ -678,7 +677,7 @@ class LinearCost:
     def _routed_work(self) -> RoutedWork:
         """Return the times of the transfers to experts and of the computation that can hide them.
 
-        They are those of one token in one layer with experts, on the EP rank with the most rows.
+        All times are for one token in one layer with experts, on the EP rank with the most rows.
         """
         model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
@@ -703,7 +702,7 @@ class LinearCost:
         )
 
     def _reordered_ns(self) -> Work:
-        """Return the time to sort one token's rows by expert for the all-to-all, and back after it.
+        """Return the time to sort one token's rows by expert, and to undo it after the experts.
 
         It is the time in one layer with experts, on the EP rank with the most rows.
         """
@@ -775,7 +774,7 @@ class LinearCost:
     def _stage_call_ns(self) -> Passes:
         """Return the time of expert parallelism in one layer that does not depend on the tokens.
 
-        It is the latency of the all-to-alls that no computation hides, and the time that experts
+        It is the latency of the all-to-alls that no computation hides, plus the time that experts
         lose because each of the `expert_stages` computes smaller matrix products.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
