@@ -175,7 +175,7 @@ def test_tp_ranks_without_nvlink_are_named(plant, two_gpus: None) -> None:
     assert checks.nvlink(with_gpus()).verdict == Verdict.WARN
     plant(unlinked={UUID.format(1)}, links=0)
     pcie = checks.nvlink(with_gpus())
-    assert (pcie.verdict, "over PCIe" in pcie.remedy) == (Verdict.WARN, True)
+    assert (pcie.verdict, "use PCIe" in pcie.remedy) == (Verdict.WARN, True)
     plant(hidden={UUID.format(1)})
     assert checks.nvlink(with_gpus()).verdict == Verdict.WARN
     assert checks.nvlink(with_gpus(parallel__tp=1)).verdict == Verdict.SKIP
@@ -230,8 +230,8 @@ def test_without_nvml_clocks_are_a_warning_and_nothing_is_loaded(
         ({"remapped": None}, Verdict.PASS, "0 uncorrected errors"),
         ({"ecc": (0, 0)}, Verdict.WARN, "ECC is off"),
         ({"errors": 3}, Verdict.FAIL, "3 uncorrected errors"),
-        ({"remapped": (1, 0, 1, 0)}, Verdict.FAIL, "rows wait to be remapped"),
-        ({"remapped": (0, 9, 0, 1)}, Verdict.FAIL, "rows could not be remapped"),
+        ({"remapped": (1, 0, 1, 0)}, Verdict.FAIL, "defective memory rows will be replaced"),
+        ({"remapped": (0, 9, 0, 1)}, Verdict.FAIL, "defective memory rows could not be replaced"),
     ],
 )
 def test_errors_of_memory_are_found(plant, planted, verdict: Verdict, said: str) -> None:
@@ -251,7 +251,7 @@ def test_gpus_that_are_not_equal_or_missing_are_named() -> None:
     missing = [*equal[:2], *(facts(r, problem="there are 1 GPUs for 2 ranks") for r in (2, 3))]
     assert checks.equal_gpus(missing).found == "n1: there are 1 GPUs for 2 ranks"
     on_cpu = checks.equal_gpus([*equal[:2], facts(2), facts(3)])
-    assert on_cpu.found == "n1 would compute on the CPU, the others on GPUs"
+    assert on_cpu.found == "n1 would compute on the CPU, but the other nodes on GPUs"
     assert checks.equal_gpus([facts(), facts(1)]).verdict == Verdict.SKIP
     spare = [facts(rank, gpu=gpu(rank, num_visible=8)) for rank in range(4)]
     assert checks.equal_gpus(spare).verdict == Verdict.WARN

@@ -135,7 +135,7 @@ def test_a_disk_too_small_for_checkpoints_is_found(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * one, 0, 3 * one))
     nine = patient(run__output_dir=str(tmp_path), checkpoint__keep=9)
     assert host.disk(nine).verdict == "warn"  # with room for three, which was enough above
-    assert "the 10 that are there at once" in host.disk(nine).remedy
+    assert "10 checkpoints at once" in host.disk(nine).remedy
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

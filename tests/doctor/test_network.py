@@ -70,7 +70,7 @@ def test_the_slowest_group_is_named_where_it_is_far_below_the_profile() -> None:
 def test_wrong_numbers_fail_and_name_the_hosts() -> None:
     found = [timing(0, 1), timing(2, 3, is_right=False), timing(0, 2, axis="cp")]
     tp, cp = link_findings(found, GPUS, H100)
-    assert (tp.verdict, tp.found) == (Verdict.FAIL, "WRONG numbers in ranks 2-3 on n1")
+    assert (tp.verdict, tp.found) == (Verdict.FAIL, "WRONG results from ranks 2-3 on n1")
     assert cp.check == "communicator cp"
 
 

@@ -26,7 +26,7 @@ def test_a_clock_that_is_apart_is_named() -> None:
     right = {"rank 8 (b)": (0.001, 0.0005), "rank 16 (c)": (-0.02, 0.001)}
     near = skew_finding(right)
     assert near.verdict == Verdict.PASS
-    assert near.found == "at most: rank 16 (c) is -20.00 ms (+-1.00) from rank 0"
+    assert near.found == "at most: rank 16 (c) differs by -20.00 ms (+-1.00) from rank 0"
     apart = skew_finding({**right, "rank 24 (d)": (2.5, 0.001)})
     assert apart.verdict == Verdict.WARN
     assert apart.found.startswith("rank 24 (d) is +2500.00 ms")

@@ -43,7 +43,9 @@ WINDOW, CAP = Scores(sliding=40), Scores(softcap=2.0)
 The window of 40 tokens is shorter than half of the tested documents, and the cap of 2.0 is in the
 range of their scores, so that both change the result."""
 # Remedy for a wrong kernel: what the user can do.
-REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
+REMEDY = (
+    "set kernels.attention = {other} until this is fixed, and report the error with all versions"
+)
 
 
 class Heads(NamedTuple):
@@ -127,7 +129,7 @@ def examine_kernel(
         for scores in _other_scores(name, patient, dtype):
             worst += deviations(kernel, run, lengths, scores=scores, **how)
     except torch.OutOfMemoryError as error:
-        return skipped(check, f"no memory to compare: {str(error).splitlines()[0]}")
+        return skipped(check, f"not enough memory for the comparison: {str(error).splitlines()[0]}")
     # Kernel packages raise exceptions of many classes.
     except Exception as error:
         return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)

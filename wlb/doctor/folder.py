@@ -46,11 +46,17 @@ def token_stores(patient: Patient) -> Finding:
     prefixes = [data.store, data.heldout_store, *(prefix for prefix, _ in parse_blend(data.blend))]
     given = [prefix for prefix in prefixes if prefix]
     if not given:
-        return skipped(check, f"none is named; data.corpus = {data.corpus} makes one")
+        return skipped(
+            check, f"the configuration names none; one is made from data.corpus = {data.corpus}"
+        )
     try:
         sizes = [TokenStore(prefix).num_tokens for prefix in given]
     except (UserError, OSError) as error:
-        return failed(check, str(error), "wlb prepare, or a path that all nodes see")
+        return failed(
+            check,
+            str(error),
+            "make the store with `wlb prepare`, or give a path that all nodes see",
+        )
     return passed(check, f"{', '.join(given)}: {sum(sizes):,} tokens")
 
 

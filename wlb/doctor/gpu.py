@@ -40,7 +40,7 @@ def opened_nvml() -> Iterator[Any]:
     try:
         yield nvml
     except nvml.NVMLError as error:
-        raise NoNvml(f"NVML refuses a query: {error}") from None
+        raise NoNvml(f"NVML cannot answer a query: {error}") from None
     finally:
         nvml.nvmlShutdown()
 
@@ -93,9 +93,13 @@ def nvlink(patient: Patient) -> Finding:
         return passed(name, f"to all {len(peers)} other TP ranks of the node; {found}")
     found = f"no NVLink to {', '.join(unlinked)}; {found}"
     if num_links and not active:
-        remedy = "nvidia-smi nvlink --status; restart nvidia-fabricmanager, or leave the node out"
+        remedy = (
+            "see nvidia-smi nvlink --status; restart nvidia-fabricmanager, or leave the node out"
+        )
         return failed(name, found, remedy)
-    remedy = "TP runs over PCIe there: lower parallel.tp, or see nvidia-smi nvlink --status"
+    remedy = (
+        "TP would use PCIe on this node; lower parallel.tp, or check nvidia-smi nvlink --status"
+    )
     return warned(name, found, remedy)
 
 
@@ -207,13 +211,15 @@ def _judge_clocks(
     if reasons:
         found += f"; limited by {', '.join(reasons)}"
     if seen & BROKEN:
-        remedy = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE; leave the node out and have it repaired"
+        remedy = (
+            "see nvidia-smi -q -d PERFORMANCE,TEMPERATURE; leave the node out and have it repaired"
+        )
         return failed(name, found, remedy)
     if seen & HOT:
-        return warned(name, found, "the GPU is too hot: see to its cooling, or leave the node out")
+        return warned(name, found, "the GPU is too hot; check its cooling, or leave the node out")
     if application is not None and application[0] < application[1]:
         found += f"; application clock {application[0]} MHz is below the usual {application[1]}"
-        return warned(name, found, "nvidia-smi --reset-applications-clocks")
+        return warned(name, found, "run nvidia-smi --reset-applications-clocks")
     return passed(name, found)
 
 
@@ -230,7 +236,9 @@ def memory_errors(patient: Patient) -> Finding:
         with opened_nvml() as nvml:
             handle = handle_of(nvml, gpu.uuid)
             if nvml.nvmlDeviceGetEccMode(handle)[0] != nvml.NVML_FEATURE_ENABLED:
-                remedy = "nvidia-smi -e 1, then restart: errors of memory go unseen"
+                remedy = (
+                    "run nvidia-smi -e 1 and restart: without ECC, memory errors stay undetected"
+                )
                 return warned(name, "ECC is off", remedy)
             errors = nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -240,9 +248,11 @@ def memory_errors(patient: Patient) -> Finding:
         return skipped(name, str(error))
     found = f"{errors} uncorrected errors since the driver was loaded"
     if has_failed:
-        return failed(name, f"{found}; rows could not be remapped", "have the GPU replaced")
+        return failed(
+            name, f"{found}; defective memory rows could not be replaced", "have the GPU replaced"
+        )
     if errors or is_pending:
-        found += "; rows wait to be remapped" if is_pending else ""
+        found += "; defective memory rows will be replaced at the next reset" if is_pending else ""
         return failed(name, found, "reset the GPU (nvidia-smi -r) or leave the node out")
     return passed(name, found)
 
@@ -280,7 +290,7 @@ def equal_gpus(everyone: Sequence[Facts]) -> Finding:
     if len(without) == len(everyone):
         return skipped(name, NO_GPU)
     if without:
-        found = f"{_hosts(without)} would compute on the CPU, the others on GPUs"
+        found = f"{_hosts(without)} would compute on the CPU, but the other nodes on GPUs"
         return failed(name, found, "set run.device = cuda, and leave out nodes without GPUs")
     kinds: dict[str, list[Facts]] = {}
     for facts in everyone:

@@ -93,12 +93,12 @@ def shared_memory(patient: Patient) -> Finding:
     try:
         usage = shutil.disk_usage(SHM)
     except OSError as error:
-        return failed(name, f"{SHM} cannot be read: {error}", f"mount a tmpfs on {SHM}")
+        return failed(name, f"{SHM} cannot be read: {error}", f"mount a tmpfs at {SHM}")
     need = SHM_A_RANK_BYTES * max(1, patient.world.local_world_size)
     found = f"{SHM} has {_size(usage.free)} free of {_size(usage.total)}"
     if usage.free >= need:
         return passed(name, found)
-    remedy = "docker run --shm-size=16g or --ipc=host; a larger tmpfs on /dev/shm"
+    remedy = "start docker with --shm-size=16g or --ipc=host, or mount a larger tmpfs on /dev/shm"
     if patient.is_cuda and patient.world.local_world_size > 1:
         return failed(name, f"{found}; NCCL may need {_size(need)}", remedy)
     return warned(name, found, remedy)
@@ -117,9 +117,11 @@ def disk(patient: Patient) -> Finding:
     there = len(list_complete(directory_of(spec) / "checkpoints"))
     # A run that finds the disk full removes its oldest checkpoint, if it has several.
     if free < one and there < 2:
-        return failed(name, found, "free room there, or set run.output_dir to a larger disk")
+        return failed(
+            name, found, "free space on this disk, or set run.output_dir to a larger disk"
+        )
     if free < (most - there) * one:
-        remedy = f"free room for the {most} that are there at once, or lower checkpoint.keep"
+        remedy = f"free space for {most} checkpoints at once, or lower checkpoint.keep"
         return warned(name, found, remedy)
     return passed(name, found)
 
@@ -139,24 +141,32 @@ def memory(patient: Patient) -> Finding:
         check_budget(filled, budget)
         need = estimate_of(filled).total_bytes
     except UserError as error:
-        remedy = "training.recompute, a smaller data.context_window, or more ranks (parallel.*)"
+        remedy = (
+            "set training.recompute or a smaller data.context_window, or use more ranks "
+            "(parallel.*)"
+        )
         return failed(name, str(error), remedy)
     free, what = _free_bytes(patient)
     is_partial = patient.world.world_size < spec.parallel.world_size and not patient.is_cuda
     if is_partial:
-        found = f"the fullest rank needs about {_size(need)} of its device; this one is a CPU"
+        found = (
+            f"the fullest rank needs about {_size(need)} of its device, but this check ran on a CPU"
+        )
         return skipped(name, found)
     if free is None:
         return skipped(name, f"the estimate is {_size(need)}; free memory is not known")
     found = f"{_size(free)} of {what} free; the fullest rank needs about {_size(need)}"
     if need > free:
         remedy = (
-            "nvidia-smi: end other processes that hold memory; training.recompute, or more ranks"
+            "end other processes that use the memory (see nvidia-smi), set training.recompute, or "
+            "use more ranks"
         )
         return failed(name, found, remedy)
     if need > free * (1 - ALLOCATOR_GAPS):
         return warned(
-            name, found, f"less than {ALLOCATOR_GAPS:.0%} is left for gaps: lower packing.s_max"
+            name,
+            found,
+            f"less than {ALLOCATOR_GAPS:.0%} is left for the allocator's gaps; lower packing.s_max",
         )
     return passed(name, found)
 

@@ -226,7 +226,13 @@ def link_findings(
     for timing in timings:
         by_axis.setdefault(timing.axis, []).append(timing)
     if not by_axis:
-        return [skipped("communicators", "one rank has none", "start the layout's ranks")]
+        return [
+            skipped(
+                "communicators",
+                "a single rank has no communicators",
+                "start all ranks of the layout",
+            )
+        ]
     return [_axis_finding(axis, found, everyone, profile) for axis, found in by_axis.items()]
 
 
@@ -241,15 +247,18 @@ def _axis_finding(
     wrong = {timing.ranks for timing in found if not timing.is_right}
     if wrong:
         where = "; ".join(f"ranks {ranges(r)} on {_hosts(r, everyone)}" for r in sorted(wrong))
-        remedy = "do not train here: NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 find the broken link"
-        return failed(check, f"WRONG numbers in {where}", remedy)
+        remedy = (
+            "do not train on these nodes; find the broken link with NCCL_P2P_DISABLE=1 or "
+            "NCCL_IB_DISABLE=1"
+        )
+        return failed(check, f"WRONG results from {where}", remedy)
     slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
     text = (
         f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(slow.ranks)} ranks, "
         f"{_call_of(slow)}: "
         f"{slow.bytes_per_s / 1e9:.2f} to "
         f"{fast.bytes_per_s / 1e9:.2f} GB/s, 8 bytes in {_most(found, 'latency_s') * 1e6:.0f} us, "
-        f"made in {_most(found, 'first_s'):.2f} s"
+        f"created in {_most(found, 'first_s'):.2f} s"
     )
     if profile is None:
         return passed(check, text)

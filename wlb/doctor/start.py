@@ -41,7 +41,7 @@ START = "start"
 FIRST_COLLECTIVE = "first collective"
 HOST = socket.gethostname()
 # Remedy for a check that raised an error: what the user can do.
-CRASHED = "a check itself raised an error: report it with this line"
+CRASHED = "the check itself failed, which is a bug of wlb; report it with this line"
 Show = Callable[[Sequence[Finding]], None]
 
 # Checks that each rank makes on its node without other ranks, in the order of the table.
@@ -335,8 +335,17 @@ def _not_started(spec: RunSpec) -> list[Finding]:
     num_ranks = spec.parallel.world_size
     if num_ranks == 1:
         return []
-    found = f"one process of the layout's {num_ranks} ranks: nothing between ranks was examined"
-    return [skipped("ranks", found, "srun or torchrun wlb doctor ..., or sbatch slurm/doctor.sh")]
+    found = (
+        f"only one process ran for a layout of {num_ranks} ranks, so nothing between ranks was "
+        "checked"
+    )
+    return [
+        skipped(
+            "ranks",
+            found,
+            "start `wlb doctor` with srun or torchrun, or run sbatch slurm/doctor.sh",
+        )
+    ]
 
 
 def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
@@ -411,7 +420,13 @@ def _profile(patient: Patient) -> tuple[KernelProfile | None, list[Finding]]:
     try:
         return workload_for(with_backend(patient.spec, kind), kind).profile, []
     except UserError as error:
-        return None, [failed("kernel profile", str(error), "cost.profile = auto, or wlb profile")]
+        return None, [
+            failed(
+                "kernel profile",
+                str(error),
+                "set cost.profile = auto, or measure a profile with `wlb profile`",
+            )
+        ]
 
 
 def counts(findings: Sequence[Finding]) -> dict[Verdict, int]:

@@ -88,13 +88,17 @@ def skew_finding(found: dict[str, tuple[float, float]]) -> Finding:
     """
     check = "clock skew"
     if not found:
-        return passed(check, "one node has one clock")
+        return passed(check, "not needed on one node")
     name, (ahead_s, uncertainty_s) = max(found.items(), key=lambda item: abs(item[1][0]))
-    text = f"{name} is {ahead_s * 1e3:+.2f} ms (+-{uncertainty_s * 1e3:.2f}) from rank 0"
+    text = f"{name} differs by {ahead_s * 1e3:+.2f} ms (+-{uncertainty_s * 1e3:.2f}) from rank 0"
     if abs(ahead_s) > SKEW_FAIL_S:
         return failed(check, text, NTP)
     if abs(ahead_s) > SKEW_WARN_S + uncertainty_s:
-        return warned(check, text, f"{NTP}; logs and traces of ranks do not compare")
+        return warned(
+            check,
+            text,
+            f"{NTP}; until then, times in logs and traces of different nodes cannot be compared",
+        )
     return passed(check, f"at most: {text}")
 
 
@@ -125,8 +129,6 @@ def late_finding(waits_s: Sequence[float], hosts: Sequence[str]) -> Finding:
     late = [rank for rank, behind in enumerate(late_s) if behind > LATE_S]
     if late:
         text = ", ".join(f"rank {rank} ({hosts[rank]}) by {late_s[rank]:.1f} s" for rank in late)
-        remedy = (
-            "check other processes on these nodes, and the speed of reading the environment's files"
-        )
+        remedy = "check for other processes on these nodes, and for slow reading of Python's files"
         return warned(check, text, remedy)
     return passed(check, f"the last came {max(late_s):.2f} s after the median")
