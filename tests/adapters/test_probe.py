@@ -244,8 +244,8 @@ def test_losses_are_those_without_the_probe(
 ) -> None:
     """Dropout draws the same numbers."""
     calls: list[int] = []
-    share = probe._share
-    monkeypatch.setattr(probe, "_share", lambda *given: calls.append(1) or share(*given))
+    share = probe._leaked_share
+    monkeypatch.setattr(probe, "_leaked_share", lambda *given: calls.append(1) or share(*given))
     losses = []
     for check in (True, False):
         model: Any = tiny_model()
@@ -265,6 +265,6 @@ def test_ranks_are_told_alike_and_train_on_as_without() -> None:
     preload = ("tests.adapters.probe_ranks",)
     for said, same in run_local(asked, 2, start_group=True, timeout_s=300, preload=preload):
         assert [bool(text) for text in said] == [False, True, False, True]
-        assert all("see each other" in text for text in said[1::2])
+        assert all("does not keep the documents" in text for text in said[1::2])
         assert "GptOssForCausalLM" in said[1]
         assert same

@@ -202,8 +202,8 @@ SHAPE = (1, 2, 2, 1)
         ({"rows": np.array([[4, 0]])}, "smallest value of rows is 0"),
         ({"rows": np.array([[4.0, 5.0]])}, r"smallest value of rows is 4\.0 \(float64\)"),
         ({"backward": np.full(SHAPE, -0.1)}, r"backward\[0, 0, 0, 0\] = -0\.1: .* at least 0"),
-        ({"backward": np.full(SHAPE, np.nan)}, "= nan: a wait is a finite number"),
-        ({"weight": np.full(SHAPE, np.inf)}, "= inf: a wait is a finite number"),
+        ({"backward": np.full(SHAPE, np.nan)}, "= nan: a wait must be a finite number"),
+        ({"weight": np.full(SHAPE, np.inf)}, "= inf: a wait must be a finite number"),
         ({"forward": np.full(SHAPE, 0.004)}, r"= 0\.004: a wait below 0\.005 s .* multiply"),
     ],
 )
