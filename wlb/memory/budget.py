@@ -142,8 +142,8 @@ def num_communicators(spec: RunSpec) -> int:
 
     The axis pp counts as one communicator, although a pipeline rank has two, one for each of its
     neighbours. Such a communicator has one connection for each channel, and `COMMUNICATOR_GIB` has
-    two (ring and tree). The group of all pipeline ranks transfers nothing, so NCCL allocates
-    nothing for it.
+    two (ring and tree). The NCCL group of all pipeline ranks transfers nothing, so NCCL allocates
+    no memory for it.
     """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]

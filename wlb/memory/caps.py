@@ -35,13 +35,13 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
     """Return S_max and T with which the memory estimate stays within `memory_bytes`.
 
     S_max is the longest micro-batch that fits if all others are short. T limits the tokens of all
-    micro-batches of a step, so that their activations fit beside the workspace of the longest. With
-    several pipelines T is multiplied by UNEVEN_TOKENS, because one of them may get more tokens than
-    its share.
+    micro-batches of a step, so that their activations fit together with the workspace of the
+    longest micro-batch. With several pipelines T is multiplied by UNEVEN_TOKENS, because a pipeline
+    may get more tokens than its share.
 
-    If a step has many micro-batches, a pipeline stores only `in_flight` of them at the same time,
-    but T counts all. If T would be smaller than a global batch, S_max is lowered instead, until
-    `in_flight` micro-batches of that length fit, and there is no T.
+    T counts the tokens of all micro-batches, although a pipeline stores at most `in_flight` of them
+    at the same time. So if T would be smaller than a global batch, there is no T. Instead S_max is
+    lowered until `in_flight` micro-batches of that length fit.
 
     Args:
         spec: The run.
@@ -60,7 +60,7 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
 def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
     """Return the most tokens of a micro-batch and of a step that fit on one pipeline rank.
 
-    The tokens of a step are those of one pipeline, and None if the step needs no limit.
+    The limit of a step counts the tokens of one pipeline. It is None if the step needs no limit.
     """
 
     def estimate(tokens: int) -> MemoryEstimate:
@@ -75,7 +75,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     fixed = one.parameters_bytes + one.optimizer_bytes + one.inputs_bytes
     fixed += gradients + one.fresh_gradients_bytes
     longest_one = estimate(spec.s_max)
-    # Tensors of the loss grow with the micro-batch, so the longest micro-batch counts.
+    # The loss needs most memory for the longest micro-batch, so that one is counted.
     logits = loss_bytes(spec, pp_rank, spec.s_max)
     available = memory_bytes - fixed
     if available <= logits:
@@ -86,9 +86,9 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
             "raise packing.memory_gib"
         )
     # Bytes for each token of a micro-batch, rounded up:
-    # - longest: what one micro-batch stores if as many stages as can be in flight hold it
-    # - whole: what one micro-batch stores in all stages of the rank
-    # - under_way: what all passes in flight store, if all micro-batches are equal
+    # - longest: stored by one micro-batch if it is in flight in as many stages as possible
+    # - whole: stored by one micro-batch in all stages of the rank
+    # - under_way: stored by all passes in flight, if all micro-batches have equally many tokens
     # - at_work: workspace of the running layer
     in_layers = sums_by_stage(spec, lambda kind: most_in_layer(kind, window))
     in_stage = sorted((in_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
@@ -114,7 +114,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     step_tokens = int(rest / whole)
     all_under_way = most_tokens(under_way)
     tokens_per_pipeline = spec.tokens_per_step // max(1, spec.parallel.dp)
-    # `token_caps` multiplies T by the same margin.
+    # `token_caps` multiplies T by this margin, so the comparison uses it too.
     margin = 1.0 if spec.parallel.dp <= 1 else UNEVEN_TOKENS
     if step_tokens * margin <= tokens_per_pipeline and all_under_way >= window:
         # Only `passes` micro-batches are in flight at once, so the step needs no cap.

@@ -55,9 +55,9 @@ INDEX_BYTES = 8
 class MemoryEstimate:
     """Peak memory of one rank in bytes, as terms: `total_bytes` is the sum of the `*_bytes` fields.
 
-    Tensors of two terms that never exist at the same time are not counted twice: one of the terms
-    then only has the bytes by which it exceeds the other. Without FSDP (one rank, float32) the
-    parameters are the master weights, and gradients are not copied.
+    Some tensors of two terms never exist at the same time. One of the two terms then has only the
+    bytes by which it exceeds the other. Without FSDP (one rank, float32) the parameters are the
+    master weights, and gradients are not copied.
     """
 
     pp_rank: int  # the pipeline rank
@@ -67,8 +67,8 @@ class MemoryEstimate:
     # running layer, the prefetched layers, the embedding and the head.
     parameters_bytes: int
     optimizer_bytes: int  # sharded float32 master weights and two AdamW moments
-    # Unsharded float32 gradients and the shard to which they are reduced. Only stages count that
-    # have run their first backward pass when memory peaks, because it allocates the gradients.
+    # Unsharded float32 gradients and the shard to which they are reduced. A stage's first backward
+    # pass allocates them, so they count only for stages that have run one when memory peaks.
     gradients_bytes: int
     # Gradients of the running layer in compute dtype, before they are added to the float32 ones.
     fresh_gradients_bytes: int
@@ -77,11 +77,11 @@ class MemoryEstimate:
     activations_bytes: int
     boundaries_bytes: int  # outputs of stages that are stored for backward
     workspace_bytes: int  # other tensors of the running layer, including recomputed activations
-    # By how much attention's backward, with the memory that its kernel allocates, exceeds
-    # `workspace_bytes`.
+    # How many more bytes attention's backward needs than `workspace_bytes`, including the memory
+    # that its kernel allocates.
     kernel_bytes: int
-    # By how much the tensors of the loss exceed `workspace_bytes` and `kernel_bytes`. No layer runs
-    # during the loss, so only the excess counts. 0 except on the last pipeline rank.
+    # How many more bytes the loss needs than `workspace_bytes` and `kernel_bytes`. Only the excess
+    # counts, because no layer runs during the loss. 0 except on the last pipeline rank.
     logits_bytes: int
     inputs_bytes: int  # token ids, labels, positions and RoPE's tables of this step and the next
 
@@ -97,7 +97,7 @@ class MemoryEstimate:
 
 
 def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Return the most forward passes whose activations a rank stores at the same time.
+    """Return for how many forward passes a rank stores activations at the same time, at most.
 
     A rank has n micro-batches and v virtual stages, and interleaved schedules run micro-batches in
     rounds of m (`wlb.simulate.order`). The number is at most n * v, and depends on the schedule:
@@ -153,8 +153,8 @@ def _held_at_once(
 ) -> set[tuple[int, int, int]]:
     """Return how much a rank stores before and after each of its backward passes.
 
-    Memory peaks at one of these moments. Counting them takes closed formulas; the simulator counts
-    the same from its list of passes (`wlb.simulate.peak_memory`).
+    Memory peaks at one of these moments. This function uses closed formulas. The simulator counts
+    the same bytes from its list of passes (`wlb.simulate.peak_memory`).
 
     Args:
         spec: The run.
@@ -173,8 +173,8 @@ def _held_at_once(
     group = n // max(1, n // spec.parallel.pp)
     warmup, delay = _warmup(spec, pp_rank)
     chunks = [k // group % v for k in range(n * v)]
-    # Running sums in bytes: the first k forward passes store begun[k], the first k backward passes
-    # free done[k], and they leave waiting[k] for the weight-gradient passes.
+    # Running sums in bytes over the first k passes. Forward passes store begun[k]. Backward passes
+    # free done[k], and leave waiting[k] for the weight-gradient passes.
     begun = [0, *accumulate(kept[c] for c in chunks)]
     done, waiting = ([0, *accumulate(of[v - 1 - c] for c in chunks)] for of in (kept, waits))
     # The first backward pass of a stage allocates its gradients.
@@ -205,8 +205,8 @@ def held_bytes(
         spec: The run.
         pp_rank: The pipeline rank.
         micro_batch_tokens: Tokens of each micro-batch.
-        most: Upper bounds in bytes of what activations and stage outputs can take in a step, for
-            example because its tokens are limited; None: no bounds.
+        most: Upper bounds of the bytes of activations and of stage outputs, for example because the
+            tokens of a step are limited; None: no bounds.
     """
     limits = most or (math.inf, math.inf)
     states = (
@@ -255,8 +255,8 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     wlb/memory/README.md has the formulas.
 
     Args:
-        spec: The run. If its layers differ, one with experts is counted if there is one; callers
-            pass a run whose layers are all equal (`expert_sizes.layer_kinds`).
+        spec: The run. Callers pass a run whose layers are all equal (`expert_sizes.layer_kinds`).
+            If only some layers have experts, a layer with experts is counted.
         micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
     """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
@@ -301,8 +301,8 @@ def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
 
     Args:
         model: The model.
-        is_cut: Whether CP ranks make summaries of their spans, which needs further tensors. They
-            are then counted for all tokens.
+        is_cut: Whether CP ranks make summaries of their spans. Summaries need further tensors,
+            which are then counted for all tokens.
 
     Returns:
         Values in compute dtype, and values in float32.
@@ -351,8 +351,8 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
         micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
 
     Returns:
-        The most bytes of tensors (wlb/memory/README.md has the formulas), and by how many bytes
-        attention's backward exceeds them with the memory that its kernel allocates.
+        The most bytes of tensors (wlb/memory/README.md has the formulas), and how many more bytes
+        attention's backward needs, including the memory that its kernel allocates.
     """
     mlp, attention, summing, recomputed = _workspaces(spec, micro_batch_tokens)
     tensors = max(mlp, max(attention, summing) + recomputed)
@@ -364,9 +364,9 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     """Return how many bytes of tensors one layer needs at three moments of its backward.
 
     Returns:
-        The bytes during the MLP's backward; the bytes during attention's backward while its kernel
-        runs; the bytes while gradients of K and V are added up; and the bytes of recomputed
-        activations, which come on top at the second and at the third moment.
+        Four numbers of bytes: during the MLP's backward; while attention's kernel runs; while the
+        gradients of K and V are added up; and recomputed activations, which come on top of the
+        second and of the third number.
     """
     local = _local(spec, tokens)
     load = spec.cost.expert_load
@@ -399,8 +399,8 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     if model.is_all_linear:
-        # These gradients were found by measurement: those of the outputs and of their inputs, and
-        # those of the matrices over pairs of a chunk's tokens.
+        # A measurement found these gradients: those of the outputs and of their inputs, and those
+        # of the matrices over pairs of a chunk's tokens.
         values = 3 * model.linear.value_dim + model.linear.num_value_heads * CHUNK
         return local * FLOAT32_BYTES * values // tp, 0
     size = _compute_bytes(spec)
@@ -428,7 +428,7 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
 def _sent_rows(spec: RunSpec, local: int) -> int:
     """Return the most rows in the send buffer of the exchange "needed" on one CP rank.
 
-    It is the number of rows of all ranks, because each rank may need all rows of this one. The
+    It is the number of rows of all ranks, because each rank may need all rows of this rank. The
     exchange "gather" has no send buffer.
 
     Args:
@@ -447,7 +447,7 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
     A segment reads all keys of its document up to its own end. With per-document sharding a rank
     has an early and a late chunk of each document; together they read at most 1 + 1 / (2 cp) times
     the document. If tokens that are left over after dividing a document are distributed one by one,
-    each of them is a segment too, at most two on a rank.
+    each such token is a segment too; a rank gets at most two of them.
 
     Args:
         spec: The run.
@@ -463,7 +463,7 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 
 
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
-    """Return the bytes that the kernel of a rank's longest attention call allocates in backward.
+    """Return the bytes that attention's kernel allocates in backward for a rank's longest call.
 
     It is 0 in float32, where the kernel is sdpa, and in layers without attention.
     """
@@ -516,7 +516,7 @@ def memory_of_rank(
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
-    # Layers of different kinds run one after the other, so the kind that needs most memory counts.
+    # Layers run one after the other, so only the kind of layer that needs most memory counts.
     workspace, kernel = max(
         (workspaces_bytes(k, micro_batch_tokens=tokens) for k in kinds), key=sum
     )
@@ -592,9 +592,9 @@ def _gathered(spec: RunSpec, pp_rank: int) -> int:
 
 
 def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[int, int]:
-    """Return the bytes that all micro-batches of a pipeline's step store together on one rank.
+    """Return the bytes that one rank would store for all micro-batches of a step at the same time.
 
-    They bound what passes in flight can store, however long single micro-batches are.
+    Passes in flight cannot store more than this, however long single micro-batches are.
 
     Args:
         spec: The run.
@@ -658,9 +658,9 @@ def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
 
 
 def _model_of_ranks(spec: RunSpec) -> ModelSpec:
-    """Return the model whose sizes divided by tp are the sizes on one TP rank.
+    """Return the model with sizes that give one TP rank's sizes when they are divided by tp.
 
-    Where there are fewer KV heads than TP ranks, it has copies of KV heads.
+    If there are fewer KV heads than TP ranks, this model has copies of the KV heads.
     """
     return spec.model.with_kv_copies(spec.parallel.tp)
 
@@ -672,8 +672,8 @@ def _compute_bytes(spec: RunSpec) -> int:
 def layer_parameters(spec: RunSpec) -> int:
     """Count the unsharded parameters of a decoder layer on one TP rank, with one EP rank's experts.
 
-    If only some layers of the model have experts, a layer with experts is counted. All functions of
-    one layer in this file do so; `expert_sizes.sums_by_stage` calls them for each kind of layer.
+    If only some layers of the model have experts, a layer with experts is counted, as in all
+    functions of this file about one layer. `expert_sizes.sums_by_stage` calls them for each kind.
     """
     model, held = _model_of_ranks(spec), expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num

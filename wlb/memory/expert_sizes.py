@@ -1,8 +1,8 @@
 """Sizes of mixture-of-experts layers on a rank, and sums over the layers of a stage.
 
 A stage may have layers with experts and layers without. Several functions have a parameter `load`:
-the number of rows that the rank's experts compute over the mean of all EP ranks
-(`cost.expert_load`). Telemetry reports it.
+the rows that this rank's experts compute, divided by the mean of all EP ranks (`cost.expert_load`).
+Telemetry reports the load of a run.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,9 +58,9 @@ def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec],
 
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
-    """Return the kinds of layers that some stages have, as `layer_kinds` represents them.
+    """Return the kinds of layers of the given stages, each as a run (see `layer_kinds`).
 
-    If these stages have no layers, it is the kind of the model's last layer.
+    If these stages have no layers, the result is the kind of the model's last layer.
     """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
@@ -103,7 +103,7 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
     Args:
         model: The model.
-        load: Rows on the rank over the mean EP rank's.
+        load: Rows on this rank, divided by the mean of all EP ranks.
     """
     experts = model.experts
     if not experts.num:
@@ -122,7 +122,7 @@ def z_loss_values(model: ModelSpec) -> int:
 
 
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
-    """Return the bytes per token of the indices that sort rows by expert, and back.
+    """Return the bytes per token of the indices that sort rows by expert and undo the sorting.
 
     They are saved with any kind of recompute.
 
@@ -130,8 +130,8 @@ def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> 
         model: The model.
         is_recomputed: Whether layers are recomputed. They then also save the chosen experts, in 16
             bits each.
-        load: Rows on the rank over the mean EP rank's. The indices of received rows are
-            proportional to it.
+        load: Rows on this rank, divided by the mean of all EP ranks. The indices of received rows
+            are proportional to it.
     """
     copies = bool(model.experts.num) * model.experts.per_token
     return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
@@ -142,7 +142,7 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
     Args:
         model: The model.
-        load: Rows on the rank over the mean EP rank's; shared experts do not depend on it.
+        load: Rows on this rank, divided by the mean of all EP ranks. Shared experts ignore it.
     """
     if not model.experts.num:
         return model.ffn_hidden_size
@@ -157,7 +157,8 @@ def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
     Args:
         model: The model.
-        load: Rows on the rank over the mean EP rank's. All values are assumed to grow with it.
+        load: Rows on this rank, divided by the mean of all EP ranks. All values are assumed to be
+            proportional to it.
     """
     values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
     return round(load * values)

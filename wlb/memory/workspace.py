@@ -59,9 +59,9 @@ def attention_workspace_bytes(
 ) -> int:
     """Return the bytes that a kernel allocates in the backward of one attention call.
 
-    For sdpa the result is 0. It is used on CPU, in float32, and for heads above `MOST_HEAD_SIZE`,
-    which the other kernels refuse. For `auto` the result is the largest of all kernels, because
-    plans are also made on machines without a GPU, where the kernel is not known yet.
+    For sdpa the result is 0. wlb uses sdpa on CPU, in float32, and for heads above
+    `MOST_HEAD_SIZE`, which the other kernels refuse. For `auto` the result is the largest of all
+    kernels, because a machine without a GPU may plan, and there the kernel is not known yet.
 
     Args:
         backend: The attention kernel.
@@ -93,8 +93,8 @@ def most_attention_workspace_bytes(
 
     The largest call need not be the worst. With more segments a kernel needs more padding rows, but
     FlashAttention-2 needs fewer copies of dQ in deterministic mode. So all numbers of segments up
-    to `call.num_segments` are considered. If `call` has no causal mask, calls with one are
-    considered too, because a rank that makes the former also makes the latter.
+    to `call.num_segments` are considered. If `call` has no causal mask, causal calls are considered
+    too, because a rank that makes calls without a mask also makes causal calls.
 
     Args:
         backend: The attention kernel.
@@ -108,7 +108,7 @@ def most_attention_workspace_bytes(
 
 
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
-    """Yield for each number of copies of dQ the most segments for which it is used.
+    """Yield, for each number of copies of dQ, the most segments with which a call uses it.
 
     Only these numbers of segments matter, because with equal copies more segments need more memory.
     """
@@ -175,7 +175,7 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
     """
     is_hopper = compute_major == 9
     if call.head_size == 256 and not is_hopper:
-        # On other GPUs than Hopper this head size has a kernel without accumulators.
+        # On GPUs other than Hopper, this head size has a kernel without accumulators.
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
     block_q, block_k, cluster, step = _flash4_blocks(call, is_hopper)
@@ -200,8 +200,8 @@ def _flash4_blocks(call: AttentionCall, is_hopper: bool) -> tuple[int, int, int,
     """Return the tile shape of FlashAttention-4.
 
     Returns:
-        Query rows of a tile, key rows of a tile, thread blocks of a cluster, and the number to
-        whose multiple the head size is rounded up.
+        Query rows of a tile, key rows of a tile, thread blocks of a cluster, and the number of
+        which the padded head size is a multiple.
     """
     head_size = call.head_size
     if not is_hopper:

@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
-The path is followed from the end of the step to its start, each time to the event for which the
-later one waited. The time of a pass is divided into terms: the attention of the mean CP rank, the
-excess of the slowest CP rank over it, and the kinds of work besides attention.
+The path is followed from the end of the step to its start. From each event it goes back to the
+event for which that one waited. The time of a pass is divided into terms: the mean CP rank's
+attention, the additional time of the slowest CP rank, and the kinds of work besides attention.
 """
 
 from collections.abc import Hashable, Iterable
@@ -126,7 +126,7 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
     terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
-    # The time that no term explains is that of FSDP's collectives in the pass.
+    # Terms do not include FSDP's collectives in the pass, so these take the rest of the duration.
     if simulation.simulator.shards.reshards and node.kind == NodeKind.PASS:
         terms[SHARDS] = duration * 1e-9 - sum(terms.values())
     return Event(
@@ -155,8 +155,8 @@ def _terms(
     if kind != PassKind.BACKWARD_WEIGHT and prices.layers[stage]:
         ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
-        # A pass takes as long as its slowest CP rank. The excess over the mean rank is a separate
-        # term.
+        # A pass takes as long as its slowest CP rank. Its additional time over the mean rank is a
+        # term of its own.
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
     out[KEYS] = float(prices.exchange_ns(kind, stage)[step, pipeline, i]) * 1e-9

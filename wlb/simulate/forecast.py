@@ -79,7 +79,7 @@ class Forecast:
 
 
 class SavedShare(NamedTuple):
-    """How much less time a run takes than another run on the same documents."""
+    """How much time a run saves, compared with another run on the same documents."""
 
     saved: float  # fraction of the other run's GPU hours
     error: float | None  # standard error of `saved`; None if there are too few steps
@@ -100,9 +100,10 @@ def simulated_shares(
     usual: RunSpec,
     ours: Sequence[RunSpec],
 ) -> list[SavedShare]:
-    """Return which fraction of a usual run's GPU hours other runs save on the same global batches.
+    """Return the fraction of a usual run's GPU hours that each of the other runs saves.
 
-    All steps of each run are simulated, with pipeline, CP sharding, communication and the flush.
+    All runs train the same global batches. All their steps are simulated, with pipeline, CP
+    sharding, communication and the flush.
 
     Args:
         cost: Prices of all runs.
@@ -120,22 +121,23 @@ def simulated_shares(
 def packed_by(spec: RunSpec, section: PackingSection) -> RunSpec:
     """Return a run with another packing section.
 
-    `packing.method` is reset if it contradicts the section's policy, and `packing.packs` is always.
+    `packing.method` is reset if it contradicts the section's policy. `packing.packs` is always
+    reset.
     """
     method = kept_method(section.method, section.policy)
     return replace(spec, packing=replace(section, method=method, packs=""))
 
 
 def share_saved(own: RunSimulation, other: RunSimulation) -> SavedShare:
-    """Return which fraction of the time of `other` the run `own` saves on the same documents."""
+    """Return the fraction of the time of run `other` that run `own` saves on the same documents."""
     saved = 1 - own.time_s / other.time_s
     num = min(own.step_time_s.size, other.step_time_s.size)
     if num < 2 * BLOCKS:
         return SavedShare(saved, None)
-    # Both runs are divided into parts, whose savings are compared. A run that delays documents
-    # trains them in a later part than the other run. So the time of a part is divided by its
-    # predicted work. Otherwise a delayed document would count as a saving in one part and as a loss
-    # in a later one.
+    # Both runs are divided into parts, and the savings of the parts give the standard error. A run
+    # that delays documents trains some of them in a later part than the other run. So the time of
+    # each part is divided by its predicted work. Otherwise a delayed document would count as a
+    # saving in one part and as a loss in a later one.
     bounds = [num * i // BLOCKS for i in range(BLOCKS)]
     own_parts, other_parts = (_time_per_work(run, bounds, num) for run in (own, other))
     return SavedShare(saved, float((1 - own_parts / other_parts).std(ddof=1)) / BLOCKS**0.5)
@@ -155,12 +157,12 @@ def _time_per_work(run: RunSimulation, bounds: Sequence[int], num: int) -> Float
 
 
 def batches_to_compare(spec: RunSpec) -> int:
-    """Return how many global batches `simulated_shares` should get to compare packings of a run."""
+    """Return how many global batches `simulated_shares` needs to compare packings of a run."""
     return max(8, COMPARED_MICRO_BATCHES // spec.num_micro_batches)
 
 
 def steps_to_simulate(spec: RunSpec) -> int:
-    """Return how many global batches `forecast` should get at first."""
+    """Return with how many global batches `forecast` should be called at first."""
     return min(8, max(2, SIMULATED_MICRO_BATCHES // spec.num_micro_batches))
 
 

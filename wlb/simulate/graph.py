@@ -138,8 +138,8 @@ class Graph:
                 first = pipeline - pipeline % group
                 ready = last[list(before), first : first + group].max(axis=0)
                 pipeline = first + int(ready.argmax())
-            # If several predecessors end at the same time, take the one with the longest duration:
-            # a pass explains the delay better than a short message.
+            # If several predecessors end at the same time, take the longest one, because a pass
+            # explains the delay better than a short message.
             node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))
             path.append((node, pipeline))
         return path[::-1]
@@ -160,7 +160,7 @@ def sorted_graph(
         predecessors: Indices of the nodes for which each node waits.
 
     Returns:
-        The graph, and the index in it of each of `nodes`.
+        The graph, and the new index of each of `nodes` in it.
 
     Raises:
         ValueError: Some nodes wait for each other; the message names them.

@@ -88,7 +88,7 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
 def _rank_order(pipeline: PipelineSection, rank: int, pp: int, n: int) -> tuple[Action, ...]:
     v, group = pipeline.virtual_stages, n // max(1, n // pp)
     is_split = pipeline.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
-    # Number of warm-up passes for each later rank of the pipeline.
+    # A rank has this many more warm-up passes than the next rank of the pipeline.
     hops = 2 if pipeline.schedule == Schedule.INTERLEAVED_1F1B else 1
     warmup = min((v - 1) * group + hops * (pp - 1 - rank), n * v)
     backward = PassKind.BACKWARD_INPUT if is_split else PassKind.BACKWARD
@@ -105,7 +105,7 @@ def _rank_order(pipeline: PipelineSection, rank: int, pp: int, n: int) -> tuple[
         if warmup + k < n * v:
             out.append(action(PassKind.FORWARD, warmup + k))
         out.append(action(backward, k))
-        # Weight-gradient passes run later than their input-gradient passes; those that are left run
+        # Weight-gradient passes run later than their input-gradient passes. The remaining ones run
         # at the end.
         if is_split and k >= rank * pipeline.weight_delay:
             out.append(action(PassKind.BACKWARD_WEIGHT, num_weights))

@@ -1,10 +1,10 @@
 """The duration of every pass of a step, by micro-batch, stage and context-parallel rank.
 
 Attention takes the predicted time of each CP rank's spans (`wlb.cost.kernels_ns`). A pass takes as
-long as its slowest CP rank, because CP ranks wait for each other in every layer. All other work of
-a layer takes a time for each row of the micro-batch (padding included) plus a constant. The first
-stage adds the embedding. The last stage adds head and loss; their gradients are computed in its
-forward pass.
+long as its slowest CP rank, because CP ranks wait for each other in every layer. The price of all
+other work of a layer is proportional to the rows of the micro-batch (padding included), plus a
+constant. The first stage adds the embedding. The last stage adds head and loss; their gradients are
+computed in its forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPrices:
-    """The time of a pass without attention, as terms: kinds of work such as "gemm" or "tp_comm"."""
+    """The time of a pass without attention, divided into terms such as "gemm" or "tp_comm"."""
 
     # ns for each token of a micro-batch, by term
     per_token: dict[str, float] = field(default_factory=dict[str, float])
@@ -53,7 +53,7 @@ class TermPrices:
     per_call: dict[str, float] = field(default_factory=dict[str, float])
 
     def times(self, layers: int) -> "TermPrices":
-        """Return the prices of a number of layers, where these are the prices of one layer."""
+        """Return the prices of `layers` layers; these prices must be those of one layer."""
         return TermPrices(
             per_token={name: ns * layers for name, ns in self.per_token.items()},
             per_call={name: ns * layers for name, ns in self.per_call.items()},
@@ -79,9 +79,9 @@ class LayerTimes:
 
     attention_forward_ns: IntArray  # forward attention of each CP rank, [steps, dp, n, cp]
     attention_backward_ns: IntArray  # backward attention of each CP rank, [steps, dp, n, cp]
-    # By how much the exchange of keys takes longer than an all-gather, forward, [steps, dp, n].
+    # Forward: time of the exchange of keys minus the time of an all-gather, [steps, dp, n].
     exchange_forward_ns: IntArray
-    # By how much the exchange of keys takes longer than an all-gather, backward, [steps, dp, n].
+    # Backward: time of the exchange of keys minus the time of an all-gather, [steps, dp, n].
     exchange_backward_ns: IntArray
 
 
@@ -99,10 +99,10 @@ class StepPrices:
     attention_forward_ns: IntArray
     # Backward attention kernels of one layer on each CP rank, [steps, dp, n, cp].
     attention_backward_ns: IntArray
-    # By how much the exchange of keys in one layer takes longer than an all-gather (mostly
-    # negative), plus the summaries of linear-attention layers, forward, [steps, dp, n].
+    # Forward, one layer: time of the exchange of keys minus the time of an all-gather (mostly
+    # negative), plus the time of linear attention's summaries, [steps, dp, n].
     exchange_forward_ns: IntArray
-    exchange_backward_ns: IntArray  # the same difference in backward, [steps, dp, n]
+    exchange_backward_ns: IntArray  # the same sum in backward, [steps, dp, n]
     # All other work of one layer by kind of pass, for each kind in `ModelSpec.layer_kinds`. It
     # includes an all-gather of keys and values.
     linear: tuple[dict[PassKind, TermPrices], ...]
@@ -128,7 +128,7 @@ class StepPrices:
         return steps, dp, n, cp
 
     def stage_key(self, stage: int) -> tuple[float, ...]:
-        """Return a key that two stages have in common if their passes take the same times.
+        """Return a key that is equal for stages whose passes take equal times.
 
         It consists of the number of layers of each kind, `more_others`, and whether the stage is
         the first or the last.
@@ -172,7 +172,7 @@ class StepPrices:
                 return self._of_layers("attention_backward_ns", stage)
 
     def exchange_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return by how many ns a stage's exchanges of keys take longer than all-gathers.
+        """Return the time of a stage's exchanges of keys minus the time of all-gathers, in ns.
 
         Args:
             kind: Kind of pass.
@@ -200,8 +200,8 @@ class StepPrices:
         whole = mean * self.layers[stage]
         if self.others is None:
             return whole
-        # `mean` is the mean of layers with and without full attention. A stage with more layers
-        # without it has fewer layers with it, so some mean layers are replaced by such layers.
+        # `mean` is the price of a mixture of layers with and without full attention. If this stage
+        # has more layers without it, `more_others` mean layers are replaced by such layers.
         more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 
@@ -251,10 +251,10 @@ class StepPrices:
     def _with_ep_group(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
         """Add to the times of passes the waits of pipelines that share an EP group.
 
-        In stages with experts these pipelines wait for the slowest of them. Only the time in
-        experts is their mean, because the experts compute the tokens of all of them together.
+        In stages with experts these pipelines wait for the slowest of them. Their time in experts
+        is the mean of their times, because the experts compute the tokens of all of them together.
         Weight-gradient passes and stages without experts do not wait. If only one pipeline is
-        simulated, the others are assumed to be equal.
+        simulated, the others are assumed to be equal to it.
 
         Args:
             alone_ns: Times without waiting in ns, [steps, dp, n].
@@ -275,13 +275,13 @@ class StepPrices:
 
     @property
     def layer_wait(self) -> float:
-        """How much ranks wait for each other in layers with experts; 1: not at all.
+        """How long ranks of an EP group wait for each other in layers with experts; 1: not at all.
 
-        It is the time of the slowest rank of each EP group over the mean rank's. The ranks of a
-        group belong to several pipelines and CP ranks, and wait for each other at each all-to-all
-        of the experts. The times are added up over all micro-batches. They consist of attention and
-        what is proportional to a rank's tokens, forward and backward, without experts' products and
-        weight-gradient passes. They are those of the model's mean layer.
+        It is the time of the slowest rank of each EP group, divided by the mean of its ranks. The
+        ranks of a group belong to several pipelines and CP ranks, and wait for each other at each
+        all-to-all of the experts. A rank's time is added up over all micro-batches. It includes
+        attention and all work that is proportional to the rank's tokens, in forward and backward of
+        the model's mean layer, but no products of experts and no weight-gradient passes.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0
@@ -348,7 +348,10 @@ class StepPrices:
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
-    """Return the prices of the steps of several records, one after the other; all of one layout."""
+    """Return the prices of the steps of several records, one after the other.
+
+    All records must have the same layout.
+    """
 
     def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         return {name: np.concatenate([getattr(r, name) for r in records]) for name in names}
@@ -410,7 +413,7 @@ def layer_times(
         cost: Prices, with the number of layers of a pipeline rank.
         forward_ns: Forward attention of all layers on each CP rank, [..., cp].
         backward_ns: Backward attention of all layers on each CP rank, [..., cp].
-        exchange_ns: By how much the exchanges of keys take longer than all-gathers in all layers,
+        exchange_ns: Time of the exchanges of keys minus the time of all-gathers in all layers,
             forward and backward (`over_gather_ns`), [..., 2]; None: 0.
     """
     layers = cost.num_layers_per_rank
@@ -462,9 +465,9 @@ def prices_of(
 
 
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:
-    """Return the ns of experts' products for one token in one layer, by kind of pass.
+    """Return the time of experts' products for one token in one layer, in ns by kind of pass.
 
-    If backward is split, each of its two passes has one of its two products.
+    If backward is split, the input-gradient and the weight-gradient pass have one product each.
     """
     layers = linear.num_layers
     forward, backward, recomputed = (ns / layers for ns in linear.routed_ns_per_token)
@@ -497,9 +500,9 @@ class SplitBackward:
     product_ns_per_token: float  # matrix products of weight gradients, for one token
     weight_ns_per_token: float  # whole weight-gradient pass, for one token
     weight_call_ns: float  # constant time of the weight-gradient pass of a micro-batch
-    # By how much the input-gradient pass is shorter than a whole backward, for one token.
+    # Time of a whole backward minus the time of the input-gradient pass, for one token.
     saved_ns_per_token: float
-    # By how much the constant time of the input-gradient pass is shorter, for one micro-batch.
+    # Constant time of a whole backward minus that of the input-gradient pass, for one micro-batch.
     saved_call_ns: float
 
 
@@ -587,7 +590,9 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]
 def _end(
     cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
 ) -> TermPrices:
-    """Return prices with TP's collectives added, which no computation hides here.
+    """Return prices to which exposed TP collectives are added.
+
+    No computation hides these collectives at the ends of the model.
 
     Args:
         cost: Prices.

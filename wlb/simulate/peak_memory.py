@@ -74,7 +74,7 @@ def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
 
 
 def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:
-    """Return `bytes_of` for each number of tokens, in the shape of `tokens`.
+    """Return an array in which each number of tokens is replaced by `bytes_of` of it.
 
     Args:
         bytes_of: Returns bytes; it is called once for each different number of tokens.
@@ -136,7 +136,7 @@ def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
 
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
-    """Return the estimated bytes of a rank besides activations, stage outputs and gradients.
+    """Return a rank's estimated bytes without activations, stage outputs and parameter gradients.
 
     Args:
         spec: The run.

@@ -153,7 +153,7 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
 
 
 def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
-    """Return whether FSDP gathers the parameters of whole stages in advance, or single layers.
+    """Return whether FSDP gathers the parameters of whole stages in advance, or else of layers.
 
     torch's runtime of interleaved schedules gathers whole stages before their passes.
     """
@@ -183,9 +183,9 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
     """Add sends, receives and waits to programs of an interleaved schedule, as torch does.
 
     The ranks are simulated in turns, one instruction a turn. A rank skips its turn while the input
-    of its next pass has not been sent. When a pass sends its output, the send and the peer's
-    receive are added to both programs. So a receive stands in the peer's program as soon as the
-    output is sent, which may be long before the pass that needs it.
+    of its next pass has not been sent. When a pass sends its output, the send is added to this
+    rank's program, and the receive is added to the peer's program. So a peer may post a receive
+    long before the pass that needs it.
     """
     pp = len(programs)
     num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
@@ -218,7 +218,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """Return an instruction with the wait for its input; nothing if the input is not yet sent.
+    """Return an instruction and, before it, the wait for its input; [] if the input is not sent.
 
     Args:
         instruction: The next instruction of a rank.
@@ -236,8 +236,8 @@ def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Prog
 def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruction]:
     """Yield the instructions of a rank with one stage, as in torch's `Schedule1F1B`.
 
-    While forward and backward passes alternate, the rank posts the send of a pass's output together
-    with the receive of the next pass's input, and waits for both. Otherwise it posts the send
+    Where forward and backward passes alternate, the rank posts the send of a pass's output together
+    with the receive of the next pass's input, and waits for both. Elsewhere it posts the send
     alone, and waits for it after the next pass.
     """
 
@@ -335,7 +335,7 @@ class _Builder:
     ) -> None:
         """Add graph edges so that transfers start when a rank posts them.
 
-        They also wait for the transfers that the rank posted before on the same communicator.
+        The transfers also wait for those that the rank posted earlier on the same communicator.
 
         Args:
             post: The transfers.
@@ -418,6 +418,6 @@ def _read(
 
 
 def _link_of(message: Action, pp: int) -> int:
-    """Return the pair of ranks that a message uses: pair i is pipeline ranks i and (i + 1) % pp."""
+    """Return the pair of ranks that a message uses: i for pipeline ranks i and (i + 1) % pp."""
     first_stage = message.stage if message.kind == PassKind.FORWARD else message.stage - 1
     return first_stage % pp

@@ -81,7 +81,7 @@ class RunSimulation:
 
     @property
     def imbalance(self) -> float:
-        """Predicted work of each step's slowest micro-batch over the mean; sums over all steps."""
+        """Predicted work of the slowest micro-batches over that of mean ones; sums over steps."""
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
 
@@ -91,7 +91,7 @@ class RunSimulation:
         return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
     def simulation_of(self, step: int) -> Simulation:
-        """Simulate one of the steps once more and return its events, which a run does not keep."""
+        """Simulate one step again and return its events, because a run does not keep them."""
         return self.simulator.run(self.prices.select(slice(step, step + 1)))
 
     def balanced_time_s(self) -> float:

@@ -60,7 +60,8 @@ class FsdpExecution:
     # `fsdp.reshard_after_forward`.
     gather_copy_bytes: int = 0
     reduce_copy_bytes: int = 0  # bytes for each parameter that a reduction copies on the GPU
-    # Whether backward gathers a layer during the computation of another one, or in between.
+    # Whether backward gathers a layer while it computes another layer. Otherwise computation waits
+    # for each gather.
     prefetches_backward: bool = True
     # Seconds that computation loses for each second of a collective that runs at the same time.
     slowdown: float = FSDP_SLOWDOWN
@@ -88,14 +89,14 @@ class ShardCosts:
     reduce_ns: tuple[int, ...]  # time to reduce all gradients of each stage
     norm_ns: int  # time of the gradient norm
     optimizer_ns: tuple[int, ...]  # time of AdamW on each pipeline rank
-    # In how many equal parts each stage is gathered. It is the number of layers if only the gather
-    # of the first layer is exposed, because the others run during a pass; otherwise it is 1.
+    # Number of equal parts in which each stage is gathered: its number of layers if only the first
+    # part is exposed, because the others are gathered during a pass; otherwise 1.
     gather_parts: tuple[int, ...]
-    # In how many equal parts each stage is reduced: the number of layers if only the last part is
-    # exposed, otherwise 1.
+    # Number of equal parts in which each stage is reduced: its number of layers if only the last
+    # part is exposed; otherwise 1.
     reduce_parts: tuple[int, ...]
     layers: tuple[int, ...]  # number of layers of each stage, at least 1
-    # Time of copies on the GPU for each stage, in its (gather, reduction).
+    # ns of copies on the GPU for each stage: (during its gather, during its reduction).
     copy_ns: tuple[tuple[float, float], ...]
     execution: FsdpExecution  # how the trainer gathers, reduces and updates parameters
     reshards: bool = False  # whether each pass gathers its layers
@@ -105,9 +106,9 @@ class ShardCosts:
     ) -> IntArray:
         """Return the duration of a pass that gathers parameters, and perhaps reduces gradients.
 
-        It does so layer by layer. The collectives of a layer run during the computation of another
-        layer. The pass waits for them where they take longer than that, and also for the first
-        gather and the last reduction.
+        The pass gathers and reduces one layer at a time, during the computation of another layer.
+        It waits if a layer's collectives take longer than that computation. It also waits for the
+        first gather and the last reduction.
 
         Args:
             computes_ns: Duration of the pass without these collectives.
@@ -125,8 +126,8 @@ class ShardCosts:
         # layer, the rest is exposed.
         beside = gather * is_ahead + reduce
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
-        # No computation hides the first gather and the last reduction, nor gathers that are not
-        # prefetched.
+        # No computation hides the first gather and the last reduction. Without prefetching none
+        # hides the other gathers either.
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
         of_gather, of_reduction = self.copy_ns[stage]
@@ -177,7 +178,9 @@ def shard_costs(
     experts = _sharing(spec, profile, sharing_ranks(spec), execution.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
-        """Return the ns of each stage's collectives: one for each layer, one for its experts.
+        """Return the ns of the collectives of each stage.
+
+        A layer has one collective for its dense parameters and one for its routed experts.
 
         Args:
             of_dense: Returns the time for a number of parameters besides routed experts.
@@ -216,10 +219,10 @@ def shard_costs(
 
 
 def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
-    """Return the ns to all-reduce gradients of copied KV heads over TP ranks, once in a step.
+    """Return the ns to all-reduce the gradients of copied KV heads over TP ranks, once in a step.
 
-    They are the gradients of K's and V's projections, where several TP ranks have copies of one KV
-    head (`wlb.parallel.data.finish_gradients`). Without copies it is 0.
+    If several TP ranks have copies of one KV head, they add up its gradients of K's and V's
+    projections (`wlb.parallel.data.finish_gradients`). Without copies the time is 0.
     """
     model, copies = spec.model, spec.model.kv_copies(spec.parallel.tp)
     layers = max(
@@ -295,17 +298,17 @@ def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = None) -> int:
-    """Return over how many consecutive ranks an FSDP group is spread, to price its collectives.
+    """Return the number of consecutive ranks to assume for an FSDP group when it is priced.
 
-    The price assumes that the members are spread evenly over this span. So the span is chosen such
-    that a node then has as many members as it has in fact. Consecutive CP ranks are one TP group
-    apart, and consecutive dp ranks are one pipeline apart. Only ranks of one stage are members.
+    The price spreads the members evenly over this many ranks. The number is chosen so that each
+    node gets its true number of members. Consecutive CP ranks are one TP group apart, and
+    consecutive dp ranks are one pipeline apart. Only ranks of one stage are members.
 
     Args:
         parallel: Degrees of parallelism.
         ranks_per_node: Number of ranks of a node.
-        size: Number of members if the group has one copy of the parameters (HSDP); None: all ranks
-            of dp x cp.
+        size: Number of members. With HSDP they are the ranks that share one copy of the parameters;
+            None: all dp x cp ranks.
     """
     stage = parallel.tp * parallel.cp
     if size is not None and size < parallel.cp:

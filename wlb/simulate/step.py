@@ -146,8 +146,8 @@ class Simulator:
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
         known: dict[tuple[object, ...], IntArray] = {}
-        # Time that the mean pipeline rank spends in passes. The overhead at the end of a step is a
-        # fraction of it.
+        # Time that a pipeline rank spends in passes, as a mean over all pipeline ranks. The
+        # overhead at the end of a step is a fraction of this time.
         busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
             if node.kind == NodeKind.OVERHEAD:
@@ -302,7 +302,7 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
-        """Return the attention time of the slowest CP ranks over the mean rank's, in one step."""
+        """Return a step's attention time of the slowest CP ranks over the mean of all CP ranks."""
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())
         return float(both.max(axis=2).sum()) / mean if mean else 1.0

@@ -50,7 +50,7 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
                 _add(out, name, ns * tokens / pp)
             for name, ns in terms.per_call.items():
                 _add(out, name, ns * n / pp)
-    # The terms so far price all-gathers of keys. The actual exchange may take more or less time.
+    # The terms so far price an all-gather of keys. Correct them for the actual exchange.
     over = prices.exchange_forward_ns.sum() + prices.exchange_backward_ns.sum()
     _add(out, KEYS, float(over) * sum(prices.layers) / pp)
     _move_recompute(out, prices, cost)
@@ -118,7 +118,7 @@ def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload
     """
     if cost.recompute == Recompute.NONE:
         return
-    # The time of recomputation is the difference to prices without recompute.
+    # The time of recomputation is how much smaller the terms are without recompute.
     plain = replace(cost.linear, recompute=Recompute.NONE)
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     layers = sum(prices.layers) / cost.parallel.pp

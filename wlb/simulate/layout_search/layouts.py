@@ -2,9 +2,10 @@
 
 A layout is a choice of degrees of TP, CP, PP, DP and EP, a schedule, a number of virtual stages and
 a kind of recompute. The product of the first four degrees is the number of devices. Each
-combination that `wlb.spec.check`, the schedule and memory allow becomes a candidate. It must have
-memory for a step whose micro-batches are all one window long; `Candidate.caps` says how much longer
-they may be. If packing gets all the memory that it can use, more recompute is not tried.
+combination that `wlb.spec.check`, the schedule and memory allow becomes a candidate. A candidate
+must have memory for a step whose micro-batches are all one window long; `Candidate.caps` says how
+much longer they may be. If a kind of recompute leaves packing all the memory that it can use, kinds
+with more recompute are not tried.
 """
 
 import math
@@ -25,7 +26,7 @@ EP = "ep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoices:
-    """Values among which a search for layouts may choose; an empty tuple allows all that divide."""
+    """Values from which a layout search may choose; an empty tuple allows all possible degrees."""
 
     tp: tuple[int, ...] = ()  # degrees of tensor parallelism
     cp: tuple[int, ...] = ()  # degrees of context parallelism
@@ -184,7 +185,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
-        # Degrees are checked before schedules and EP, so that the reason names the wrong degree.
+        # Check degrees before schedules and EP, so that a refusal names the wrong degree.
         shaped = _with_experts(replace(spec, parallel=parallel), 1, asked=spec)
         if _is_refused(shaped, out):
             continue
@@ -282,7 +283,8 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         ("pp does not divide the layers", "pp"),
     ):
         alone = replace(one, **{axis: getattr(spec.parallel, axis)})
-        # The last check has all degrees. The others are possible by now, so pp is the reason.
+        # The last check has all degrees. If it fails, the reason is pp, because the other degrees
+        # passed their checks.
         if axis == "pp":
             alone = spec.parallel
         try:
@@ -366,7 +368,7 @@ def need_of(spec: RunSpec) -> tuple[int, int]:
         held = held_bytes(spec, pp_rank=rank, micro_batch_tokens=tokens)
         fixed = rest_bytes(spec, pp_rank=rank, longest=spec.data.context_window)
         needs.append((fixed + sum(held), -rank))
-    # Ranks are negated, so that of ranks with equal memory the first is returned.
+    # Ranks are negated, so that the first of several ranks with equal memory is returned.
     need, rank = max(needs)
     return need, -rank
 

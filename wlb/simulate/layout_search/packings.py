@@ -26,7 +26,7 @@ STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingChoices:
-    """Values of packing and sharding to try. S_max and T are lowered as far as memory requires."""
+    """Values of packing and sharding to try; S_max and T are lowered if memory requires it."""
 
     policies: tuple[Policy, ...] = CHOSEN  # packing policies
     s_max: tuple[float, ...] = (1.25, 1.5, 2.0)  # values of S_max, in windows
@@ -72,8 +72,8 @@ class PackingChoices:
     def first(self, candidate: Candidate) -> list[PackingSection]:
         """Return one packing of each policy, to compare layouts before all packings are tried.
 
-        It is the packing with the largest S_max and, among those, the largest T. The first of these
-        packings with which the layout fits into memory is used.
+        It is the packing with the largest S_max, and with the largest T for that S_max. If several
+        packings have these, the first one with which the layout fits into memory is used.
         """
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
@@ -103,7 +103,9 @@ class PackingChoices:
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
-        """Yield a packing section with each S_max and T, and for Algorithm 1 with all thresholds.
+        """Yield a section with every S_max and T to try, and with every list of thresholds.
+
+        Only Algorithm 1 has thresholds.
 
         Args:
             section: The section, with its policy.
@@ -113,7 +115,7 @@ class PackingChoices:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    # Such a T limits nothing: a step in which all micro-batches have S_max tokens
+                    # This T limits nothing: a step in which all micro-batches have S_max tokens
                     # does not exceed it.
                     continue
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)

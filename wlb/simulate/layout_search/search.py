@@ -10,8 +10,8 @@ than the one before:
 
 A candidate's time at one depth is a lower bound of its time at the next depth, except for a
 fraction SLACK. So each depth takes the candidates in the order of their bounds, and stops when the
-remaining ones cannot be among the `top` best. `Search.is_cut` says whether it stopped earlier,
-because MOST_TUNED candidates were tuned.
+remaining candidates cannot be among the `top` best. Depth `tune` also stops when it has tuned
+MOST_TUNED candidates; `Search.is_cut` says whether that happened.
 
 The search is deterministic: it uses no clock, its result does not depend on the number of workers,
 and of equally fast layouts the first by name comes first. 1,000 candidates take about one minute on
@@ -73,7 +73,8 @@ class Search:
     # depth `tune`: the best packing and sharding
     tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
     own: Trial | None = None  # the user's run with its own layout and settings
-    is_cut: bool = False  # whether MOST_TUNED kept candidates from being tried that may be better
+    # whether candidates that may be better were not tried, because MOST_TUNED were tried already
+    is_cut: bool = False
 
     @property
     def ranking(self) -> list[Trial]:
@@ -182,7 +183,8 @@ class Tuner:
         Args:
             candidates: The candidates.
             known: Bounds by name of the candidate.
-            is_walked: Whether to simulate a mean step (depth `even`); otherwise depth `work`.
+            is_walked: True: the bound from simulating a mean step (depth `even`). False: the bound
+                from adding up the work (depth `work`).
         """
         what = "walked" if is_walked else "priced"
         found = self._run(candidates, TrialRunner.outline, what, is_walked)
@@ -200,7 +202,7 @@ class Tuner:
     ) -> bool:
         """Evaluate candidates in blocks, in the order of the lower bounds of their times.
 
-        It stops when the remaining candidates cannot be among the `top` best.
+        The search stops when the remaining candidates cannot be among the `top` best.
 
         Args:
             bounds: Bounds by name of the candidate. Candidates without a bound are left out.
@@ -210,14 +212,14 @@ class Tuner:
             most: Most candidates to evaluate; None: no limit.
 
         Returns:
-            Whether it stopped because of `most`.
+            Whether the search stopped because of `most`.
         """
         found = [c for c in layouts.candidates if c.name in bounds]
         found.sort(key=lambda c: (bounds[c.name].time_s, c.name))
         times: list[float] = []
         for start in range(0, len(found), block):
-            # `enough` is the time of the slowest of the `top` best so far. Candidates whose bound
-            # is slower need not be evaluated.
+            # `enough` is the time of the slowest of the `top` best candidates so far. A candidate
+            # with a larger bound cannot be among the `top` best.
             enough = sorted(times)[self.top - 1] if len(times) >= self.top else float("inf")
             part = [
                 c
@@ -236,8 +238,8 @@ class Tuner:
     ) -> list[Any]:
         """Call a function for each item on the workers, and return the results.
 
-        Items with equal prices are one task, and their calls share a `TrialRunner`. So results are
-        in the order of the tasks.
+        Items with equal prices form one task and share a `TrialRunner`. Results are grouped by
+        task, so they may not be in the order of `items`.
 
         Args:
             items: Runs, candidates or tuned layouts.

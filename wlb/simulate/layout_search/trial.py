@@ -7,9 +7,9 @@ There are four depths, each more exact and more expensive:
 - `packed`: packs and simulates every step, with attention spread evenly over CP ranks.
 - `sharded`: packs, shards and simulates every step (`simulate_run`); the final result.
 
-All return seconds per global batch. The flush is included, so layouts are compared on the same
-documents. Layouts with equal prices of documents share packed and sharded steps if memory allows
-them the same S_max and T.
+All depths return seconds per global batch. The flush is included, so layouts are compared on the
+same documents. Two layouts share packed and sharded steps if they have equal prices of documents,
+and memory allows both the same S_max and T.
 """
 
 from collections.abc import Sequence
@@ -176,11 +176,12 @@ class TrialRunner:
         return cls(sample=sample, cost=workload_for(spec, sample.device))
 
     def outline(self, candidate: Candidate, is_walked: bool) -> Outline:
-        """Return the lower bound of a layout's time at depth `even` or `work`.
+        """Return a lower bound on a layout's time.
 
         Args:
             candidate: The layout.
-            is_walked: Whether to simulate a mean step (depth `even`); otherwise depth `work`.
+            is_walked: True: the bound from simulating a mean step (depth `even`). False: the bound
+                from adding up the work (depth `work`).
         """
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)
@@ -203,7 +204,7 @@ class TrialRunner:
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
-        """Run a trial, and repeat it with less memory for packing while it exceeds the limit.
+        """Run a trial; while it exceeds the memory limit, repeat it with less memory for packing.
 
         Returns:
             The first trial that fits; None if `RETRIES` attempts do not fit.
@@ -231,8 +232,8 @@ class TrialRunner:
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
         """Run a trial once; packed steps are taken from the cache if an earlier trial made them."""
         caps = effective_caps(spec)
-        # S_max and T follow from the section and memory. Packed steps depend only on the results,
-        # so the key has these instead of the section's values.
+        # S_max and T depend on the section and on memory. Packed steps depend only on the resulting
+        # S_max and T, so the key has these instead of the section's values.
         key = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0), caps
         simulator = Simulator(spec=spec, cost=self.cost)
         if key not in self.plans:
@@ -280,7 +281,7 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
-    """Return the prices of one step of one pipeline, whose micro-batches are the sample's mean."""
+    """Return the prices of a mean step: one step of one pipeline with equal micro-batches."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
     # The tokens and the attention of the whole sample are divided evenly over all micro-batches.
     num = len(sample.batches) * spec.num_micro_batches

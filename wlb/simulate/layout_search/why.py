@@ -48,7 +48,7 @@ class Loser:
     label: str  # name of the family
     why: str  # why its best layout is slower, or why no layout fits into memory
     trial: Trial | None = None  # its best layout; None if no layout fits into memory
-    behind: float = 0.0  # its time over the winner's time at the same depth, minus 1
+    behind: float = 0.0  # (time of `trial` - winner's time) / winner's time, at the same depth
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -62,7 +62,7 @@ class Loser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The fastest layout with other settings, each simulated at depth `sharded`."""
+    """The results of the fastest layout with other policies and strategies, at depth `sharded`."""
 
     policies: tuple[Trial, ...]  # the best trial of each packing policy
     strategies: tuple[Trial, ...]  # one trial of each sharding strategy
@@ -77,15 +77,15 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     Args:
         tuner: Runs the missing trials.
         known: Results of the search.
-        own: The user's run, whose layout is a family by itself; None: leave it out.
+        own: The user's run, whose layout is a family of its own; None: there is no such family.
         node: Number of ranks of a node.
     """
     winner = known.ranking[0]
     families = _families(known.layouts, winner.spec, own)
     best = {label: _likeliest(group, known) for label, group in families.items() if group}
     tuner.pack([c for c in best.values() if c.name not in known.tuned], known)
-    # A family's best candidate that is not tuned is compared with the winner's trial at depth
-    # `packed`.
+    # The best candidate of a family may not be tuned. It is then compared with the winner at depth
+    # `packed`, so the winner needs a trial at that depth.
     winners = [c for c in known.layouts.candidates if c.name == winner.layout]
     tuner.pack(winners, known)
     for label, candidate in best.items():
@@ -135,8 +135,8 @@ def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
 def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
     """Return a text that says which kinds of work make one layout slower than another.
 
-    It names the kinds that take the most additional seconds, and the kind that takes the most
-    seconds less.
+        The text names the kinds of work that take the most additional seconds in the slower layout,
+        and the kind that saves it the most seconds.
 
     Args:
         loser: The slower layout.
@@ -154,7 +154,7 @@ def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
 
 
 def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
-    """Return the readable name of a kind of work, with the property of the layout that explains it.
+    """Return the readable name of a kind of work, with the property that explains the difference.
 
     Args:
         name: Name of the kind of work.

@@ -1,4 +1,4 @@
-"""Run independent tasks on several processes; results keep the order of the tasks."""
+"""Run independent tasks on several processes, and return results in the order of the tasks."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
