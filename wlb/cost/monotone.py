@@ -50,7 +50,7 @@ class MonotoneTable:
 
     @classmethod
     def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
-        # The running maximum of the prices never falls.
+        # A longer piece must not cost less than a shorter one, so take the running maximum.
         rising = np.maximum.accumulate(prices)
         _check_range(rising[num_dense - 1], num_dense - 1)
         tabled = rising[:num_dense].astype(np.int64)

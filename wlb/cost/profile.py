@@ -598,8 +598,8 @@ class KernelProfile:
     """All measured prices of one device and dtype."""
 
     name: str  # name by which users choose the profile and which runs log
-    device: str  # the measured device
-    dtype: str  # the measured data type
+    device: str  # name of the measured device
+    dtype: str  # data type of the measurement
     ranks_per_node: int  # ranks of a node; larger groups use collectives between nodes
     provenance: Provenance  # where the numbers come from
     # One table for each kernel and head layout. The kernel of the first table is the default.

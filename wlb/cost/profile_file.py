@@ -80,7 +80,7 @@ def has_power(profile: KernelProfile, power_limit_w: float) -> bool:
 def _device_of(name: str) -> str:
     """Return the device of a profile that comes with wlb; "" if the file cannot be read.
 
-    It works for profiles of any schema version, because no other key is read.
+    Profiles of all schema versions can be read, because no key besides the device is.
     """
     try:
         return str(read_object(_path_of(name))["device"])

@@ -6,7 +6,8 @@ additive over pieces, 0 for length 0, and never falls as d grows.
 
 - W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). It is the cheaper of
   two shardings (Section 5.3): per document, where the piece is cut into chunks over all CP ranks,
-  or per sequence, where one rank computes the whole piece and the mean rank 1 / cp of it.
+  or per sequence, where one rank computes the whole piece. A rank then gets 1 / cp of the pieces,
+  so the mean time of a rank is 1 / cp of the piece's time.
 - W_l is proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators,
   collectives of TP, an all-gather of keys and values over CP, and the time for which ranks wait for
   rows that travel to or from experts. With `training.recompute`, backward also includes the price

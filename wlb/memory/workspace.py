@@ -24,7 +24,7 @@ _FLOAT32 = 4
 class AttentionCall:
     """Sizes of one variable-length attention call on a rank."""
 
-    num_segments: int  # number of segments
+    num_segments: int
     num_queries: int  # query rows of all segments together
     num_keys: int  # keys of all segments together
     max_q: int  # query rows of the longest segment

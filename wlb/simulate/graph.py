@@ -47,7 +47,7 @@ JOINT = (
 class Node(NamedTuple):
     """One event of a step."""
 
-    kind: NodeKind  # the kind of event
+    kind: NodeKind
     rank: int  # pipeline rank, for a message the receiving one; -1: all ranks
     stage: int  # stage, for a message the sending one; -1: all stages
     action: Action | None = None  # the pass, or for a message the pass whose output it carries
@@ -57,7 +57,7 @@ class Node(NamedTuple):
 class Graph:
     """The events of a step in topological order."""
 
-    nodes: tuple[Node, ...]  # the events
+    nodes: tuple[Node, ...]
     predecessors: tuple[tuple[int, ...], ...]  # indices of the nodes for which each node waits
     # Number of neighbouring pipelines that share an EP group. In stages with experts they start
     # each pass together, when the last of them is ready. Weight-gradient passes do not wait.

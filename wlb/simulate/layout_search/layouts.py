@@ -34,7 +34,7 @@ class LayoutChoices:
     dp: tuple[int, ...] = ()  # degrees of data parallelism
     ep: tuple[int, ...] = ()  # degrees of expert parallelism, only for models with experts
     virtual_stages: tuple[int, ...] = ()  # numbers of virtual stages of a pipeline rank
-    schedules: tuple[Schedule, ...] = tuple(Schedule)  # pipeline schedules
+    schedules: tuple[Schedule, ...] = tuple(Schedule)
     recompute: tuple[Recompute, ...] = tuple(Recompute)  # kinds of recompute
 
     def check(self, gpus: int) -> None:
@@ -83,7 +83,7 @@ class Candidate:
 class Refusal:
     """How many layouts are impossible for one reason, with one of them as an example."""
 
-    reason: str  # the reason
+    reason: str
     name: str  # name of the first of these layouts
     message: str  # error message about the first of these layouts
     count: int = 0  # number of these layouts

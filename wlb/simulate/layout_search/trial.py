@@ -43,7 +43,7 @@ If a trial exceeds the memory limit, the next attempt gives packing less memory.
 class BatchSample:
     """Global batches that every trial packs, so that layouts are compared on equal documents."""
 
-    batches: tuple[GlobalBatch, ...]  # the global batches
+    batches: tuple[GlobalBatch, ...]
     device: str  # "cpu" or "cuda"; `cost.profile` = "auto" chooses a profile of this device
 
     @property
@@ -84,7 +84,7 @@ class Trial:
     """The result of simulating one layout, packing and sharding on the sample."""
 
     spec: RunSpec  # the run with this layout, packing and sharding
-    is_sharded: bool  # whether micro-batches were sharded, or CP ranks assumed to have equal work
+    is_sharded: bool  # True: by the sharding strategy; False: CP ranks get equal work
     num_steps: int  # number of simulated steps, including the flush
     time_s: float  # seconds per global batch
     balanced_s: float  # seconds per global batch if micro-batches and CP ranks were equal
