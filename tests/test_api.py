@@ -110,7 +110,7 @@ def _documented(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _own_docstrings(value: type[Any]) -> str:
-    """Returns the docstring of a class, and what explains its fields behind, above or below them."""
+    """Returns a class's docstring, and what explains its fields beside, above or below them."""
     source = textwrap.dedent(inspect.getsource(value))
     (node,) = ast.parse(source).body
     assert isinstance(node, ast.ClassDef)

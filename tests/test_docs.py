@@ -139,7 +139,7 @@ def test_figures_of_the_readme_are_those_of_their_pages() -> None:
 
 
 def test_figures_beside_the_paper_are_those_of_their_pages() -> None:
-    """Each section and paragraph of experiments/RESULTS.md links the pages that have its figures."""
+    """Each section of experiments/RESULTS.md links the pages that have its figures."""
     page = ROOT / "experiments" / "RESULTS.md"
     sections = re.split(r"\n##+ ", page.read_text("utf-8"))
     assert len(sections) >= 25

@@ -181,7 +181,7 @@ BAD_INPUT = [
     ),
     (
         ["data.store={folder}/store", "model.vocab_size=319"],
-        "model.vocab_size = 319 is smaller than the 320 entries of the store {folder}/store",
+        "model.vocab_size = 319 is smaller than the vocabulary of the store {folder}/store",
         "raise model.vocab_size, or set it to 0",
     ),
     (
@@ -410,7 +410,7 @@ def test_a_planner_that_is_wrong_shows_where() -> None:
     ("arguments", "message"),
     [
         (["--calibrate", "--dry-run"], "--calibrate has no effect with --dry-run"),
-        (["--calibrate", "a/b"], "--calibrate a/b must be a name without folders, or the path of a file"),
+        (["--calibrate", "a/b"], "--calibrate a/b must be a name without folders, or the path of "),
         (["--calibrate"], "training.steps = 2 belong to the warm-up (telemetry.warmup_steps = 3)"),
     ],
 )
@@ -460,7 +460,10 @@ def test_resuming_with_another_model_or_seed_is_refused(
     monkeypatch.setattr(start, "run_rank", None)
     again = [str(tiny), "--resume", "--set", store]
     message = refused([*again, "model.hidden_size=64"], capsys)
-    assert "step-00000002 has model.hidden_size = 32, this run 64" in message
+    assert (
+        "step-00000002 has model.hidden_size = 32, but this run has model.hidden_size = 64"
+        in message
+    )
     assert "made with seed = 0, but this run has 5" in refused([*again, "run.seed=5"], capsys)
     metrics = (tiny.parent / "runs" / "tiny" / "metrics.jsonl").read_text("utf-8")
     assert metrics.count('"kind": "step"') == 2

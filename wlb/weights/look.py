@@ -203,9 +203,10 @@ class LoadedModel:
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
         size = self.module.spec.vocab_size
         if ids.dim() != 1 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
+            first = [int(token) for token in ids.flatten()[:8]]
             raise UserError(
                 f"tokens have shape {tuple(ids.shape)} and begin with "
-                f"{ids.flatten()[:8].tolist()}, but must be one list of at least one token id in "
+                f"{first}, but must be one list of at least one token id in "
                 f"[0, {size})"
             )
         return ids
