@@ -83,7 +83,7 @@ def test_ranks_that_disagree_all_say_so() -> None:
         "cp": "the plan is for 2 CP ranks, but the group has 3",
         "tokens": "cp = 3 must be at most the 2 tokens",
         "int": "dtype = torch.int64 must be one of torch.float32, ",
-        "backend": "backend = 'cutlass' is not one of auto, sdpa, ",
+        "backend": "backend = 'cutlass' must be one of auto, sdpa, ",
     }.items():
         assert all(f"rank {rank}: {message}" in first[name] for rank in range(3)), first[name]
     assert first["exchange"].startswith(f"{start}exchange: rank 0 gather, rank 1 needed, rank 2")

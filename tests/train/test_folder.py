@@ -23,7 +23,9 @@ def test_inputs_in_a_run_that_would_be_moved_aside_are_refused(tmp_path: Path, k
         "profile": {"cost": {"profile": f"{inside}.json"}},
     }
     spec = small_spec(tmp_path, corpus, **sections[key])
-    with pytest.raises(ValueError, match=rf"{key} = .* lies in .*small, the folder of a run of th"):
+    with pytest.raises(
+        ValueError, match=rf"{key} = .* is inside .*small, the folder of an older run of th"
+    ):
         train(spec)
     assert Path(f"{made}.bin").exists()
     assert not folder.with_name("small.1").exists()

@@ -52,7 +52,9 @@ def test_a_missing_compiler_is_named() -> None:
     settings = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
     with (
         inductor.patch(settings),
-        pytest.raises(ValueError, match=r"inductor' cannot compile for cpu here: .*g\+\+ and"),
+        pytest.raises(
+            ValueError, match=r"inductor' cannot compile for cpu on this machine: .*g\+\+ and"
+        ),
     ):
         refuse_uncompilable("inductor", CPU)
     assert not inductor.force_disable_caches

@@ -137,12 +137,12 @@ def test_plans_never_count_on_more_than_a_gpu_has(
     measured = measured_budget(large)
     assert measured == gpu_budget(large, gib=79.0, source="the smallest GPU here")
     (line,) = given_beyond(large, measured)
-    assert "cluster.memory_gib = 141, but the smallest GPU here has 79.0 GiB" in line
+    assert "cluster.memory_gib = 141 is more than the 79.0 GiB of the smallest GPU here" in line
     assert given_beyond(spec, measured) == []
     planned = replace(large, packing=replace(large.packing, memory_gib=120.0))
     lowered, (said,) = within(planned, measured)
     assert lowered.packing.memory_gib == measured.planned_gib
-    assert "packing.memory_gib = 120 is lowered" in said
+    assert "packing.memory_gib = 120 was lowered" in said
 
 
 @pytest.mark.usefixtures("_no_ranks")

@@ -51,7 +51,13 @@ def dry(tmp_path: Path, **sections: dict[str, object]) -> str:
 
 def test_what_is_refused_names_the_store(tmp_path: Path, blend: list[str]) -> None:
     assert "one 75.0%" in dry(tmp_path, data={"blend": blend})
-    with pytest.raises(ValueError, match=r"smaller than the 320 entries of .*one, .*two"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"smaller than the vocabulary of "
+            r".*one, .*two, which has 320"
+        ),
+    ):
         dry(tmp_path, data={"blend": blend}, model={"vocab_size": 300})
     with pytest.raises(ValueError, match=r"no token store at .*gone"):
         dry(tmp_path, data={"blend": [blend[0], f"{tmp_path}/gone:1"]})

@@ -359,7 +359,10 @@ def test_weights_to_begin_with_that_do_not_fit_are_refused(corpus: Path, tmp_pat
         name = {"name": "second"}
         return small_spec(tmp_path, corpus, **{"run": name, "checkpoint": init, **sections})
 
-    with pytest.raises(ValueError, match=r"init_from: .*has model.num_layers = 4, this run 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"init_from: .*has model.num_layers = 4, but this run has model.num_layers = 2",
+    ):
         train(spec(saved, model={"num_layers": 2}))
     with pytest.raises(ValueError, match="must be a checkpoint"):
         train(spec(tmp_path / "nothing"))

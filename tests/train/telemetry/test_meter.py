@@ -199,7 +199,7 @@ REFUSED = [
     (
         {},
         {"training": {"steps": 6, "recompute": "full"}},
-        "training.recompute = full backward includes",
+        "training.recompute = full the backward pass includes",
     ),
     (
         {"warmup_steps": 6},
