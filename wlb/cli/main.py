@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 0
-    # Suggest the command that may be meant. For a misspelled one, argparse only lists all commands.
+    # If the command is misspelled, suggest a similar one, because argparse only lists all commands.
     meant = did_you_mean(words[0], commands.choices)
     if meant and words[0] not in commands.choices and not words[0].startswith("-"):
         print(f"wlb: there is no command {words[0]!r}{meant}", file=sys.stderr)

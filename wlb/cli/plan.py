@@ -265,7 +265,7 @@ def _take_away(
     *,
     masks_labels: bool,
 ) -> list[str]:
-    """Write the best policy's settings to the file of --out, or return a sentence about them.
+    """Write the best policy's settings to the file of --out. Without --out, name the policy.
 
     Args:
         options: The parsed command line.
@@ -441,9 +441,9 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) ->
     """Compare all sharding strategies on the first steps of the run's packing.
 
     Returns:
-        A dictionary for the JSON output, with a sentence at the key "text". `over_ideal` is the
-        predicted attention time of the slowest CP rank, divided by an ideal time for each strategy.
-        The ideal is the attention time of the documents on one rank, divided by cp.
+        A dictionary for the JSON output. The key "text" has a sentence. The key "over_ideal" has a
+        ratio for each strategy: the predicted attention time of the slowest CP rank, divided by the
+        ideal time. This is the attention time of the documents on one rank, divided by cp.
     """
     cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
@@ -499,7 +499,7 @@ def _counted(counts: Counter[str]) -> str:
 def _needed_share(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, row_multiple: int
 ) -> float:
-    """Return which share of the rows of an all-gather the CP rank that reads the most needs.
+    """Return the rows that the CP rank which reads the most needs, over those of an all-gather.
 
     Args:
         plans: Sharding plans of the micro-batches, over which rows are summed.

@@ -358,8 +358,8 @@ def _table(made: StoreReport) -> Table:
     trained = unknown = text = ""
     if made.num_text_files:
         text = f" ({made.num_text_files:,} read as text)"
-    # Say how many tokens are trained, unless it is plain text, in which every token of a document
-    # except the last one is.
+    # Say how many tokens have labels. Not for plain text, because there every token of a document
+    # except the last one has a label.
     if made.num_targets != made.num_tokens - made.num_documents:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:

@@ -12,7 +12,7 @@ from wlb.spec.methods import kept_method
 def packed_as(
     given: RunSpec, section: PackingSection, options: argparse.Namespace, *, is_constant: bool
 ) -> RunSpec:
-    """Return a run with the recommended packing, and with the token store that was planned.
+    """Return a run with the recommended packing, and with the token store of --corpus if given.
 
     Args:
         given: The configuration as the user wrote it.

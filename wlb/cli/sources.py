@@ -153,7 +153,7 @@ def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
 
 
 def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
-    """Set --synthetic to lengths like the paper's if no documents are given, and print so."""
+    """If no documents are given, set --synthetic to lengths like the paper's, and print a note."""
     if options.lengths or options.synthetic or _store_of(options, spec):
         return
     options.synthetic = DRAWN

@@ -216,8 +216,8 @@ def run(options: argparse.Namespace) -> int:
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
     """Return the values of --s-max that fit in the memory of a GPU, and a remark on the others.
 
-    On a CPU, or if none fits, all values are returned. The list of remarks is empty if none is
-    left out.
+    On a CPU, or if no value fits, all values are returned. The list of remarks is empty if no value
+    is left out.
     """
     given = tuple(options.s_max)
     if options.device == "cpu":

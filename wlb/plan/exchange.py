@@ -184,7 +184,9 @@ def _gather_bounds(local_tokens: int, stages: int) -> IntArray:
 
 
 def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
-    """Return the rows of other ranks that each rank's queries attend to, all in stage 0.
+    """Return the rows of other ranks that each rank's queries attend to.
+
+    `stage` is 0 for all rows, because rows are assigned to stages only later (`_in_stages`).
 
     Args:
         sharding: How the micro-batch is divided over CP ranks.
@@ -234,7 +236,7 @@ def _in_stages(
 
     Args:
         sharding: How the micro-batch is divided over CP ranks.
-        reads: The rows that each rank reads, all in stage 0.
+        reads: The rows that each rank reads. Their `stage` must be 0.
         stages: Number of stages.
         bounds: For an all-gather, the first row of each stage (`_gather_bounds`). None for a
             `needed` exchange.
@@ -298,10 +300,10 @@ def rank_of_span(sharding: ShardingPlan) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
-    """How many rows of keys the CP rank that receives the most gets in one layer."""
+    """Rows of keys that CP ranks receive in one attention layer, summed over micro-batches."""
 
     num_by_need: int = 0  # number of micro-batches with a `needed` exchange
-    # rows that the rank with the most receives from other ranks, summed over micro-batches
+    # rows that a rank receives from other ranks: the maximum over ranks in each micro-batch
     received: int = 0
     gathered: int = 0  # rows that a rank would receive if all micro-batches used an all-gather
 

@@ -27,12 +27,15 @@ class ExpertLoad:
 
     @property
     def mean_expert(self) -> float:
-        """Mean of `expert` over layers."""
+        """Mean over layers of the load of the most loaded expert (`expert`)."""
         return sum(self.expert) / len(self.expert)
 
     @property
     def mean_rank(self) -> float:
-        """Mean of `rank` over layers; every layer counts equally, as all have equally many rows."""
+        """Mean over layers of the load of the most loaded EP rank (`rank`).
+
+        Every layer counts equally, because all layers have equally many rows.
+        """
         return sum(self.rank) / len(self.rank)
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +70,7 @@ class ExpertLoads:
     """
 
     steps: int = 0  # number of steps that were added
-    rank_steps: int = 0  # number of steps since the EP size changed, which `ranks` sums
+    rank_steps: int = 0  # number of steps summed in `ranks`: those since the EP size last changed
     # predicted attention time of the slowest CP rank divided by the mean over CP ranks, summed over
     # steps
     attention: float = 0.0
@@ -99,7 +102,11 @@ class ExpertLoads:
 
     @property
     def mean_attention(self) -> float:
-        """Predicted attention time of the slowest CP rank over the mean rank's, mean over steps."""
+        """Mean over steps of the CP imbalance of attention.
+
+        The imbalance is the predicted time of the slowest CP rank divided by the mean over CP
+        ranks.
+        """
         return self.attention / self.steps
 
     @property

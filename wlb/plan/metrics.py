@@ -73,7 +73,8 @@ class StepCounts:
         }
         own = {f.name for f in fields(cls)}
         out = schema_of(cls, **{n: s for n, s in nested.items() if n in own})
-        # Also allow keys that only the other of the two records has, and an older name of a key.
+        # Also allow an older name of a key, and keys that only the other record (measured or
+        # predicted) has.
         others = {f"{name}?": ANYTHING for name in _EMPTY if name not in own}
         return out | others | {"origin": str, f"{_PADDING_IN_FILES}?": int}
 
@@ -117,8 +118,8 @@ class StepMetrics(StepCounts):
     imbalance: float = 1.0
     # imbalance of each step, if this record is the sum of several steps (`merge`)
     degrees: tuple[float, ...] = ()
-    max_workload_ns: int = 0  # predicted time of the slowest micro-batch, forward and backward
-    mean_workload_ns: float = 0.0  # the predicted times' mean over micro-batches
+    max_workload_ns: int = 0  # predicted forward plus backward time of the slowest micro-batch
+    mean_workload_ns: float = 0.0  # the same time, mean over micro-batches
     step_time_s: float | None = None  # simulated time of the step; None without a simulation
 
 
@@ -212,10 +213,9 @@ def imbalance(workload_ns: IntArray) -> float:
 
 
 def token_delay(plan: PackingPlan) -> tuple[float, int]:
-    """Return how many steps later than they were read a plan's tokens are trained.
+    """Return the mean delay of a plan's tokens and the longest delay of one, both in steps.
 
-    Returns:
-        The mean delay over tokens, and the longest delay.
+    The delay of a token is the number of steps between reading and training it.
     """
     if not len(plan.pieces):
         return 0.0, 0
@@ -301,7 +301,8 @@ _SUMMED = (*_COUNTS, "max_workload_ns", "mean_workload_ns")
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
     """Merge the metrics of two consecutive steps into one record.
 
-    Counts are added, and so are the times of the slowest and of the mean micro-batch.
+    Counts are added. Also added are the times of the slowest micro-batches, and the mean times of a
+    micro-batch.
 
     Args:
         first: Metrics of the earlier step or steps; None to return `second` unchanged.
@@ -323,5 +324,5 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
 
 
 def degrees_of(metrics: StepMetrics) -> tuple[float, ...]:
-    """Return the imbalance of each step of which this record is the sum (`merge`)."""
+    """Return the imbalance of each step that `merge` added into this record."""
     return metrics.degrees or (metrics.imbalance,)

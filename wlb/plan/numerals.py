@@ -61,7 +61,7 @@ def number_of(word: str) -> int | float | str:
     exact = Decimal(word)
     if exact.adjusted() < _MOST_CHARACTERS and exact == exact.to_integral_value():
         return int(exact)
-    # Return the word if rounding to a float would make a fraction whole, and so lose the fraction.
+    # The number is a fraction here. Return the word if the nearest float is whole or infinite.
     rounded = float(word)
     return word if rounded.is_integer() or math.isinf(rounded) else rounded
 

@@ -131,7 +131,7 @@ class PackingPlan(PlainRecord):
     num_overdue: int = 0
     # how the pieces of every micro-batch form attention segments; `workload_ns` depends on it
     layout: Layout = Layout.SEPARATE
-    # with Layout.JOINED: how many first tokens of documents are labels of the token before them
+    # with Layout.JOINED: number of labels that are the first token of the next document
     num_joined_targets: int = 0
 
     def __post_init__(self) -> None:
@@ -166,10 +166,10 @@ class PackingPlan(PlainRecord):
 
     @property
     def attended(self) -> IntArray:
-        """Tokens of each sequence within which attention is causal, without padding.
+        """Number of tokens of each attention segment, without padding.
 
-        Each piece is such a sequence (shape [num_pieces]). If pieces are joined, each micro-batch
-        is one (shape [num_micro_batches]).
+        Each piece is a segment (shape [num_pieces]). With Layout.JOINED, each micro-batch is a
+        segment (shape [num_micro_batches]).
         """
         return self.tokens if self.layout == Layout.JOINED else self.pieces.length
 

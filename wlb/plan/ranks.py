@@ -92,7 +92,7 @@ class RankTable(PlainRecord):
     measured_us: IntArray  # measured time of work during which ranks do not wait for each other
     predicted_us: IntArray  # predicted time of the same work
     compute_us: IntArray  # time that the rank spends in passes
-    bubble_us: IntArray  # the rest of the steps
+    bubble_us: IntArray  # time of the steps that the rank does not spend in passes
     loading_us: IntArray  # time that the rank waits for inputs
     # ranks that have been slow in `STRAGGLER_TABLES` consecutive tables, this one included
     stragglers: tuple[Straggler, ...] = ()

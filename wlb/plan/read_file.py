@@ -35,8 +35,8 @@ MOST_TOML_BYTES = 1 << 20
 """Most bytes of a TOML file."""
 MOST_ARRAY_BYTES = 1 << 35
 """Most bytes of one array in a .npy or .npz file."""
-# Most bits of an integer in a TOML file. Python refuses to print much longer integers, which error
-# messages do.
+# Most bits of an integer in a TOML file. Error messages print integers, and Python refuses to print
+# much longer ones.
 _MOST_BITS = 4096
 _DIGITS = re.compile(r"\d{19}")
 _PART = r"""(?:(?<![\w-])[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -86,7 +86,7 @@ def malformed(where: object, remedy: str) -> Generator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what an exception of `WRONG_SHAPE` says about the file that caused it."""
+    """Return a text that says what is wrong with the file that caused this exception."""
     text = shortened(" ".join(str(error).split()), 300)
     match error:
         case KeyError():
@@ -348,7 +348,7 @@ def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
 
 
 def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[Any]:
-    """Return the array in the bytes of a .npy file, after checking their number with the header."""
+    """Return the array of a .npy file, after checking that the file has all bytes of the array."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     read = {

@@ -19,7 +19,7 @@ from wlb.plan.plain import parsing
 
 
 def row_multiple(tp: int, multiple: int) -> int:
-    """Return the number to a multiple of which every rank pads its rows: lcm(tp, multiple).
+    """Return lcm(tp, multiple). Every rank pads its number of rows to a multiple of this.
 
     Args:
         tp: Tensor-parallel size. Sequence parallelism divides the rows evenly over TP ranks.
@@ -369,6 +369,6 @@ def ranges(start: IntArray, stop: IntArray) -> IntArray:
     sizes = stop - start
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if ends.size else 0
-    # Make one arange over all ranges, then add to each range the difference to its start.
+    # Make one arange over all ranges, then shift the part of each range to its start.
     out = np.arange(total, dtype=np.int64)
     return out + np.repeat(start - (ends - sizes), sizes)

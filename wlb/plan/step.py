@@ -82,7 +82,7 @@ _STATE: Schema = {
     "num_batches": COUNT,
     "exhausted": bool,
     "num_tokens": COUNT,
-    # Earlier versions could adjust prices while they trained, and stored them here.
+    # Earlier versions could adjust prices during training, and stored the adjusted prices here.
     "prices?": ({"base": str, "changes": [{"step": COUNT, "prices": dict}]}, None),
 }
 
@@ -131,9 +131,9 @@ class StepPlan:
     pipelines: IntArray
     cp: int  # context-parallel ranks that share each micro-batch
     row_multiple: int  # every rank pads its rows to a multiple of this
-    # metrics that the usual loader would have on the same global batches: those read since the
-    # previous step (usually one). Several of its steps are merged into one record. None if there
-    # are none, or if the comparison is off.
+    # predicted metrics of the usual loader on the global batches that were read since the previous
+    # step (usually one). If the loader makes several steps of them, the steps are merged into one
+    # record. None if it makes no step of them, or if the comparison is off.
     baseline: StepMetrics | None
     progress: PlanProgress  # how far the run has come once this step is executed
 

@@ -25,7 +25,7 @@ class BalanceGain(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Fraction of time that the slowest micro-batches save; negative if they take longer."""
+        """Fraction by which imbalance is lower than with the usual loader; negative if higher."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
@@ -44,9 +44,9 @@ class BalanceGain(NamedTuple):
 class Share:
     """Predicted metrics summed over steps, for the run's packing or for the usual loader."""
 
-    ratios: float = 0.0  # imbalance of each step, summed
-    slowest_ns: float = 0.0  # predicted time of the slowest micro-batch of each step, summed
-    mean_ns: float = 0.0  # mean predicted time of a micro-batch of each step, summed
+    ratios: float = 0.0  # imbalance, summed over steps
+    slowest_ns: float = 0.0  # predicted time of the slowest micro-batch, summed over steps
+    mean_ns: float = 0.0  # predicted time, mean over a step's micro-batches, summed over steps
     tokens: int = 0  # document tokens
     steps: int = 0  # number of steps
 
@@ -76,21 +76,23 @@ class MeasuredShare:
 
     steps: int = 0  # number of steps
     degrees: float = 0.0  # measured imbalance, summed over steps
-    # forward time of the slowest and of the mean micro-batch, measured and predicted
+    # forward time of each step's slowest micro-batch, and mean forward time of its micro-batches;
+    # measured and predicted
     slowest_ns: float = 0.0
     mean_ns: float = 0.0
     predicted_slowest_ns: float = 0.0
     predicted_mean_ns: float = 0.0
-    loading_s: float = 0.0  # time that the mean rank waits for inputs
-    planning_s: float = 0.0  # time that the mean rank waits for plans
-    records_s: float = 0.0  # time that the mean rank spends on timestamps and records
+    loading_s: float = 0.0  # time that a rank waits for inputs, mean over ranks
+    planning_s: float = 0.0  # time that a rank waits for plans, mean over ranks
+    # time that a rank spends on timestamps and records, mean over ranks
+    records_s: float = 0.0
     step_s: float = 0.0  # wall time of the steps
     work: Work = field(default_factory=Work)  # model FLOPs
     # for each name in `wlb.plan.telemetry.TERMS`, statistics of predicted and measured times
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
-    # for "compute" and "bubble": seconds of the mean rank, and seconds of the slowest rank
+    # for "compute" and "bubble": the mean over ranks and the maximum over ranks, both in seconds
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    # for "compute" and "bubble": in how many steps each rank was the slowest
+    # for "compute" and "bubble": in how many steps each rank had the maximum
     slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
 
     def add(self, record: Telemetry) -> None:
@@ -116,14 +118,14 @@ class MeasuredShare:
             self.slowest_ranks.setdefault(name, Counter())[spread.max_rank] += num
 
     def spread(self, name: str) -> tuple[float, float, int]:
-        """Return how long the mean rank and the slowest rank take in a step on average.
+        """Return the time of a step, averaged over steps: mean over ranks, and maximum over ranks.
 
         Args:
             name: "compute" (time in passes) or "bubble" (the rest of the step).
 
         Returns:
-            Seconds of the mean rank, seconds of the slowest rank, and the number of the rank that
-            was the slowest in most steps.
+            The mean over ranks in seconds, the maximum over ranks in seconds, and the number of the
+            rank that had the maximum in most steps.
         """
         mean, largest = self.spreads[name]
         rank = self.slowest_ranks[name].most_common(1)[0][0]
@@ -252,7 +254,7 @@ class Tally:
 
     @property
     def mean_delay(self) -> float:
-        """How many steps later than it was read a token is trained, mean over tokens."""
+        """Delay of a token (steps between reading and training it), mean over tokens."""
         return self.token_delays / self.ours.tokens if self.ours.tokens else 0.0
 
     @property
@@ -270,7 +272,7 @@ class Tally:
         return self.padding / max(1, self.ours.tokens)
 
     def rolled_back(self, until: "Tally") -> "Tally":
-        """Return the tally of a run that goes back to an earlier step and repeats the steps since.
+        """Return the tally for a run that goes back to an earlier step and repeats later steps.
 
         Args:
             until: Tally at the earlier step.

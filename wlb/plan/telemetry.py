@@ -101,11 +101,11 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Mean and largest of a time that was measured on every rank, averaged over steps."""
+    """Mean and maximum over ranks of a measured time. Both are averaged over steps."""
 
     mean_s: float  # mean over ranks
-    max_s: float  # time of the rank that has the largest
-    max_rank: int  # number of this rank; the lowest number if several ranks have the largest time
+    max_s: float  # maximum over ranks
+    max_rank: int  # number of the rank that has the maximum; the lowest if there are several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Telemetry:
     embedding_s: float  # measured time of the embedding; with FSDP, also its parameters' all-gather
     head_s: float  # measured time of head and loss
     compute: Spread  # time that ranks spend in passes
-    bubble: Spread  # the rest of the step
+    bubble: Spread  # time of the step that ranks do not spend in passes
     predicted_embedding_s: float = 0.0  # predicted time of the embedding
     predicted_head_s: float = 0.0  # predicted time of head and loss
     loading_s: float = 0.0  # time that a rank waits for inputs

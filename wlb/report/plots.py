@@ -119,8 +119,8 @@ def keep_far_points_at_the_edge(
         points: For each line its steps, its values and its colour.
     """
     together = np.concatenate([values for _, values, _ in points])
-    # End the axis a little above the 98th percentile, unless the axis would be nearly as long
-    # anyway.
+    # End the axis a little above the 98th percentile, but only if the full axis would be at least
+    # twice as long.
     usual = float(np.percentile(together, 98))
     low = float(together.min())
     top = usual + 0.15 * (usual - low)
@@ -196,7 +196,7 @@ def draw_means(
 
 
 def stride(count: int, most: int | None) -> int:
-    """Return the smallest k for which every k-th of `count` points is at most `most` points.
+    """Return the smallest k such that taking every k-th of `count` points leaves at most `most`.
 
     If `most` is None, the result is 1: all points.
     """

@@ -36,7 +36,7 @@ def _environment(folder: Path | None) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # Templates format numbers with it: {{ 0.5 | num(".1%") }}. jinja2 does not type `filters`, so
-    # pyright complains.
+    # Templates format numbers with this filter: {{ 0.5 | num(".1%") }}. Pyright complains because
+    # jinja2 does not type `filters`.
     made.filters["num"] = format  # pyright: ignore[reportUnknownMemberType]
     return made

@@ -52,7 +52,8 @@ class BlockTable(Table):
             part.caption = None
             yield from Table.__rich_console__(part, console, options)
         if self.caption:
-            # Print the caption separately. As part of a narrow block it would have its width.
+            # Print the caption separately, because rich would break it into lines as narrow as a
+            # block.
             yield Text(str(self.caption), style="table.caption")
 
     def _blocks(self, width: int) -> Iterator[list[Column]]:
@@ -118,7 +119,7 @@ def new_table(
             there are none, the first text column is repeated.
         texts: Headings of columns whose cells may be broken into lines.
         numbers: Headings of columns whose cells are never broken or cut.
-        is_plain: Whether the only line of the table is below its headings.
+        is_plain: Whether to draw only the line below the headings, and no borders.
         **options: Further arguments of `rich.table.Table`, such as `caption`.
     """
     plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False} if is_plain else {}

@@ -34,7 +34,7 @@ def switch_verdict(name: str, *, best: float, own: float, error: float | None, s
         name: Preset or TOML file of the run.
         best: Fraction of the usual loader's GPU hours that the recommended packing saves.
         own: Fraction of the usual loader's GPU hours that the run's present packing saves.
-        error: Standard error of the difference of both; None if there are too few steps for one.
+        error: Standard error of `best` - `own`; None if there are too few steps to estimate it.
         steps: Number of global batches that were simulated.
     """
     if error is None:
@@ -78,7 +78,7 @@ def _rounded_up(number: float) -> int:
 
 
 def choice_table(choices: Sequence[PackingChoice]) -> Table:
-    """Return a table with a row for each packing. The last one, the recommended, is in bold."""
+    """Return a table with a row for each packing. The last row, the recommended one, is bold."""
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
         "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "

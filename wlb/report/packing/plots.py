@@ -190,7 +190,7 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
 
 
 def tuning_figure(tuning: Tuning) -> Any:
-    """Return a figure of all tuned settings: imbalance over delay, and over variation of tokens."""
+    """Return a figure of tuned settings: imbalance over delay and over variation of step tokens."""
     figure, axes = new_figure(ncols=4, height=3.6, width=14.0)
     names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
     titles = (
@@ -232,7 +232,7 @@ def _wait(summary: PackingSummary) -> float:
 
 
 def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
-    """Return the run's present packing, and of each other policy the setting with best balance.
+    """Return the run's present packing and, for each other policy, the setting with best balance.
 
     Settings that completed no step before the data ended are left out, because they have no
     imbalance.
@@ -242,7 +242,7 @@ def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
         own: Label of the run's present packing.
     """
     kept: dict[str, PackingRun] = {}
-    # Sort the present packing first, so that it is the one that is kept of its policy.
+    # Sort the present packing first: the first setting of each policy is kept.
     ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
     for run in ranked:
         if run.summary.num_steps:

@@ -259,7 +259,7 @@ def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
 def weight_remark(
     summary: PackingSummary, normalizer: LossNormalizer, *, masks_labels: bool = False
 ) -> list[str]:
-    """Return a remark if labels of the longest documents have another weight in the loss.
+    """Return a remark if the loss weights labels of the longest documents differently from others.
 
     Args:
         summary: Result of the policy.

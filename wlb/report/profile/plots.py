@@ -154,10 +154,10 @@ def terms_figure(terms: TermCurves) -> Any:
 
 
 def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
-    """Return the numbers of keys that `kernel_figure` shows.
+    """Return at most `MOST_SERIES` numbers of keys, for which `kernel_figure` draws series.
 
-    They are at most `MOST_SERIES` of those for which at least three numbers of query rows were
-    measured.
+    They are chosen from the numbers of keys that were measured with at least three numbers of query
+    rows.
     """
     rows: dict[int, set[int]] = {}
     for s in samples:
@@ -393,7 +393,7 @@ def _times(
         which: 0 for forward, 1 for backward.
 
     Returns:
-        Tokens, and seconds.
+        The number of tokens of each layer, and the time of each layer in seconds.
     """
     mine = [s for s in samples if s.at["tp"] == tp]
     return [s.at["tokens"] for s in mine], [getattr(s, of)[which] * 1e-9 for s in mine]
@@ -481,7 +481,7 @@ def _fixed_ticks(axes: Any, least_step: int, text: Callable[[float, int], str]) 
 
     Args:
         axes: The axes.
-        least_step: Smallest distance of two ticks, as a power of two.
+        least_step: Smallest step between the exponents of two ticks: 2 means ticks at 1, 4, 16, ...
         text: Function from a value and its position to the label of the tick.
     """
     low, high = (float(np.log2(x)) for x in axes.get_xlim())

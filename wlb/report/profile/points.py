@@ -43,7 +43,7 @@ class PlottedSample:
     """A measured call, with the time that the fitted profile predicts for it."""
 
     at: Mapping[str, Any]  # what was called, such as {"tokens": 4096, "tp": 2}
-    measured_ns: tuple[float, ...]  # measured forward and backward time; one time of a collective
+    measured_ns: tuple[float, ...]  # measured forward and backward time; of a collective, one time
     fitted_ns: tuple[float, ...]  # predicted times, in the form of `measured_ns`
 
 
@@ -83,7 +83,7 @@ def _sample(record: Record, fitted_ns: Iterable[float], **more: Any) -> PlottedS
 
 
 def layout_of(table: AttentionTable) -> dict[str, int]:
-    """Return the numbers of heads and the head size of an attention table, as records name them."""
+    """Return the numbers of heads and the head size of an attention table, by their record keys."""
     return {name: getattr(table, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
 
 
@@ -140,7 +140,7 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Plott
             at = record["point"]
             q, kv, count = (np.array([at[name]], np.int64) for name in ("q", "kv", "count"))
             fitted = segment_ns(table, q, kv, count)
-            # Divide by the number of segments of the call, which are equal.
+            # Divide by the number of segments, because all segments of the call are equal.
             took = tuple(ns / at["count"] for ns in _passes(record))
             found.append(
                 PlottedSample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))
@@ -275,7 +275,7 @@ def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, whic
 
 
 def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
-    """Return the TFLOP/s of a matrix product, whose backward consists of two products.
+    """Return the TFLOP/s of a matrix product. Its backward pass consists of two products.
 
     Args:
         sample: The product, as `gemm_samples` returns it.

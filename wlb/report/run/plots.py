@@ -121,7 +121,7 @@ def balance_figure(records: RunRecords) -> Any:
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
         ),
     ]
-    # Leave out lines of which the run recorded no value.
+    # Leave out lines for which the run recorded no value.
     series = [s for s in series if not np.isnan(s.values).all()]
     _draw(axes, records, series)
     axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
@@ -213,7 +213,7 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
 
     Args:
         tables: Tables of all ranks' times, in order of steps. Each is a column of the heat map.
-        threshold: Excess over 1 from which a rank counts as slow; it is in the range of colours.
+        threshold: A rank counts as slow from 1 + `threshold`. The colours reach at least this far.
     """
     # Shape [ranks, tables].
     values = np.stack([t.over_median for t in tables], axis=1)

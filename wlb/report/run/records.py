@@ -1,7 +1,7 @@
 """Reading of a training run from its folder: the lines of metrics.jsonl and the configuration.
 
 A resumed run appends to the same file and trains the steps after its checkpoint once more. For such
-a step, the older line is dropped, so that each step counts once, as it was trained last.
+a step, the older line is dropped, so that each step counts once.
 """
 
 import re
@@ -123,7 +123,7 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """Return the step after which `steps_done` steps were executed; UserError if none was."""
+        """Return the step after which `steps_done` steps were executed; UserError without one."""
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
@@ -310,7 +310,7 @@ class _Reading:
             self.wall = {name: float(seconds) for name, seconds in line["seconds"].items()}
 
     def _roll_back(self, steps_done: int | None) -> None:
-        """Drop all lines of steps after the first `steps_done` steps; nothing if it is None."""
+        """Drop all lines of steps after the first `steps_done` steps; None drops nothing."""
         if steps_done is None:
             return
         for kind, lines in self.by_step.items():
@@ -337,7 +337,7 @@ def _evaluation(line: dict[str, Any]) -> tuple[int, float]:
 
 
 def _layout(start: dict[str, Any]) -> Any:
-    """Return the parallel layout that the line of a start has, to compare it with others."""
+    """Return the parallel layout in the line of a start; None if the line has no layout."""
     return start.get("spec", {}).get("parallel")
 
 

@@ -67,7 +67,7 @@ def simulate_again(
         spec: Configuration of the run.
         store: Token store of the run.
         device: Type of the run's devices, "cuda" or "cpu".
-        trained: The steps to simulate: for each number of a step, the recorded counts of its plan.
+        trained: The steps to simulate: for each step number, the recorded counts of its plan.
         profile: Kernel profile of the simulation; "" for the profile of the run.
         written: Name of the file with the recorded counts, for error messages.
 
@@ -106,7 +106,7 @@ def _planned_again(
 
     Args:
         planner: Planner at the start of the run.
-        trained: For each number of a step, the recorded counts of its plan.
+        trained: For each step number, the recorded counts of the step's plan.
         dp: Number of pipelines.
         written: Name of the file with the recorded counts, for error messages.
     """

@@ -79,7 +79,7 @@ def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
 def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[TimelineRow]:
     """Return a row for each rank of a pipeline, sorted by pipeline rank and CP rank.
 
-    If there would be more than `MOST_ROWS` rows, ranks with higher CP ranks are left out.
+    If there would be more than `MOST_ROWS` rows, ranks with the highest CP numbers are left out.
 
     Args:
         timeline: The measured timeline.
