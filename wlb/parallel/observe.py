@@ -29,7 +29,7 @@ class Part(StrEnum):
     ATTENTION = "attention"  # attention kernels
     LAYERS = "layers"  # the rest of the decoder layers, and the final norm
     EMBEDDING = "embedding"
-    HEAD = "head"  # output head and loss; its forward pass also computes their gradients
+    HEAD = "head"  # output head and loss; the forward pass of both also computes gradients
     # forward kernels of attention that run in a backward pass, because activations are recomputed;
     # other recomputed work counts as LAYERS
     RECOMPUTE = "recompute"

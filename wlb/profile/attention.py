@@ -87,7 +87,7 @@ class HeadLayout:
 class AttentionGrid:
     """Settings of an attention sweep: which calls are measured, and for how long."""
 
-    lengths: tuple[int, ...]  # numbers of queries and of keys of grid points, ascending
+    lengths: tuple[int, ...]  # numbers of queries, and of keys, that grid points combine; ascending
     held_pairs: int  # number of random points between grid points, on which errors are measured
     batches: int  # number of random batches that the fit uses
     held_batches: int  # number of random batches on which errors are measured
@@ -192,7 +192,9 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
 
 
 def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Return the numbers of queries and of keys of the segments in a task on equal segments.
+    """Return numbers of queries and numbers of keys, one of each per segment of a task's call.
+
+    The segments are equal, except that a one-token segment may come first.
 
     Args:
         point: `Task.point` of the task.
@@ -204,7 +206,7 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 
 
 def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
-    """Return the tasks on equal segments.
+    """Return the tasks that measure calls on equal segments.
 
     Their kinds are "call" (one tiny segment), "two_groups" (two segments, which the kernel puts
     into different groups), "grid" (grid points), and "held_pair" (random points between them).
@@ -283,7 +285,7 @@ def _equal_task(
 
 
 def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
-    """Return the numbers of queries and keys of one CP rank's segments in a random micro-batch.
+    """Draw a micro-batch, and return numbers of queries and of keys per segment of one CP rank.
 
     Args:
         grid: Settings of the sweep.
@@ -311,7 +313,7 @@ def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
 def batch_tasks(
     layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer, *, held: bool, repeat: int = 0
 ) -> list[Task]:
-    """Return tasks on random batches.
+    """Return the tasks that measure random batches.
 
     Args:
         layout: Kernel and heads.

@@ -5,8 +5,9 @@ layers), each in forward and in backward. They are fitted separately:
 
 - Attention gets a factor for each pass. It is the median over records of measured time divided by
   predicted time, weighted by predicted time, so that a few disturbed steps have little influence.
-- Linear work gets a factor and a constant time per micro-batch for each pass, if at least half of
-  the records determine both. Otherwise it gets a factor only.
+- Linear work gets a factor and a constant time per micro-batch for each pass, if a line can be
+  fitted to at least half of the records, whose predicted times must vary enough. Otherwise it gets
+  a factor only.
 - Output head and loss get a separate factor, which does not change plans.
 
 Plans change only if terms get different factors (`Scales.relative`). `Scales.common` shows whether
@@ -48,7 +49,7 @@ class Scales:
     attention_backward: float
     linear_forward: float
     linear_backward: float
-    # Constant time of each micro-batch in each stage, in addition to the factor.
+    # Constant time that each micro-batch takes in each stage, in addition to the scaled prediction.
     linear_forward_extra_ns: float = 0.0
     linear_backward_extra_ns: float = 0.0
     head: float = 1.0  # factor of output head and loss; 1 if their time was not predicted
@@ -94,8 +95,8 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
                 f"the profile cannot be calibrated: none of {len(records)} records after warm-up "
                 f"has a time of {name}; train more steps or lower telemetry.warmup_steps"
             )
-        # Fit factor and constant if at least half of the records determine both, otherwise only a
-        # factor.
+        # Fit a line (factor and constant) if at least half of the records allow it, otherwise only
+        # a factor.
         lines = [(m, line) for m in known if (line := m.line) is not None]
         if name in LINEAR and 2 * len(lines) >= len(known):
             scales[name] = _weighted_median([(slope, m.predicted_s) for m, (slope, _) in lines])
@@ -165,8 +166,8 @@ def scaled_profile(
         backend: The attention kernel that the run used. Other kernels of a scaled table keep an
             unscaled copy of the table. None scales the table for all its kernels.
         collectives: Whether linear factors also apply to all-gathers and reduce-scatters. Pass
-            False if the measurement did not include them. They get the mean of the factors of both
-            passes, weighted by the number of calls that each pass has under TP.
+            False if the measurement did not include collectives. Collectives get the mean of the
+            factors of both passes, weighted by the number of calls that each pass has under TP.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
@@ -204,7 +205,7 @@ def calibrated_name(name: str) -> str:
 
 
 def _slower(cost: Any, factors: tuple[float, float], *names: str) -> dict[str, Any]:
-    """Return new values of fields of `cost`, for which its passes take longer by `factors`.
+    """Return new values for fields of `cost`, with which passes take `factors` times as long.
 
     Times and factors are multiplied. Throughput in surfaces and curves is divided.
 

@@ -276,7 +276,7 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 class _LedRanks:
     """Measures points on all ranks of a launcher, in the order that rank 0 broadcasts.
 
-    The other ranks wait for the next point in a broadcast, at most for the timeout of its group.
+    The other ranks wait in a broadcast for the next point, at most until the broadcast's timeout.
     """
 
     world: worlds.World
@@ -428,8 +428,8 @@ class AlphaBeta:
 
     alpha_ns: float
     bytes_per_s: float
-    # Median and maximum of two kinds of relative errors: of the fit to all times ("fit"), and of
-    # each time predicted by a fit to all other times ("leave_one_out").
+    # Median and maximum of relative errors, of two kinds. "fit": errors of the fit to all times.
+    # "leave_one_out": errors of each time, predicted by a fit to all other times.
     residuals: tuple[tuple[str, float], ...]
 
 

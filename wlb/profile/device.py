@@ -1,8 +1,8 @@
 """Describe the machine of a sweep, and monitor its GPU's clocks, power and throttling.
 
-`describe` returns the same values at every start on a machine, so a file of records can begin with
-them and be compared with them. `Monitor` needs NVML (package nvidia-ml-py). Without NVML, or on a
-CPU, its record says why it has no samples.
+`describe` returns the same values at every start on a machine. A file of records begins with these
+values, so that a later start can compare them with its own. `Monitor` needs NVML (package
+nvidia-ml-py). Without NVML, or on a CPU, its record says why it has no samples.
 """
 
 import contextlib

@@ -213,7 +213,7 @@ def _fixed_ns(
     group_ns: float,
     blocks: BlockCost | None,
 ) -> list[float]:
-    """Return the fixed cost of each grid point's call: its time without that of its segments.
+    """Return the fixed cost (ns) of each grid point's call: its time except that of the segments.
 
     Args:
         attention: Head layout and records.
@@ -262,7 +262,7 @@ class _Rates(NamedTuple):
     square: Curve | None
     """TFLOP/s of segments with q = kv; None for kernels that do not group segments."""
     reach: FloatArray | None
-    """Most keys that were measured for each number of queries; None if all keys were."""
+    """For each number of queries, the most keys that were measured; None if all were."""
 
 
 def _rates(
@@ -349,7 +349,7 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
     """Return the predicted forward and backward ns of a varlen call.
 
     Args:
-        table: Attention table; the call has its numbers of heads.
+        table: Attention table for the call's numbers of heads.
         call: Segments of the call.
     """
     q, kv, *times = _times(table, call)
@@ -368,11 +368,11 @@ def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
 def _fit_batches(
     attention: AttentionRecords, table: AttentionTable, *, has_blocks: bool
 ) -> tuple[AttentionTable, list[str]]:
-    """Fit factors of segments and fixed costs of calls to random batches (step 3).
+    """Use random batches to fit factors of segments and fixed costs of calls (step 3).
 
     Args:
         attention: Head layout and records.
-        table: Table that calls on equal segments give.
+        table: Table fitted to calls on equal segments.
         has_blocks: Whether to fit a cost of thread blocks, too.
 
     Returns:
@@ -423,9 +423,10 @@ def _fit_batches(
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     """Return the features of a call, which the fit multiplies by costs and factors.
 
-    The features are [1, groups, blocks, tail, ns of short segments, ns of long segments]. Kernels
-    that group segments have the last two features twice: for segments with a prefix, and for
-    segments without.
+    The features are [1, groups, blocks, tail, ns of short segments, ns of long segments]. `groups`
+    and `blocks` are numbers of groups and of thread blocks. `tail` is the largest number of keys of
+    a segment in forward, and of queries in backward. Kernels that group segments have the last two
+    features twice: for segments with a prefix, and for segments without.
 
     Args:
         table: Table that predicts the ns of segments.
@@ -434,7 +435,7 @@ def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     """
     q, kv, *passes = _times(table, call)
     times = passes[which]
-    # groups() returns 0 if groups cost nothing. Set a cost, to get the number in any case.
+    # groups() returns 0 if groups cost nothing. Set a cost, so that it returns their number.
     counted = replace(table, group_forward_ns=1)
     groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
     is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
@@ -454,7 +455,7 @@ def _robust(
     *,
     is_grouped: bool,
 ) -> FloatArray:
-    """Return non-negative x for which features @ x has the least relative errors.
+    """Return non-negative x for which features @ x has the smallest relative errors to `took`.
 
     The robust loss gives outliers little weight. A factor keeps its value in `start` if its kind of
     segments hardly occurs in random batches.
@@ -462,7 +463,7 @@ def _robust(
     Args:
         features: Features of each call, shape [num_calls, num_features].
         took: Measured ns of each call, shape [num_calls].
-        weights: Weight of each call, shape [num_calls]. It is 1 exactly for random batches.
+        weights: Weight of each call, shape [num_calls]. Only random batches have weight 1.
         start: Initial x, shape [num_features].
         is_grouped: Whether to fit the cost of a group.
     """
@@ -521,7 +522,7 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
 def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
     """Return the fields of a table for other numbers of heads, from tasks of kind "heads".
 
-    `heads_efficiency` is the throughput with `heads` heads relative to that of the layout.
+    `heads_efficiency` is the throughput with `heads` heads divided by that with the layout's heads.
     """
     layout = attention.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
@@ -588,7 +589,7 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
 def retest(attention: AttentionRecords) -> dict[str, float]:
     """Return how much two measurements of the same held-out batch differ: the mean over batches.
 
-    Differences are relative. There is one for each pass and one for their sum, by name.
+    The result has one relative difference for each pass and one for the sum of both, by name.
     """
     by_index: dict[int, list[Record]] = {}
     for record in attention.of("held_batch"):

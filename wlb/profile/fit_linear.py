@@ -161,7 +161,7 @@ def robust_line(
     design = np.stack([np.ones(took.size), x], 1)
     rest = np.maximum(took - offset, 0.0) / took
     first, _ = nnls(design / took[:, None], rest)
-    # For precision, solve for numbers near 1: the result in units of a first estimate.
+    # For precision, solve for numbers near 1: divide the unknowns by a first estimate.
     unit = np.maximum(first, [took.min(), took.max() / max(float(x.max()), 1.0)])
 
     def residual(z: FloatArray) -> FloatArray:
@@ -250,9 +250,10 @@ Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
 
 
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
-    """Fit the cost of a layer: time = call + operators' calls + factor * operators' work.
+    """Fit the cost of a layer: time = call + calls + factor * work.
 
-    The constants `call` and `factor` are fitted; the operators' times are summed before.
+    Only `call`, a constant time of the layer, and `factor` are fitted. `work` and `calls` are the
+    summed times of the layer's operators, which have been fitted before.
 
     Args:
         records: Records of the sweep.

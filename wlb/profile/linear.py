@@ -115,8 +115,8 @@ class _TaskBench:
         """Time a forward pass and a backward pass that calls autograd, without autograd's overhead.
 
         The constant overhead of a call of autograd is ten times the time of a small operator. In
-        training it occurs once for a stage, and not once for each operator, so it is subtracted. It
-        is host time, so only times on a CPU contain it.
+        training the overhead occurs once for a stage, and not once for each operator, so it is
+        subtracted. Only times on a CPU contain it, because it is host time.
         """
         numbers = self.passes(forward, backward)
         if self.device.type == "cpu":
@@ -127,7 +127,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Return the overhead of a call of autograd: the ns of backward through a single view."""
+        """Return autograd's overhead in ns for one call, measured as backward through one view."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),
@@ -312,8 +312,8 @@ def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbe
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
         # In a layer, x goes into the sum and into the branch, so autograd adds two gradients of x.
-        # With x as a second output, its gradient from the branch is given, and the branch need not
-        # be computed.
+        # With x as a second output, the branch's gradient of x is an input of autograd, so the
+        # branch itself need not be computed.
         return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
 
     return bench.graph(lambda: x + y, backward)

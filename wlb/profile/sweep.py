@@ -73,7 +73,7 @@ class SweepSettings:
     other_heads: tuple[HeadLayout, ...]
     grid: AttentionGrid
     tokens: tuple[int, ...]  # numbers of rows in tasks that do not measure attention
-    linear_budget_s: float  # seconds for the repeats of such a task
+    linear_budget_s: float  # seconds for the repeats of a task that does not measure attention
     collective_budget_s: float  # seconds for the repeats of a collective
 
     def header(self) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def settings_of(
         (model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp, model.head_size)
         for tp in degrees[::-1]
     ]
-    # On a CPU, a table takes seconds, so each TP degree gets one. On a GPU, the first layout gets a
-    # table, and the others get a factor on it.
+    # On a CPU, a table takes seconds, so each TP degree gets one. On a GPU, only the first layout
+    # gets a table, and each other layout gets a factor by which throughput differs from this table.
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
     of_tables = list(dict.fromkeys([*of_tables, *map(_shape, heads)]))
 

@@ -220,7 +220,7 @@ class CudaTimer(KernelTimer):
             )
 
     def _settle(self) -> torch.Tensor:
-        """Keep the device busy until its clocks settle, and return the buffer that flushes L2."""
+        """Keep the device busy until its clocks settle, and return a buffer to flush L2 with."""
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         buffer = torch.empty(max(LEAST_FLUSH_BYTES, size), dtype=torch.uint8, device=self.device)
         a = torch.ones(2048, 2048, device=self.device)

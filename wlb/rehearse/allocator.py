@@ -125,7 +125,7 @@ class Allocator:
     def _grow(self, pool: _Pool, size: int) -> Block:
         """Return a new free block of at least `size` bytes, for which device memory is reserved.
 
-        It is a new segment, or the end of the pool's expandable segment.
+        The block is a new segment, or it extends the pool's expandable segment.
         """
         if not self.expandable:
             segment = PAGE_SMALL if pool.is_small else PAGE_LARGE
@@ -150,7 +150,7 @@ class Allocator:
         return block
 
     def _take(self, size: int) -> None:
-        """Reserve `size` bytes of the device; return free segments to it first if necessary."""
+        """Reserve `size` bytes of device memory. If necessary, first give back free segments."""
         if self.reserved + size > self.limit:
             self.retries += 1
             self._give_back()
@@ -160,7 +160,7 @@ class Allocator:
         self.peak = max(self.peak, self.reserved)
 
     def _give_back(self) -> None:
-        """Return unused segments, and free blocks at the end of expandable ones, to the device."""
+        """Give unused segments, and free ends of expandable segments, back to the device."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 is_whole = block.before is None and block.after is None

@@ -42,7 +42,7 @@ def install() -> None:
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
     # init_gpu_context creates a tensor on the GPU, which fails in a CUDA build without a GPU.
     setattr(fake_tensor, "init_gpu_context", lambda _: None)  # noqa: B010
-    # With this, torch.tensor(..., device="cuda") counts as a copy from the host.
+    # This makes torch.tensor(..., device="cuda") count as a copy from the host.
     torch._C._set_only_lift_cpu_tensors(True)
     importlib.import_module("torch.distributed._tools.fake_collectives")
     _shapes_of_whole_tensors()
@@ -154,7 +154,7 @@ def _tensors() -> None:
         return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
     def read_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if isinstance(tensor, FakeTensor):  # on the host; its copy from the GPU was recorded before
+        if isinstance(tensor, FakeTensor):  # a host copy, which was recorded when it was made
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
         return numpy(tensor, *args, **options)
 
@@ -271,7 +271,7 @@ def recorder() -> Recorder:
 
 
 def use(made: Recorder) -> None:
-    """Set the recorder of messages between hosts, transfers and compiled graphs. Call it once."""
+    """Set the recorder for host messages, transfers and compiled graphs. Call it once."""
     _recorders.append(made)
     setattr(torch, "compile", compiler.compiling(made))  # noqa: B010
     _transfers()

@@ -25,11 +25,11 @@ from wlb.spec import ParallelSpec, RunSpec
 class GroupRows(ExpertRows):
     """`ExpertRows` with the numbers of rows of all members of the EP group."""
 
-    of_members: tuple[int, ...]  # number of rows of each member; `num` is that of this rank
+    of_members: tuple[int, ...]  # number of rows of each member, including `num` of this rank
 
 
 class EqualLoads:
-    """Decides how many rows the ranks of an EP group send each other. In a run, routers do."""
+    """Decides how many rows the ranks of an EP group exchange. In a real run, routers decide."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.per_token = spec.model.experts.per_token
@@ -85,7 +85,7 @@ class EqualLoads:
 
 
 def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """Return the number of the pipeline of each member of a rank's EP group.
+    """Return, for each member of a rank's EP group, the number of the member's pipeline.
 
     The members are consecutive ranks in (dp, cp, tp) order.
 

@@ -59,7 +59,7 @@ _DEEPEST = 40
 class _Storage:
     """A tensor's storage on the fake GPU."""
 
-    number: int  # number of its request to the allocator
+    number: int  # number of the storage's latest request to the allocator
     size: int  # bytes; 0 = freed
     kind: str  # kind of memory, such as "activations"
     stream: FakeStream  # stream that allocated it
@@ -87,8 +87,8 @@ class Footprint:
     parameter_shapes: set[tuple[int, ...]] = field(default_factory=set)
     _known: Any = field(default_factory=weakref.WeakKeyDictionary)  # storage -> _Storage
     _numbers: int = 0  # number of the latest request
-    # Stream id -> kernels of other streams that use memory which this stream has freed, and for
-    # which it has not waited: (id of the other stream, number of the kernel, text on the memory).
+    # Stream id -> kernels of other streams that may still use memory that this stream has freed.
+    # Each is (id of the other stream, number of the kernel, text that describes the memory).
     _unfinished: dict[int, list[tuple[int, int, str]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -164,7 +164,8 @@ class Footprint:
     def landed(self, tensor: Any, stream: FakeStream) -> None:
         """Note that the latest transfer on `stream` fills a tensor.
 
-        It records an event now, so that `wait_for` waits for this transfer and not for later ones.
+        The event is recorded now, so that `wait_for` waits for this transfer but not for later
+        transfers.
         """
         self.add(tensor).done = FakeEvent().record(stream)
 
@@ -218,7 +219,7 @@ class Footprint:
     def _note_uses(self, record: _Storage) -> None:
         """Note which streams may still use a storage that is being freed.
 
-        The stream that allocated it may now reuse its memory.
+        From now on, the stream that allocated the storage may reuse its memory.
         """
         owner = record.stream
         for stream, count in record.uses.items():
@@ -251,7 +252,7 @@ class Footprint:
                 GPU.faults.append(StreamFault(GPU.step, GPU.op, called_from(3), error))
 
     def _kind_of(self, tensor: Any) -> str:
-        """Return the kind of memory of a new tensor, by the functions that are on the stack."""
+        """Return the kind of memory of a new tensor, which the functions on the stack show."""
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):
             kind = _kind_by_code(frame.f_code)
@@ -269,7 +270,7 @@ class Footprint:
 
 @functools.cache
 def _kind_by_code(code: CodeType) -> str:
-    """Return the kind of memory that a function allocates by _BY_FRAME; "" if it has no entry."""
+    """Look up in _BY_FRAME which kind of memory a function allocates; "" if it has no entry."""
     for ending, function, kind in _BY_FRAME:
         if code.co_filename.endswith(ending) and function in ("", code.co_name):
             return kind
@@ -277,7 +278,7 @@ def _kind_by_code(code: CodeType) -> str:
 
 
 def _is_reducing(frame: Any) -> bool:
-    """Return whether the function of a frame, or of the next 3 frames, handles FSDP's gradients."""
+    """Return whether a frame, or one of its 3 nearest callers, handles FSDP's gradients."""
     for _ in range(4):
         if "reduce" in frame.f_code.co_name or "grad" in frame.f_code.co_name:
             return True

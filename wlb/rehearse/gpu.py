@@ -41,8 +41,8 @@ class RankMessage(NamedTuple):
     communicator: Communicator | None  # None for a wait
     kind: str  # "collective", "send", "recv" or "wait"
     op: Any  # name of the collective; rank of the peer for a send or receive; None for a wait
-    # For a wait, the index in the rank's messages of the send or receive that is awaited. For all
-    # others, shapes, dtypes and options, which must be equal on all members.
+    # For a wait: index, among the rank's messages, of the send or receive that is awaited. For all
+    # other kinds: shapes, dtypes and options, which must be equal on all members.
     what: Any
     where: str  # source file and line in wlb
     step: int  # -1 before the first step
@@ -172,7 +172,7 @@ class FakeStream:
             self.time_ns = time_ns
 
     def run(self, name: str, part: str, time_ns: float, where: str = "") -> None:
-        """Issue a kernel or transfer to the stream, which advances its clocks.
+        """Issue a kernel or transfer to this stream, and advance the stream's clocks.
 
         Args:
             name: Name of the kernel or transfer.
@@ -243,7 +243,7 @@ class FakeGpu:
     parts: dict[str, PartTotals] = field(default_factory=lambda: defaultdict(PartTotals))
     # Time of the current step in which the compute stream waited for transfers, by part.
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    host_ns: float = 0.0  # time until which the host has waited for the GPU
+    host_ns: float = 0.0  # predicted time at which the host's latest wait ended
     step: int = -1  # -1 before the first step
     op: str = ""  # the latest operator
     is_counting: bool = True  # False while operators run only to infer shapes

@@ -43,8 +43,9 @@ class HeldUp(NamedTuple):
 def held_up(programs: Programs) -> list[HeldUp]:
     """Return all transfers that could be held up, sorted by rank and then by time of posting.
 
-    Two kinds of transfers are not considered: transfers with ranks that were not rehearsed, and
-    transfers that no rank waits for. The latter are Gloo's, which block the host and not a stream.
+    A transfer could be held up if it may have to wait for an earlier transfer of the same rank.
+    Two kinds of transfers are left out: those with ranks that were not rehearsed, and those of
+    Gloo, which block the host, so that no stream waits for them.
 
     Args:
         programs: Messages of each rehearsed rank. They must match and must not deadlock, which
@@ -78,7 +79,7 @@ def held_up(programs: Programs) -> list[HeldUp]:
 
 
 def _stands_before(program: Sequence[RankMessage], j: int, i: int) -> bool:
-    """Return whether message j must run before message i: they are not in the same batch."""
+    """Return whether message j must run before the later message i: they share no batch."""
     return program[j].batch < 0 or program[j].batch != program[i].batch
 
 
@@ -116,20 +117,21 @@ class _Clocks:
         # Rank -> its vector clock, shape [num_ranks]: for every rank the index of the last message
         # that has surely been issued.
         self._clock = {rank: np.full(len(programs), -1, np.int64) for rank in programs}
-        # End of a transfer -> the rank's clock when it was posted, until the other end reads it.
+        # End of a transfer -> clock of its rank when it was posted. A wait of the other rank reads
+        # and removes the entry.
         self._posts: dict[End, IntArray] = {}
         # End of a transfer that is not posted yet -> ranks that wait for it.
         self._waiting: dict[End, list[int]] = defaultdict(list)
-        # End of a transfer -> what is known at each wait for it, as a dict: member of the
-        # communicator -> index of its last message that has surely been issued.
+        # Result of `waits`: end of a transfer -> one dict for each wait for this transfer.
         self._waits: dict[End, list[dict[int, int]]] = defaultdict(list)
 
     def waits(self) -> Mapping[End, list[dict[int, int]]]:
         """Run all ranks to the end, and return which messages are surely issued at each wait.
 
         Returns:
-            End of a transfer -> a dict for each wait for this transfer: member of the communicator
-            -> index of its last message that has surely been issued.
+            For each end of a transfer, a list with one dict for each wait for this transfer. The
+            dict maps a member of the communicator to the index of the member's last message that
+            has surely been issued when the wait ends.
         """
         ready = deque(self.programs)
         while ready:
@@ -154,7 +156,8 @@ class _Clocks:
     def _wait(self, rank: int, index: int) -> bool:
         """Return whether a wait can end, because both ends of the transfer are posted.
 
-        If so, the waiting rank's clock takes in what the other end knew.
+        If so, the clock of the waiting rank rises at least to the clock that the other end had when
+        it was posted.
 
         Args:
             rank: Rank that waits.

@@ -90,7 +90,7 @@ def _match_collectives(programs: Programs, proof: Proof) -> None:
             sequences[where][rank] = messages
     proof.num_seen = len(sequences)
     for where, by_rank in sequences.items():
-        # Compare every member with the first one, and then the rows of all-to-alls by pairs.
+        # Compare every member with the first, and then the rows of all-to-alls pair by pair.
         members = [rank for rank in where.ranks if rank in programs]
         proof.num_communicators += len(members) == len(where.ranks)
         first = members[0]
@@ -105,7 +105,7 @@ def _match_collectives(programs: Programs, proof: Proof) -> None:
 
 
 def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]]) -> str:
-    """Return a problem if the sent and received rows of an all-to-all differ, otherwise "".
+    """Describe an all-to-all whose sent and received rows differ; "" if there is none.
 
     Args:
         where: Communicator of the all-to-alls.
@@ -129,7 +129,7 @@ def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]])
 def _differing(
     where: Communicator, first: int, a: list[RankMessage], rank: int, b: list[RankMessage]
 ) -> str:
-    """Return a problem for the first collective that differs between two ranks, otherwise "".
+    """Describe the first collective that differs between two ranks; "" if none differs.
 
     Args:
         where: Communicator of the collectives.
@@ -286,8 +286,8 @@ class _Hosts:
             where: Communicator of the transfer.
 
         Returns:
-            The peer in a list if its next batch is now done, so that its queue must be checked,
-            too; otherwise an empty list.
+            A list with the peer if the peer's next batch is now done, because then the peer's queue
+            must be checked, too. Otherwise an empty list.
         """
         kind, peer, index = transfer
         others = self._posted[peer, where]

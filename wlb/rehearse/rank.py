@@ -58,7 +58,7 @@ class PlannedFeed:
         return self._items[self._at] if self._at < len(self._items) else None
 
     def peek(self, steps_ahead: int) -> list[Item]:
-        """Return the step that comes `steps_ahead` after the current one; empty if none does."""
+        """Return a list of the step that is `steps_ahead` steps ahead; [] if there is none."""
         at = self._at + steps_ahead
         return self._items[at : at + 1]
 
@@ -90,7 +90,7 @@ class UnwrittenSaver(saver.CheckpointSaver):
     """
 
     copied: ClassVar[dict[int, int]] = {}
-    """Number of steps executed before a checkpoint -> bytes of the checkpoint."""
+    """Bytes copied to the host for each checkpoint, by the number of steps executed before it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -107,7 +107,7 @@ class UnwrittenSaver(saver.CheckpointSaver):
 
 
 class RehearsedTrainer(loop.Trainer):
-    """The trainer of a run, changed to use a `PlannedFeed` and to record a `StepResult` a step."""
+    """A run's trainer, changed to use a `PlannedFeed` and to record one `StepResult` per step."""
 
     items: list[Item]
     results: list[StepResult]
@@ -221,13 +221,13 @@ def rehearse_rank(
 def _trainer(
     rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
 ) -> RehearsedTrainer:
-    """Replace what the trainer of a rank uses by fakes, and return the trainer.
+    """Replace by fakes what the trainer of a rank uses, and return the trainer.
 
     Args:
         rank: The rank to rehearse.
         job: Job of the run.
         items: Function that returns the steps of a pipeline.
-        stack: Context managers that must stay open while the trainer runs are entered here.
+        stack: Receives the context managers that must stay open while the trainer runs.
     """
     spec = job.spec
     equal_experts.load_equally(spec)
@@ -303,7 +303,7 @@ def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 def _calibration(job: Job) -> str:
-    """Return the note in the calibrated profile on how it was fitted; "" if none was written."""
+    """Return how the calibrated profile was fitted, as text; "" if no profile was written."""
     if job.calibrate is None or not job.calibrate.exists():
         return ""
     return load_profile(str(job.calibrate)).provenance.source

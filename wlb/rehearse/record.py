@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a tensor subclass such as DTensor first unwraps its tensors
+            return NotImplemented  # let a tensor subclass such as DTensor unwrap its tensors first
         if not GPU.is_counting:
             return func(*args, **kwargs)
         try:
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
             _host_copy(name, args, kwargs, out)
         stream = GPU.current
         self._touch(func, args, kwargs, ours, outs, stream)
-        # Do not count arguments that a kernel only writes as read. They are among its results.
+        # Arguments that a kernel only writes are among its results, so do not count them as read.
         only_written = {id(x) for k in _ONLY_WRITTEN for x in _leaves(kwargs.get(k), Tensor)}
         read = [x for x in ours if id(x) not in only_written]
         part, flops, num_bytes, time_ns, workspace = self.prices.kernel(name, args, read, outs)

@@ -45,7 +45,7 @@ class Reserved:
     """Memory that torch's caching allocator reserves on the device for a rank's requests."""
 
     peak_bytes: int  # most bytes that were reserved at a time
-    allocated_bytes: int  # most bytes that were allocated at a time, as sizes of blocks
+    allocated_bytes: int  # most bytes of allocated blocks at a time
     retries: int  # how often the allocator returned free segments to the device to make room
     failed_bytes: int  # bytes of the first request that did not fit; 0 = all requests fitted
     failed_at: str  # step, file and line of that request; "" = all requests fitted
@@ -67,7 +67,7 @@ class RankResult:
     reserved: dict[
         str, Reserved
     ]  # by kind of segments: "expandable", or torch's default "segments"
-    copied: dict[int, int]  # number of steps executed before a checkpoint -> its bytes
-    calibration: str  # note on how the calibrated profile was fitted; "" = none was written
+    copied: dict[int, int]  # bytes that a checkpoint copied to the host, by number of steps before
+    calibration: str  # how the calibrated profile was fitted; "" = no profile was written
     faults: tuple[Fault, ...]  # memory freed too early, then the error that ended the rank
     wall_s: float  # seconds that the rehearsal of this rank took

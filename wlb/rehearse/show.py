@@ -146,7 +146,7 @@ def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
 
 
 def _graphs(ranks: Iterable[RankResult]) -> list[str]:
-    """Return a line with the number of graphs compiled in each step; no line without graphs."""
+    """Return a line on how many graphs each step compiled, or no line if there are none."""
     counts: Counter[int] = Counter()
     for result in ranks:
         for step in result.steps:

@@ -32,7 +32,7 @@ class Request:
     jobs: int  # number of ranks to rehearse at the same time
     traces: bool  # whether to record begin and duration of all kernels and transfers
     device: str  # name of the GPU
-    library: Path  # the compiled shim
+    library: Path  # compiled shim, with which autograd runs without a GPU (`shim.py`)
     folder: Path  # folder for results and for the run's files
 
 

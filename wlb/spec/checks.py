@@ -212,8 +212,8 @@ MOST_EXPERTS_OF_RANK = 1023
 
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
-    # Checked here and not in ModelSpec.check, so that such a model can still be imported and
-    # exported. Only training it is refused.
+    # This check is not in ModelSpec.check, so that such a model can still be imported and exported.
+    # Only training it is refused.
     if spec.model.experts.never_learns:
         raise UserError(
             "model.experts.per_token = 1 with model.experts.normalised = true: every normalised "

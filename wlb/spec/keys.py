@@ -28,10 +28,10 @@ RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "
 
 @dataclass(frozen=True, slots=True)
 class RemovedKey:
-    """Entry of `REMOVED`: why a key was removed, and the value that all runs now behave by."""
+    """Entry of `REMOVED`: why a key was removed, and the value to which it is now fixed."""
 
     why: str  # text after "was removed, because": the reason, and what to do instead
-    value: Any = None  # value that all runs now behave by; None = there is no such value
+    value: Any = None  # value to which the key is now fixed; None = there is no such value
 
 
 _LEARNED = RemovedKey(
@@ -466,7 +466,7 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
     """Raise UserError for a removed key, or warn if it is in a stored spec.
 
-    There is no warning if the stored value is the one that all runs now behave by.
+    There is no warning if the stored value is the one to which the key is now fixed.
     """
     if dotted not in REMOVED:
         # This is a section in which all keys were removed. Report each key.

@@ -1,4 +1,8 @@
-"""Sections [fsdp], [ep] and [cluster]: sharding of parameters, overlap of experts, and hardware."""
+"""Sections [fsdp], [ep] and [cluster].
+
+They set how parameters are sharded, how the exchange of experts' rows overlaps with computation,
+and which hardware is assumed.
+"""
 
 from dataclasses import dataclass
 
@@ -34,7 +38,10 @@ class FsdpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpSection:
-    """Section [ep]: overlap in expert parallelism, whose degree is parallel.ep."""
+    """Section [ep]: overlap of the exchange of experts' rows with computation.
+
+    The degree of expert parallelism is parallel.ep.
+    """
 
     stages: int = key(
         1,

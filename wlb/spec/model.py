@@ -377,7 +377,7 @@ class ModelSpec:
 
     @property
     def norms_per_layer(self) -> int:
-        """Number of norms in a layer whose width is hidden_size."""
+        """Number of norms of width hidden_size in a layer."""
         return 4 if self.branch_norms else 2
 
     @property

@@ -31,8 +31,8 @@ METHOD_POLICIES = (Policy.ORIGINAL, Policy.CAPACITY, Policy.EXAMPLES)
 class WindowCut(StrEnum):
     """Which documents the policy `original` may cut at the end of a window."""
 
-    ANYWHERE = "anywhere"
-    SHORT = "short"
+    ANYWHERE = "anywhere"  # any document
+    SHORT = "short"  # mostly documents of at most C / 8 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

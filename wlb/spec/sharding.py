@@ -9,26 +9,26 @@ from wlb.spec.keys import key
 class Strategy(StrEnum):
     """Rule that divides a micro-batch over CP ranks."""
 
-    PER_SEQUENCE = "per_sequence"
-    PER_DOCUMENT = "per_document"
-    HYBRID = "hybrid"
-    BALANCED = "balanced"
-    ADAPTIVE = "adaptive"
+    PER_SEQUENCE = "per_sequence"  # cut the whole micro-batch into 2 * cp chunks
+    PER_DOCUMENT = "per_document"  # cut each document into 2 * cp chunks
+    HYBRID = "hybrid"  # long documents as PER_DOCUMENT, the others as PER_SEQUENCE
+    BALANCED = "balanced"  # spread each document over as many ranks as its work requires
+    ADAPTIVE = "adaptive"  # PER_SEQUENCE or PER_DOCUMENT, whichever is predicted to be faster
 
 
 class Remainder(StrEnum):
     """Rule for the tokens that are left if a document is divided into 2 * cp equal chunks."""
 
-    MERGED = "merged"
-    ONE_BY_ONE = "one_by_one"
+    MERGED = "merged"  # some chunks get one token more
+    ONE_BY_ONE = "one_by_one"  # ranks get these tokens in turn, each as a separate segment
 
 
 class ExchangeChoice(StrEnum):
     """How CP ranks receive keys and values. AUTO is whichever is predicted to be faster."""
 
     AUTO = "auto"
-    GATHER = "gather"
-    NEEDED = "needed"
+    GATHER = "gather"  # an all-gather of all rows
+    NEEDED = "needed"  # an all-to-all of only the rows that a rank's spans attend to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

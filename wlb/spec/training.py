@@ -17,8 +17,8 @@ class OnNonfinite(StrEnum):
     """Reaction of a run to a loss or gradient that is NaN or infinite."""
 
     STOP = "stop"
-    SKIP = "skip"
-    ROLLBACK = "rollback"
+    SKIP = "skip"  # skip the update of the step
+    ROLLBACK = "rollback"  # repeat from the last checkpoint
 
 
 class Recompute(StrEnum):
@@ -32,7 +32,7 @@ class Recompute(StrEnum):
 class LossNormalizer(StrEnum):
     """Divisor of the summed loss of a step."""
 
-    VALID_TOKENS = "valid_tokens"
+    VALID_TOKENS = "valid_tokens"  # the number of targets in the step
     CONSTANT = "constant"
 
 

@@ -91,7 +91,8 @@ def gated_backward(
 ) -> Launch:
     """Describe the launch that writes the gradients of `gated` to d_gate and d_up.
 
-    `grad_TF` is the gradient of its result. With `gelu` the activation is GELU, otherwise SiLU.
+    `grad_TF` is the gradient of the output of `gated`. With `gelu` the activation is GELU,
+    otherwise SiLU.
     """
     tensors = (grad_TF, gate_TF, up_TF, d_gate, d_up)
     return _by_row(kernels.gated_backward_kernel, *tensors, gelu=gelu)

@@ -627,7 +627,8 @@ def _differentiate(
     q_THD, out_THD, lse_HT, numbers, *kept = ctx.saved_tensors
     tensors = kept[ctx.num_kept :]
     local, arriving = kept[: ctx.num_local], kept[ctx.num_local : ctx.num_kept]
-    # The gradients of the slots are the rows that AddAndGatherAgain has begun to gather.
+    # In place of gradients of the slots, AddAndGatherAgain returned the rows of K and V that it has
+    # begun to gather.
     if gathering[0] is not None and not ctx.keeps_gathered:
         arriving = gathering
     saved = [q_THD, out_THD, lse_HT, *local]
