@@ -264,7 +264,7 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
 def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
     """Return an estimate of the seconds that tasks take.
 
-    It is COST_OF_BUDGET times the seconds that are set for their repeats.
+    The estimate is COST_OF_BUDGET times the seconds that are set for their repeats.
     """
     attention = settings.grid.budget_s
     budgets: dict[str, float] = dict.fromkeys(ATTENTION_KINDS, attention)

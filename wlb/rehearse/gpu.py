@@ -243,7 +243,7 @@ class FakeGpu:
     parts: dict[str, PartTotals] = field(default_factory=lambda: defaultdict(PartTotals))
     # Time of the current step in which the compute stream waited for transfers, by part.
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    host_ns: float = 0.0  # predicted time at which the host's latest wait ended
+    host_ns: float = 0.0  # latest predicted time at which a wait of the host ended
     step: int = -1  # -1 before the first step
     op: str = ""  # the latest operator
     is_counting: bool = True  # False while operators run only to infer shapes

@@ -67,7 +67,7 @@ class RankResult:
     reserved: dict[
         str, Reserved
     ]  # by kind of segments: "expandable", or torch's default "segments"
-    copied: dict[int, int]  # bytes that a checkpoint copied to the host, by number of steps before
+    copied: dict[int, int]  # bytes of each checkpoint, by number of steps executed before it
     calibration: str  # how the calibrated profile was fitted; "" = no profile was written
     faults: tuple[Fault, ...]  # memory freed too early, then the error that ended the rank
     wall_s: float  # seconds that the rehearsal of this rank took

@@ -23,7 +23,7 @@ class ExpertBalance(StrEnum):
     """Method that keeps experts equally loaded."""
 
     NONE = "none"
-    BIAS = "bias"
+    BIAS = "bias"  # a bias per expert changes which experts are chosen
     AUX_LOSS = "aux_loss"
 
 

@@ -16,24 +16,24 @@ class Dtype(StrEnum):
 class OnNonfinite(StrEnum):
     """Reaction of a run to a loss or gradient that is NaN or infinite."""
 
-    STOP = "stop"
+    STOP = "stop"  # end the run
     SKIP = "skip"  # skip the update of the step
-    ROLLBACK = "rollback"  # repeat from the last checkpoint
+    ROLLBACK = "rollback"  # repeat from the last checkpoint; skip a step that fails twice
 
 
 class Recompute(StrEnum):
     """Part of a decoder layer that backward recomputes instead of storing its activations."""
 
     NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
+    SELECTIVE = "selective"  # the second norm and the MLP, except its last matrix product
+    FULL = "full"  # the whole layer with attention and collectives
 
 
 class LossNormalizer(StrEnum):
     """Divisor of the summed loss of a step."""
 
     VALID_TOKENS = "valid_tokens"  # the number of targets in the step
-    CONSTANT = "constant"
+    CONSTANT = "constant"  # always N * context_window
 
 
 class RateSchedule(StrEnum):
