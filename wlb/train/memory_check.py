@@ -90,12 +90,8 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
     if given * GIB <= budget.planned_bytes or not planned:
         return spec, []
     lowered = replace(spec, packing=replace(spec.packing, memory_gib=planned))
-    why = f"the {budget.explanation}"
     return lowered, [
-        (
-            f"packing.memory_gib = {given:g} was lowered to {planned:g}, the memory that "
-            f"plans may use: {why}"
-        )
+        f"packing.memory_gib = {given:g} was lowered to {planned:g} to fit the {budget.explanation}"
     ]
 
 
