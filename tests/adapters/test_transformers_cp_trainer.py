@@ -56,8 +56,8 @@ def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
             {"cp_size": 2},
             "cp = 2 of Balance does not work with accelerate's cp_size = 2; set cp_siz",
         ),
-        ({"sp_size": 4}, "accelerate's sp_size = 4; leave sp_size at 1"),
-        ({"tp_size": 2}, "accelerate's tp_size = 2; leave tp_size at 1"),
+        ({"sp_size": 4}, "accelerate's sp_size = 4; set sp_size = 1"),
+        ({"tp_size": 2}, "accelerate's tp_size = 2; set tp_size = 1"),
         ({"compute_loss_func": 1}, "compute_loss_func, which would shift labels after the cut"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -117,7 +117,8 @@ def test_the_examples_train_two_processes(example: str, what: str) -> None:
     assert len(ranks[0][1].split(",")) == 3
 
 
-def test_examples_have_at_most_forty_lines() -> None:
+def test_examples_have_at_most_forty_lines_of_code() -> None:
     for example in ("verl_steps", "trl_sft", "trl_grpo", *OTHERS):
         path = ROOT / "experiments" / "hosts" / f"{example}.py"
-        assert len(path.read_text("utf-8").splitlines()) <= 40
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        assert sum(bool(line) and not line.startswith("#") for line in lines) <= 40

@@ -14,7 +14,9 @@ def test_what_is_there_is_taken() -> None:
 
 
 def test_a_missing_library_is_named_with_its_version() -> None:
-    message = r"needs no-such-library 3.1 or later, which is not installed: pip install 'no-such-"
+    message = (
+        r"needs no-such-library 3.1 or later, which is not installed; run: pip install 'no-such-"
+    )
     with pytest.raises(ImportError, match=message):
         require("numpy>=1.26", "no-such-library>=3.1")
 
@@ -24,7 +26,7 @@ def test_an_old_library_is_named_with_both_versions(
     found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: found)
-    with pytest.raises(ImportError, match=f"needs numpy 1.20.1 or later, {found} is installed"):
+    with pytest.raises(ImportError, match=f"needs numpy 1.20.1 or later, but {found} is installed"):
         require("numpy>=1.20.1")
 
 

@@ -442,7 +442,7 @@ def test_settings_of_a_run_are_not_written_for_another_model(
     assert main(["plan", "--lengths", lengths, "--model", str(file), *out, *SMALL]) == 2
     assert "remove --out or --model" in capsys.readouterr().err
     assert main(["plan", "--lengths", lengths, "--model", str(tmp_path / "none"), *SMALL]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "cannot read" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -185,7 +185,10 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
     ("words", "message"),
     [
         (["--backend", "cutlass"], "--backend 'cutlass' is not one of flash_attention_3, "),
-        (["--backend", "torch_varlen"], "kernels.attention = torch_varlen can't compute"),
+        (
+            ["--backend", "torch_varlen"],
+            "kernels.attention = torch_varlen cannot be used for this run",
+        ),
         (["--heads", "8"], "--heads '8' is not a head layout; give QUERY"),
         (["--heads", "٨x64"], "--heads '٨x64' is not a head layout; give QUERY"),
         (["--heads", "8:3x64"], "--heads '8:3x64' is not a head layout"),

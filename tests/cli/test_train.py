@@ -189,7 +189,7 @@ BAD_INPUT = [
         "every document of the store {folder}/ones has one token",
         "use another",
     ),
-    (["cost.profile=h200"], "no kernel profile 'h200'", "shipped: cpu, h100"),
+    (["cost.profile=h200"], "no kernel profile 'h200'", "choose one of cpu, h100"),
     (
         ["kernels.attention=torch_varlen"],
         "kernels.attention = torch_varlen",

@@ -66,7 +66,7 @@ def test_without_safetensors_the_message_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["import", str(tmp_path), "--out", str(tmp_path / "saved")]) == 2
-    assert "weights need safetensors, which is not installed; pip" in capsys.readouterr().err
+    assert "weights need safetensors, which is not installed; run: pip" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["99999999999999999999", "0", "5XB", "²GB", "1_000"])

@@ -143,7 +143,7 @@ def test_a_line_of_gigabytes_of_blanks_is_refused(
     made = outcome(lambda: read_all(folder / "blank.jsonl.gz"))
     assert isinstance(made, Refused)
     assert "line at byte 0 has more than 1048576 bytes" in made.message
-    assert read_all(folder / "blank.txt.gz") == ["more than 1048576 bytes; split the file"]
+    assert read_all(folder / "blank.txt.gz") == ["it has more than 1048576 bytes; split the file"]
 
 
 @fuzzed(0.3)

@@ -109,5 +109,7 @@ def test_another_model_is_refused(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(spec_for(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
     spec = small_spec(tmp_path, corpus, run={"name": "second"}, model=PARTS | {"qk_norm": False})
     begun = replace(spec.checkpoint, init_from=str(first.folder))
-    with pytest.raises(ValueError, match=r"has model\.qk_norm = True, this run False"):
+    with pytest.raises(
+        ValueError, match=r"has model\.qk_norm = True, but this run has model\.qk_norm = False"
+    ):
         train(replace(spec, checkpoint=begun))

@@ -90,9 +90,9 @@ def test_costs_are_those_of_balance_step() -> None:
     assert digests(cost="llama2_7b") == digests()
     assert digests(cost=np.int64(24576)) == digests(cost=24576.0)
     for cost, said in (
-        ("h100", r"unknown cost 'h100'.*load_profile\('h100'\)"),
-        ("slime", "cost is 'slime', which prices whole samples only"),
-        ([1.0] * len(LENGTHS), "cost is a list, which prices whole samples only"),
+        ("h100", r"cost = 'h100' is unknown.*load_profile\('h100'\)"),
+        ("slime", "cost is 'slime', which can price only whole samples"),
+        ([1.0] * len(LENGTHS), "cost is a list, which can price only whole samples"),
         (-1, "must be a positive, finite number"),
     ):
         with pytest.raises(UserError, match=said):

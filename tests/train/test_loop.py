@@ -504,5 +504,8 @@ def test_resuming_honours_changed_adamw_settings(
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     prefix = write_store(tmp_path / "store", [40])
     assert StoreReader(prefix, 320).read(0, 0, 40).size == 40
-    with pytest.raises(ValueError, match=r"document 0 of the store .* outside the vocabulary of 9"):
+    with pytest.raises(
+        ValueError,
+        match=r"document 0 of the store .* tokens from 0 to 291, but model.vocab_size = 9",
+    ):
         StoreReader(prefix, 9).read(0, 0, 40)

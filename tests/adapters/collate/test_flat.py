@@ -139,7 +139,7 @@ def test_lengths_and_positions_have_to_agree() -> None:
     rows = {"position_ids": [[0, 1, 0, 1, 2]], "lengths": [[2, 3]]}
     assert flatten([[1, 2, 3, 4, 5]], **rows).lengths.tolist() == [2, 3]
     rows["lengths"] = [[3, 2]]
-    with pytest.raises(ValueError, match=re.escape("lengths are [3, 2], its position_ids begin")):
+    with pytest.raises(ValueError, match=re.escape("lengths [3, 2], but its position_ids begin")):
         flatten([[1, 2, 3, 4, 5]], **rows)
 
 
@@ -290,8 +290,11 @@ def test_a_reader_that_gives_too_few_tokens_is_named() -> None:
         (lambda: flatten([[[1, 2]]]), "entry 0 is [1, 2]"),
         (lambda: flatten([np.ones((1, 3), int)]), "have shape (1, 3), but must have one axis"),
         (lambda: flatten([np.ones(3)]), "tokens of example 0 have dtype float64"),
-        (lambda: flatten([np.array([2**63], np.uint64)]), "beyond int64"),
-        (lambda: flatten([np.array([2**31])], options=FlatOptions(dtype=np.int32)), "beyond int32"),
+        (lambda: flatten([np.array([2**63], np.uint64)]), "which int64 cannot represent"),
+        (
+            lambda: flatten([np.array([2**31])], options=FlatOptions(dtype=np.int32)),
+            "which int32 cannot represent",
+        ),
         (lambda: flatten([[1, 2]], labels=[[1]]), "example 0 has 2 tokens but 1 labels"),
         (
             lambda: flatten([[1, 2]], labels=[]),

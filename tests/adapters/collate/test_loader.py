@@ -189,7 +189,7 @@ def test_the_divisor_counts_the_labels_that_are_trained(tmp_path: Path, prefix: 
     steps(TokenStore(prefix).lengths, StoreReader(prefix, 1 << 16))
     with pytest.raises(UserError, match=r"StoreReader masks .*for_lengths\(TokenStore\(prefix\)"):
         steps(TokenStore(masked).lengths, StoreReader(masked, 64))
-    with pytest.raises(UserError, match="Reader trains all; use StoreReader"):
+    with pytest.raises(UserError, match="Reader trains all tokens; use StoreReader"):
         steps(TokenStore(masked), Reader(masked))
 
 
