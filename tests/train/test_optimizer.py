@@ -122,6 +122,7 @@ def test_resuming_a_decayed_run_says_that_the_rate_rises(corpus: Path, tmp_path:
     train(small_spec(tmp_path, corpus, training={**training, "steps": 3}))
     spec = small_spec(tmp_path, corpus, training={**training, "steps": 6})
     _, said = train(spec, resume=True)
+    said = " ".join(said.split())  # the console wraps long lines
     assert (
         "the learning rate of step 4 is 0.02, but was 0.002 "
         "with the configuration in the checkpoint" in said

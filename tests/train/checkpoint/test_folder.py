@@ -39,8 +39,8 @@ def damaged(path: Path, how: str) -> None:
         *full(
             (SHARD, "the end", "bytes when it was saved"),
             (SHARD, "all", "is missing"),
-            (SHARD.replace("1", "2", 1), "a copy", "is not in manifest.json"),
-            (".left.safetensors", "a copy", "is not in manifest.json"),
+            (SHARD.replace("1", "2", 1), "a copy", "is not listed in manifest.json"),
+            (".left.safetensors", "a copy", "is not listed in manifest.json"),
             ("planner.json", "a bit", "is corrupt: its SHA-256"),
             ("run.json", "a bit", "is corrupt: its SHA-256"),
             ("manifest.json", "all", "cannot be read"),
