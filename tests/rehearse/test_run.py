@@ -104,7 +104,7 @@ FOUR_STAGES = ("parallel.pp=4", "model.num_layers=8")
 """Of a pipeline of two ranks, all transfers are with the same peer."""
 PLANTED = {
     "index_on_the_cpu": ("context/op.py", "0"),
-    "wrong_dtype": ("UserError: k is", "0"),
+    "wrong_dtype": ("UserError: k has shape", "0"),
     "no_event_of_the_input_stream": ("without waiting for it", "0"),
     "no_record_stream": ("call record_stream", "0"),
     "no_event_of_the_checkpoint": ("before its copy", "0"),
