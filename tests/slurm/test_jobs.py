@@ -341,7 +341,7 @@ def test_the_doctor_s_job_examines_all_ranks_and_writes_what_it_found(lab: Lab) 
     failed = [row["check"] for row in found["findings"] if row["verdict"] == "fail"]
     assert failed == ["token stores"], log
     assert "communicator tp" in {row["check"] for row in found["findings"]}
-    assert "-> wlb prepare" in log
+    assert "-> make the store with `wlb prepare`" in log
 
 
 def test_a_job_whose_nodes_are_not_fit_does_not_train(lab: Lab) -> None:
