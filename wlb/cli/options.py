@@ -19,7 +19,7 @@ def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str],
 
     Args:
         kind: int or float.
-        most: Largest magnitude that is accepted. With a larger one a command might never end. A
+        most: Largest magnitude that is accepted. With a larger number, a command might never end. A
             float may also be infinite, which some commands accept as "no limit".
     """
     what = "a whole number" if kind is int else "a number"

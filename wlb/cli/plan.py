@@ -499,7 +499,7 @@ def _counted(counts: Counter[str]) -> str:
 def _needed_share(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, row_multiple: int
 ) -> float:
-    """Return the rows that the CP rank which reads the most needs, over those of an all-gather.
+    """Return the share of an all-gather's rows that CP ranks need, for the rank that needs most.
 
     Args:
         plans: Sharding plans of the micro-batches, over which rows are summed.

@@ -148,7 +148,7 @@ def _finish(
     screen: Console,
     begin: float,
 ) -> None:
-    """Fit the profile to the measurements, print its errors, and write it with plots and a log.
+    """Fit the profile to the measurements, print the errors, and write profile, plots and log.
 
     Args:
         options: The parsed command line.

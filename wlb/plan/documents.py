@@ -34,7 +34,7 @@ class DocumentIds:
     place in the source.
     """
 
-    num_documents: int  # documents in the source, or in all sources of a blend together
+    num_documents: int  # number of documents in the source, or in all sources of a blend together
 
     def of(self, epoch: int | IntArray, row: IntArray) -> IntArray:
         """Return the ids that documents have in an epoch.

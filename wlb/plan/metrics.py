@@ -230,7 +230,7 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
 
     Args:
         plan: The packing plan of the step.
-        num_padding_tokens: Rows of padding that the record states.
+        num_padding_tokens: Number of padding rows in the step, on all CP ranks together.
     """
     mean_delay, max_delay = token_delay(plan)
     keys = np.stack([plan.pieces.source, plan.pieces.document])

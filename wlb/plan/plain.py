@@ -57,7 +57,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def parsing(what: str) -> Generator[None, None, None]:
-    """Convert errors of a block that makes a record from JSON values into a UserError.
+    """Convert errors into a UserError, in a block that makes a record from JSON values.
 
     LookupError, TypeError and AttributeError are converted: they mean that a value is missing or of
     the wrong type. A ValueError passes unchanged, because records raise it and name the wrong

@@ -3,8 +3,8 @@
 A file that cannot be read raises a UserError with the name of the file, the key, its value and a
 remedy. The functions detect bytes that are not text, text that is not JSON, values that are nested
 too deeply, integers of more than 64 bits, keys that occur twice, and arrays whose header claims
-more entries than the file has. `malformed` does so for code that uses values of a file without
-checking their types.
+more entries than the file has. For code that uses values of a file without checking their types,
+`malformed` converts the resulting exceptions.
 """
 
 import io
@@ -66,7 +66,7 @@ WRONG_SHAPE = (
 
 @contextmanager
 def malformed(where: object, remedy: str) -> Generator[None]:
-    """Convert exceptions of a block that interprets the content of a file into a UserError.
+    """Convert exceptions into a UserError, in a block that interprets the content of a file.
 
     Use it only for blocks in which every exception means that the file is wrong. If the block
     raises a UserError itself, `where` is put before its message, unless the message contains it.
@@ -260,7 +260,7 @@ def _int64(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary of the (key, value) pairs of a JSON object; UserError for a double key."""
+    """Make a dictionary of a JSON object's (key, value) pairs; UserError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

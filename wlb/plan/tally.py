@@ -118,7 +118,9 @@ class MeasuredShare:
             self.slowest_ranks.setdefault(name, Counter())[spread.max_rank] += num
 
     def spread(self, name: str) -> tuple[float, float, int]:
-        """Return the time of a step, averaged over steps: mean over ranks, and maximum over ranks.
+        """Return the compute or bubble time of a step as mean and maximum over ranks.
+
+        Both are averaged over steps.
 
         Args:
             name: "compute" (time in passes) or "bubble" (the rest of the step).

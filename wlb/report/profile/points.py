@@ -172,8 +172,8 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
 def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
     """Return the measured element-wise operators with their predicted times.
 
-    `at` of a sample also has `op` (the operator) and `bytes` (read and written in forward and in
-    backward).
+    `at` of a sample also has `op` (the operator) and `bytes` (a pair: bytes read and written in
+    forward, and in backward).
     """
     value_bytes = DTYPE_BYTES[profile.dtype]
     found: list[PlottedSample] = []

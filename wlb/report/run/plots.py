@@ -213,7 +213,7 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
 
     Args:
         tables: Tables of all ranks' times, in order of steps. Each is a column of the heat map.
-        threshold: A rank counts as slow from 1 + `threshold`. The colours reach at least this far.
+        threshold: A rank counts as slow from 1 + `threshold`. The colour scale includes this.
     """
     # Shape [ranks, tables].
     values = np.stack([t.over_median for t in tables], axis=1)

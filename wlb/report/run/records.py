@@ -123,7 +123,7 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """Return the step after which `steps_done` steps were executed; UserError without one."""
+        """Return the last of the first `steps_done` executed steps; UserError if it is missing."""
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
