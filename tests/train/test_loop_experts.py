@@ -125,5 +125,7 @@ def test_other_experts_are_refused(straight: Straight, corpus: Path, tmp_path: P
         model=replace(spec.model, experts=other),
         checkpoint=replace(spec.checkpoint, init_from=str(begun)),
     )
-    with pytest.raises(ValueError, match=r"has model\.experts\.num = 8, this run 4"):
+    with pytest.raises(
+        ValueError, match=r"has model\.experts\.num = 8, but this run has model\.experts\.num = 4"
+    ):
         train(spec)
