@@ -349,7 +349,7 @@ def test_a_step_to_resume_is_a_number_in_digits(tmp_path: Path, asked: str) -> N
 def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, training={"steps": 2})
     first, shown = train(spec, resume="auto")
-    assert "going on" not in shown
+    assert "resuming from" not in shown
     assert first.lines[0]["resumed_from"] is None
     longer = spec_of(tmp_path, corpus, training={"steps": 3})
     second, shown = train(longer, resume="auto")
