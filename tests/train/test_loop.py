@@ -450,7 +450,7 @@ def test_nodes_that_plan_differently_stop_before_the_first_step(
 ) -> None:
     for rank, message in enumerate(separate(corpus, tmp_path, seed=1)):
         assert message.startswith("after 0 steps: ranks planned the packing of the coming steps")
-        assert "(step 0, 1" in message
+        assert "(steps: 0, 1" in message
         assert f"; digests on rank {rank}: " in message
     assert Run(small_spec(tmp_path, corpus)).steps == []
 
@@ -475,7 +475,7 @@ def test_nodes_whose_plans_part_later_stop_two_steps_before(corpus: Path, tmp_pa
     """Rank 1 takes its data once and flushes its queues in step 5, rank 0 goes on."""
     for message in separate(corpus, tmp_path, epochs=1):
         assert message.startswith("after 3 steps: ranks planned the packing of the coming steps")
-        assert "(step 5;" in message
+        assert "(steps: 5;" in message
     run = Run(small_spec(tmp_path, corpus))
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3]
 

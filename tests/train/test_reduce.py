@@ -123,7 +123,7 @@ def test_a_difference_on_one_rank_stops_every_rank(wrong: str, expected: str) ->
 def test_data_that_ends_on_one_rank_alone_stops_every_rank() -> None:
     results = run_local(outcome, 4, PIPELINES, 1, "ended", start_group=True, timeout_s=600)
     for rank in (0, 2, 3):
-        assert "(step 1;" in results[rank]
+        assert "(steps: 1;" in results[rank]
     assert "(steps: none, because this rank's data has ended;" in results[1]
 
 
