@@ -235,7 +235,7 @@ def test_tuning_recommends_a_setting(
     assert priced.startswith("Simulated for 7b_128k")
     assert first.startswith("15 steps are too few to say whether another packing of 7b_128k saves")
     assert re.fullmatch(
-        r"It fits: the fullest of 64 GPUs needs [\d.]+ GiB, and training may use [\\d.]+ of its .+",
+        r"It fits: the fullest of 64 GPUs needs [\d.]+ GiB, and training may use [\d.]+ of its .+",
         fits,
     )
     rows = {row.split("│")[1].strip(): row.split("│")[2:] for row in out.splitlines() if "│" in row}
@@ -457,7 +457,7 @@ def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
         r"Balanced packing and sharding would save (\d+\.\d)% of GPU hours on these documents "
         r"\(7b_128k on (\d+) GPUs with kernel times of h100_runs, simulated; step times of "
         r"published runs "
-        r"were predicted within 6%; the saving's standard error is \d\.\d%: give more --steps\)\. "
+        r"were predicted within 6%(?:; the saving's standard error is .+: give more --steps)?\)\. "
         r"It is the policy (.+?); --out my\.toml writes its settings",
         " ".join(out.split()),
     )
