@@ -9,6 +9,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
+from rich.console import Console
 from rich.progress import track
 
 from wlb.cli import output, settings, sources, tune_layout
@@ -16,9 +17,7 @@ from wlb.cli.options import add_flag, add_json, add_text, add_value, number
 from wlb.cost import workload_for
 from wlb.memory import gpu_budget, memory_estimate
 from wlb.memory.estimate import GIB
-from wlb.packing.policies import baseline_for, packer_for
-from wlb.packing.study.measure import measure
-from wlb.packing.study.saving import gain_over
+from wlb.packing.study.saving import gain_over, usual_and_own
 from wlb.packing.study.tune import (
     PRICES,
     S_MAX,
@@ -131,9 +130,7 @@ def run(options: argparse.Namespace) -> int:
         output.write_text(options.out, settings.as_toml(chosen, options, why=why))
     # 4. Simulate whole steps with the recommended setting, the usual loader and the run's present
     # setting.
-    usual_row, own_row = (
-        measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
-    )
+    usual_row, own_row = usual_and_own(spec, batches, cost)
     filled = sources.filled_in(chosen, options)
     sample = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
@@ -178,22 +175,7 @@ def run(options: argparse.Namespace) -> int:
         screen.print(line)
     screen.print(choice_table(choices))
     screen.print(f"Recommended: {in_words(filled.packing)}.")
-    screen.print("To use it:")
-    # Do not break the command into lines, so that a user can copy it.
-    screen.print(f"- in wlb's trainer: {command}", soft_wrap=True)
-    if not options.corpus:
-        screen.print(
-            "  PREFIX is your documents as a token store: Megatron's .bin and .idx files, or what "
-            "`wlb prepare` makes."
-        )
-    screen.print(
-        "- in Megatron-Core, torchtitan, transformers or TRL: the same settings, by an adapter "
-        "(wlb/adapters/README.md)."
-    )
-    screen.print(
-        f"- for another model or number of GPUs: write `wlb init {options.name} > my.toml`, change "
-        f"my.toml, and tune that."
-    )
+    _say_how_to_use_it(screen, options, command)
     if is_constant:
         screen.print(
             f"training.loss_normalizer=constant: the loss is divided by a constant instead of the "
@@ -211,6 +193,26 @@ def run(options: argparse.Namespace) -> int:
             screen.print(line)
     output.print_written(screen, options.plot, options.out, options.json)
     return 0
+
+
+def _say_how_to_use_it(screen: Console, options: argparse.Namespace, command: str) -> None:
+    """Print how the recommended setting is used in each kind of training loop."""
+    screen.print("To use it:")
+    # Do not break the command into lines, so that a user can copy it.
+    screen.print(f"- in wlb's trainer: {command}", soft_wrap=True)
+    if not options.corpus:
+        screen.print(
+            "  PREFIX is your documents as a token store: Megatron's .bin and .idx files, or what "
+            "`wlb prepare` makes."
+        )
+    screen.print(
+        "- in Megatron-Core, torchtitan, transformers or TRL: the same settings, by an adapter "
+        "(wlb/adapters/README.md)."
+    )
+    screen.print(
+        f"- for another model or number of GPUs: write `wlb init {options.name} > my.toml`, change "
+        f"my.toml, and tune that."
+    )
 
 
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:

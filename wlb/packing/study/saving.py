@@ -77,14 +77,18 @@ def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
 
 
 def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
-    """Return what the run's packing gains over the usual loader on these batches.
+    """Return what the run's packing gains over the usual loader, without the final flush."""
+    return gain_over(*usual_and_own(spec, batches, cost))
 
-    The flush at the end of the batches does not count.
-    """
-    rows = [
+
+def usual_and_own(
+    spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel
+) -> tuple[PackingSummary, PackingSummary]:
+    """Return the results of the usual loader and of the run's packing on the same documents."""
+    usual, own = (
         measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
-    ]
-    return gain_over(*rows)
+    )
+    return usual, own
 
 
 def loader_of(row: PackingSummary) -> str:
