@@ -243,7 +243,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 0 is not valid Unicode"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-            "tool_calls of message 0, call 0 must be an object, but is of type int",
+            "tool_calls of message 0, call 0 must be a JSON object, not int",
         ),
         ({"tools": [1], "prompt": "x", "completion": "y"}, "tool 0 of tools must be a JSON sc"),
         ({"tools": "{", "prompt": "x", "completion": "y"}, r"tools is text that is not JSON \(Ex"),

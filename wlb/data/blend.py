@@ -300,9 +300,9 @@ class BlendedBatches(BatchStream):
             )
             if found != tokens[number]:
                 raise UserError(
-                    f"the first {read} documents of source {number} have {found} tokens, but the "
-                    f"state of the blend says that {tokens[number]} were read; resume from "
-                    f"another checkpoint"
+                    f"the first {read} documents of store {number} of data.blend have {found} "
+                    f"tokens, but {tokens[number]} were read when the state was saved; resume with "
+                    f"the stores of that run, or start a new run"
                 )
         check_surplus(state, int(tokens.sum()))
         return int(tokens.sum())

@@ -294,7 +294,10 @@ def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
             f"for each key, not {key_rows.dtype} of shape {key_rows.shape}"
         )
     if key_rows.min(initial=0) < 0:
-        raise UserError(f"key_rows must have no negative numbers, but has {key_rows.min()}")
+        raise UserError(
+            f"key_rows has {key_rows.min()}, but each entry must be the index of a row of keys, "
+            f"from 0 on"
+        )
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -118,8 +118,8 @@ class RankTable(PlainRecord):
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
         if len(sizes := {values[name].size for name in COLUMNS}) > 1 or 0 in sizes:
             raise UserError(
-                f"the columns of a table of ranks have {sorted(sizes)} entries; each column must "
-                f"have one entry for each rank"
+                f"the columns of a table with one row for each rank have unequal lengths, or are "
+                f"empty: {sorted(sizes)} entries"
             )
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
 

@@ -127,9 +127,9 @@ def _check_steps(state: PlannerState) -> None:
     made = [metrics.step for metrics in state.baseline_made]
     if made != sorted(set(made)) or (made and made[-1] >= state.baseline.next_step):
         raise UserError(
-            f"the baseline made steps {made}, but the next step of the baseline is "
-            f"{state.baseline.next_step}; the steps that it made must increase and be smaller than "
-            "the next one"
+            f"the planner state contradicts itself: of the usual loader, with which the run is "
+            f"compared, steps {made} were made, and the next one is {state.baseline.next_step}. "
+            "The numbers must increase and end before the next one; resume from another checkpoint"
         )
 
 
@@ -196,8 +196,8 @@ def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces)
         source.check_pieces(state.corpus, pieces)
     if state.exhausted and not source.may_have_ended(state.corpus):
         raise UserError(
-            "the state says that the corpus was read to its end (exhausted = true), but the "
-            "corpus has more documents than were read"
+            "the checkpoint says that all documents were read (exhausted = true), but there are "
+            "more; resume with the documents that the run was trained on, or start a new run"
         )
     tokens = source.num_tokens(state.corpus)
     if tokens != state.num_tokens + waiting.num_tokens:

@@ -309,8 +309,9 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
         raise UserError(
-            "the template writes the system message inside the first turn, so truncating the "
-            'conversation would remove the system message; use too_long = "split" or "refuse"'
+            'too_long = "truncate" removes the oldest turns, but this template writes the system '
+            "message inside the first turn, so that it would be removed too; use "
+            'too_long = "split" or "refuse"'
         )
     left = limit - prefix
     if left < 2:

@@ -85,7 +85,7 @@ def _arguments_of(call: dict[str, Any]) -> object:
 
 def _call(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise UserError(f"{what} must be an object, but is of type {type(value).__name__}")
+        raise UserError(f"{what} must be a JSON object, not {type(value).__name__}")
     call = cast("Mapping[str, Any]", value)
     function: Any = call.get("function", call)
     name: Any = cast("Any", function).get("name") if isinstance(function, Mapping) else None

@@ -163,8 +163,8 @@ def _points(
         whole = size // (num_ranks * value_bytes) * num_ranks * value_bytes
         if whole < 1:
             raise UserError(
-                f"a buffer of {size} bytes has less than one value of {value_bytes} bytes for each "
-                f"of {num_ranks} ranks; use larger buffers"
+                f"a buffer of {size} bytes is too small for {num_ranks} ranks; use at least "
+                f"{num_ranks * value_bytes} bytes, one value of {value_bytes} bytes for each rank"
             )
         points.append(CollectivePoint(op=op, scope=scope, num_ranks=num_ranks, size_bytes=whole))
     return list(dict.fromkeys(points))

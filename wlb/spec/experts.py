@@ -58,7 +58,7 @@ class ExpertsSpec:
         at_most=4096,
     )
     hidden_size: int = key(
-        1408, "hidden size of an expert, which is a SwiGLU MLP", at_least=1, at_most=2**24
+        1408, "intermediate (FFN) size of each expert, a SwiGLU MLP", at_least=1, at_most=2**24
     )
     shared: int = key(
         0,
@@ -89,9 +89,9 @@ class ExpertsSpec:
     )
     aux_coefficient: float = key(
         1e-3,
-        "coefficient of the auxiliary loss in each layer (balance = aux_loss); the loss is the "
-        "number of experts times the sum over experts of (share of the previous step's tokens) x "
-        "(mean score in this step)",
+        "coefficient of the load-balancing loss in each layer (only with balance = aux_loss): "
+        "num_experts * sum over experts e of f_e * p_e, where f_e is the fraction of the previous "
+        "step's tokens routed to e, and p_e the mean router score of e in this step",
         at_least=0,
         at_most=1000,
     )

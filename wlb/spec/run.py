@@ -90,10 +90,10 @@ class RunSection:
     )
     stop_file: str = key(
         "",
-        "file that stops the run as soon as it exists: the run finishes its step, saves a "
+        "path of an additional stop file; once it exists, the run finishes its step, saves a "
         "checkpoint and exits with status 4 (0 under Slurm and torchrun), as after Ctrl-C, SIGTERM "
-        "or SIGUSR1; a file .stop-NAME in run.output_dir stops the run NAME in the same way; empty "
-        "= only that file",
+        "or SIGUSR1; a file .stop-NAME in run.output_dir always does the same to the run NAME; "
+        "empty = no additional file",
     )
     seed: int = key(
         0,
@@ -248,7 +248,7 @@ class DataSection:
     corpus: str = key(
         "stdlib",
         'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" '
-        "(conversations about them) or a folder of UTF-8 files",
+        "(conversations made of its docstrings) or a folder of UTF-8 files",
     )
     bpe_vocab_size: int = key(
         4096,
@@ -276,8 +276,8 @@ class DataSection:
     )
     epochs: int = key(
         0,
-        "passes over the token store (with data.blend, over the store that is read the fewest "
-        "times); 0 = as many as training.steps need",
+        "epochs over the token store; with data.blend, the run ends once every store was read this "
+        "many times; 0 = as many as training.steps requires",
         at_least=0,
         at_most=10**6,
     )
@@ -329,9 +329,9 @@ class KernelSection:
     )
     deterministic: bool = key(
         False,
-        "sum gradients in a GPU's attention kernel in a fixed order, so that a repeated step gives "
-        "the same bits; this is slower, and FlashAttention-2 then allocates up to ceil(SMs / "
-        "heads) float32 copies of dQ; the CPU's kernel is always deterministic",
+        "deterministic backward of attention on GPUs, so that a repeated run has the same bits; "
+        "slower, and FlashAttention-2 allocates up to ceil(SMs / heads) more float32 copies of dQ "
+        "(attention on CPUs is always deterministic)",
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,

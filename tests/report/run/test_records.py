@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
     ),
     "times of some ranks": (
         lambda found: found[4]["measured_us"].pop(),
-        r"columns of a table of ranks have \[15, 16\] entries",
+        r"unequal lengths, or are empty: \[15, 16\] entries",
     ),
     "passes of some ranks": (
         lambda found: found[5]["passes"].pop(),
