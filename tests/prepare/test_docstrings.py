@@ -95,5 +95,5 @@ def test_stores_without_held_out_conversations(tmp_path) -> None:
     assert made.num_documents > info.preparation["counts"]["split_documents"]
     assert info.source == f"{made.prefix}.jsonl"
     assert prepare_docstrings(tmp_path, vocab_size=300, **asked).reused
-    with pytest.raises(ValueError, match=r"data.bpe_vocab_size = 258 must be above 258"):
+    with pytest.raises(ValueError, match=r"data.bpe_vocab_size = 258 must be at least 259"):
         prepare_docstrings(tmp_path, vocab_size=258, **asked)

@@ -121,9 +121,7 @@ def test_times_that_do_not_grow_are_noted_and_do_not_lose_the_sweep():
 def test_points_are_whole_values_a_rank():
     points = _points({Scope.INTRA_NODE: 3}, (4096, 24), 4)
     assert [p.size_bytes for p in points if p.op == Collective.ALL_GATHER] == [24, 4092]
-    with pytest.raises(
-        ValueError, match="8 bytes is too small for 3 ranks; use at least 12 bytes"
-    ):
+    with pytest.raises(ValueError, match="8 bytes is too small for 3 ranks; use at least 12 bytes"):
         _points({Scope.INTRA_NODE: 3}, (8,), 4)
 
 
