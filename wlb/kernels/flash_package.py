@@ -35,7 +35,8 @@ class FlashFunction(NamedTuple):
 
     name: str  # name of the function in the package's module
     by_name: tuple[str, ...]  # names of arguments that are tensors or depend on the backend
-    # Arguments with fixed values by name. The call may replace those of the mask and the cap.
+    # Default values of the other arguments, by name. A call with a mask or a cap on scores replaces
+    # those that set the mask and the cap.
     constants: Mapping[str, Any]
 
     @property
@@ -48,12 +49,13 @@ class FlashBackend:
     """Base class of the backends for the three FlashAttention packages.
 
     Args:
-        deterministic: Whether backward adds in a fixed order, which takes time and memory.
+        deterministic: Whether backward adds up gradients in a fixed order, which takes more
+            time and memory.
     """
 
     backend: AttentionBackend  # the backend's value of `kernels.attention`
     package: KernelPackage[FlashFunction]  # the package, with its forward and backward function
-    takes_key_rows: bool = False  # see `wlb.kernels.op.Backend`
+    takes_key_rows: bool = False  # as `wlb.kernels.op.Backend.takes_key_rows`
     least_max_q: int = 0  # smallest max_q that is passed to the package
 
     def __init__(self, *, deterministic: bool = False) -> None:

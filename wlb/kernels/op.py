@@ -105,7 +105,7 @@ def kernel_name(backend: str, *, deterministic: bool) -> str:
 
     Args:
         backend: Name of the backend without its variants, such as "sdpa".
-        deterministic: Whether backward adds in a fixed order.
+        deterministic: Whether backward adds up gradients in a fixed order.
     """
     return f"{backend}_deterministic" if deterministic else str(backend)
 
@@ -173,7 +173,7 @@ def observing(observer: AttentionObserver) -> Iterator[None]:
 def forward(
     backend: str, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:
-    """Call the forward of a backend, given by name; with no queries the results are empty."""
+    """Call the forward of the backend with this name; without queries the results are empty."""
     if q_THD.shape[0] == 0:
         return attention_like(q_THD)
     with observed(is_backward=False):
@@ -181,7 +181,7 @@ def forward(
 
 
 def backward(backend: str, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-    """Call the backward of a backend, given by name; with no queries the gradients are zero."""
+    """Call the backward of the backend with this name; without queries all gradients are zero."""
     if grad_THD.shape[0] == 0:
         dq, dk, dv, *_ = (x.new_zeros(x.shape) for x in saved)
         return dq, dk, dv

@@ -65,10 +65,10 @@ class _Rows:
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """Add up the rows of y_P that belong to copies of the same source row; returns N rows.
+        """Return for each source row the sum of the rows of y_P that are its copies: N rows.
 
-        The sums are in float32 (or float64) if a source row has several copies. Rows of padding are
-        left out.
+        The sums are in float32 (float64 for float64 inputs) if a source row has several copies.
+        Padding is left out.
         """
         if self.take_P is None:
             return y_P
@@ -104,8 +104,8 @@ class _Classes:
     """All classes of a call's segments, in the order of their rows in the padded batches."""
 
     classes: tuple[_Class, ...]
-    queries: _Rows
-    keys: _Rows
+    queries: _Rows  # how rows of queries are copied into the padded batches of all classes
+    keys: _Rows  # how rows of keys and of values are copied into these batches
 
     def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
         """Return the padded queries of each class, [B, H, Q, D]; padding is `fill` if given."""
@@ -113,11 +113,11 @@ class _Classes:
         return self._batch(padded, [c.num_queries for c in self.classes])
 
     def batch_lse(self, lse_HT: Tensor) -> list[Tensor]:
-        """Return the log-sum-exp of each class, [B, H, Q], which is infinity for padding.
+        """Return the log-sum-exp of each class's padded queries, [B, H, Q]; padding has infinity.
 
-        In backward, padded queries then have softmax weights of zero. With the log-sum-exp of the
-        first row of their segment, weights could be infinite, because padded queries attend to keys
-        to which the first row does not; and infinity * 0 is NaN.
+        With infinity, the softmax weights of padded queries are zero in backward. Repeating the
+        log-sum-exp of the segment's first row, as `pad` does, could make them infinite, because
+        padded queries attend to more keys than the first row. The gradients would then be NaN.
         """
         rows = self.queries
         if rows.take_P is not None:
@@ -142,7 +142,8 @@ class SdpaBackend:
     """Attention by torch's scaled_dot_product_attention.
 
     Args:
-        deterministic: Whether backward adds in a fixed order. On the CPU it always does.
+        deterministic: Whether backward adds up gradients in a fixed order. On the CPU the order is
+            always fixed.
     """
 
     takes_key_rows = True
@@ -239,7 +240,7 @@ def _repeat_heads(x_BGKD: Tensor, num_heads: int) -> Tensor:
 
 
 def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
-    """Add up the gradients of repeated key/value heads, in float32 (or float64)."""
+    """Add up the gradients of repeated key/value heads, in float32 (float64 for float64 inputs)."""
     if x_BHKD.shape[1] == num_kv_heads:
         return x_BHKD
     return x_BHKD.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=sum_dtype(x_BHKD))
@@ -248,11 +249,11 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
 def _forward_elsewhere(
     c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a class on CUDA with the kernel that torch chooses; returns output and zeros.
+    """Return a class's output, and zeros, on a device other than the CPU.
 
-    The zeros stand for the log-sum-exp, which torch does not return. Key heads are repeated,
-    because the only float32 kernel whose memory is linear in the length needs as many key heads as
-    query heads.
+    torch chooses the kernel. The zeros are in place of the log-sum-exp, which torch does not
+    return. Key heads are repeated, because the only float32 kernel whose memory is linear in the
+    length needs as many key heads as query heads.
     """
     k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     out_BHQD = F.scaled_dot_product_attention(
@@ -262,9 +263,10 @@ def _forward_elsewhere(
 
 
 def _backward_elsewhere(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Return a class's gradients on CUDA, by recomputing forward and differentiating it.
+    """Return a class's gradients on a device other than the CPU.
 
-    The output's gradient must be zero for padding.
+    Autograd recomputes forward and differentiates it. The output's gradient must be zero for
+    padding.
     """
     q_BHQD, k_BGKD, v_BGKD, _, _ = saved
     repeated = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
@@ -342,12 +344,11 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
 
 
 def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut segments into blocks where needed; returns starts and lengths of queries and of keys.
+    """Cut segments with a sliding window or capped scores into blocks of query rows.
 
-    A segment with more keys than the sliding window is cut into blocks of query rows. Each block
-    has only the keys to which its queries attend, so the work is linear in the segment's length. A
-    segment with capped scores is cut so that its scores fit into memory. Other segments are one
-    block.
+    A block has only the keys to which its queries attend. A segment with more keys than the sliding
+    window is cut, so that the work is linear in its length. A causal segment with capped scores is
+    cut, so that its scores fit into memory. Every other segment is one block.
 
     Returns:
         First query, number of queries, first key and number of keys of each block.
@@ -434,11 +435,11 @@ def _rows(
     """Make the indices that copy source rows into padded batches.
 
     Args:
-        classes: For each class the padded length, and the starts and lengths of its segments.
+        classes: For each class the padded length, and the starts and lengths of its segments. A
+            start is an index among the queries, or the keys, of all segments.
         num_rows: N, the number of source rows.
         device: Device to which the indices are copied.
-        row_of: Source row of each position, if the starts in `classes` are positions. None if they
-            are source rows.
+        row_of: Source row of each query or key. None if query or key i is source row i.
         is_shared: Whether a source row may be copied several times.
     """
     takes: list[np.ndarray] = []
@@ -476,7 +477,7 @@ def _uses(
 
     Args:
         rows: Source row of each copy.
-        where: Row of the padded batches that is this copy.
+        where: For each copy, its row in the padded batches.
         is_shared: Whether a source row may have several copies.
 
     Returns:

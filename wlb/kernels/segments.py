@@ -25,11 +25,12 @@ class HostPart:
     """The data of `Segments` on the host, looked up by the device tensor cu_seqlens_q."""
 
     cu_seqlens_k: TensorWeakRef  # the tensor of key offsets that was made with cu_seqlens_q
-    # torch's in-place version counters of both tensors when this was made, to notice changes
+    # torch's in-place version counters of cu_seqlens_q and cu_seqlens_k when this record was made;
+    # other counters later mean that a tensor was changed
     versions: tuple[int, int]
     # Offsets of queries and of keys; None until a backend has to read them from the device.
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
-    # row of each key in a larger buffer; None if the keys are all rows in order
+    # row of each key in a larger buffer; None if key i is row i of the tensor of keys
     key_rows: np.ndarray | None = None
     derived: dict[str, Any] = field(default_factory=dict)  # results of `Segments.derive` by name
 
@@ -105,7 +106,7 @@ class Segments:
             cu_k: Offsets of keys, shape [num_segments + 1].
             device: Where the kernel runs.
             key_rows: For backends with `takes_key_rows`: key i is row key_rows[i] of a larger
-                buffer. None if the keys are all rows in order.
+                buffer. With None key i is row i of the tensor of keys.
             is_causal: Whether the mask is causal, see `Segments`.
             scores: The mask's window and the cap on scores.
 
@@ -218,7 +219,10 @@ class Segments:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int, float]:
-        """These segments as arguments of a custom op, which restores them with `Segments.of`."""
+        """These segments as a custom op takes them; inside the op, `Segments.of` restores them.
+
+        The values are (cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap).
+        """
         return *self.lengths, self.scores.sliding, self.scores.softcap
 
     @property
@@ -228,7 +232,7 @@ class Segments:
 
     @property
     def key_rows(self) -> np.ndarray | None:
-        """Row of each key in a larger buffer; None if the keys are all rows in order."""
+        """Row of each key in a larger buffer; None if key i is row i of the tensor of keys."""
         return self.host.key_rows
 
     @property

@@ -60,7 +60,7 @@ class Choice:
 
     backend: AttentionBackend
     reason: str  # also says why no backend before it in AUTO_ORDER was chosen
-    deterministic: bool = False  # whether its backward adds in a fixed order
+    deterministic: bool = False  # whether backward adds up gradients in a fixed order
     # A sentence about a backend that would be better on this GPU but whose package is not
     # installed. Empty if there is none.
     better: str = ""
@@ -100,13 +100,13 @@ class _Computed:
     def why_not(self, backend: AttentionBackend) -> str | None:
         """Return why a backend cannot compute this run, or None if it can."""
         checked = _CHECKED.get(kernel_name(backend, deterministic=self.deterministic))
-        # sdpa can compute everything.
+        # Only sdpa is not in _CHECKED, because it can compute every run.
         if checked is None:
             return None
         return checked.why_not(**self._arguments)
 
     def chosen(self, backend: AttentionBackend, reason: str) -> Choice:
-        """Make the `Choice` of a backend, with a hint if a better one only has to be installed."""
+        """Make a `Choice`, with a hint if installing a package makes a better backend usable."""
         better = self._better_than(backend)
         return Choice(
             backend=backend, reason=reason, deterministic=self.deterministic, better=better
@@ -145,7 +145,7 @@ def select_backend(
         device: Device of the run.
         dtype: Dtype in which the run computes attention.
         head_size: Size of a head.
-        deterministic: Whether backward must add in a fixed order.
+        deterministic: Whether backward must add up gradients in a fixed order.
         scores: The mask's window and the cap on scores.
 
     Raises:

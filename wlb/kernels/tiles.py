@@ -39,7 +39,7 @@ _TILES = {
     "torch_varlen": _FLASH_2,
     "flash_attention_2": _FLASH_2,
     "flash_attention_3": _FLASH_3,
-    # An assumption, which was not checked in the package's sources.
+    # These sizes are assumed. They were not read from the package's sources.
     "flash_attention_4": {256: Tiles(128, 128, 128)},
 }
 """Tiles of each kernel, by the largest head size to which they apply."""

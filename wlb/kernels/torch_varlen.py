@@ -32,8 +32,8 @@ class TorchVarlenBackend:
     """torch's variable-length attention kernel.
 
     Args:
-        deterministic: Whether backward adds dQ in a fixed order, which needs several float32 copies
-            of dQ.
+        deterministic: Whether backward adds up dQ in a fixed order, which needs several float32
+            copies of dQ.
     """
 
     takes_key_rows = False

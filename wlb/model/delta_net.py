@@ -21,7 +21,10 @@ from wlb.spec import LinearBackend, ModelSpec
 
 
 class Before(Protocol):
-    """Gives each span the rows and the state before it; a layer calls `rows`, then `states`."""
+    """Gives a layer what precedes each span in its document: a few rows, and the state.
+
+    A layer calls `rows` first and `states` later.
+    """
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
         """For each span, return the `count` rows before it in its document, shape [S, count, D].
@@ -152,15 +155,15 @@ def _heads(rows_TF: Tensor, size: int) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Scale heads to unit length; the constant 1e-6 is that of the models' published code."""
+    """Scale each head to unit length, with the epsilon 1e-6 of the models' published code."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def initial_delta_net(name: str, shape: torch.Size, seed: int) -> Tensor | None:
     """Make the initial value of a gated delta net's parameter, as Hugging Face's transformers does.
 
-    Decay rates are drawn from [0, 16] and stored as logarithms. Convolutions are initialised like
-    torch's.
+    Decay rates are drawn uniformly from 0.001 to 16 and stored as logarithms. Convolutions are
+    initialised like torch's.
 
     Args:
         name: Name of the parameter.

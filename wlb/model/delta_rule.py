@@ -152,7 +152,7 @@ class Summary(NamedTuple):
     """How each span changes the state before it: after = transition @ before + state."""
 
     transition_SHKK: Tensor
-    state_SHKV: Tensor  # the state after a span whose state before it is zero
+    state_SHKV: Tensor  # the state after each span if the state before the span were zero
 
     def after(self, state_SHKV: Tensor) -> Tensor:
         """Return the states after the spans, given the states before them."""
@@ -185,7 +185,7 @@ class DeltaRule(Protocol):
 class Chunks(NamedTuple):
     """The parts of all chunks that do not depend on states (symbols: see the module's docstring).
 
-    The output of a chunk is reads @ (state before it) + own.
+    The output of a chunk is reads @ (state before the chunk) + own.
     """
 
     reads_NHCK: Tensor  # exp(G) q - P W
@@ -196,7 +196,7 @@ class Chunks(NamedTuple):
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """For each step, yield its chunks: those of all spans, or those of the selected spans."""
+        """Yield the chunks of each step: of all spans, or only of the spans selected by `of`."""
         chunks = self
         if isinstance(of, SpanMembers):
             # Selections are used only to compute states. States do not depend on queries, so leave

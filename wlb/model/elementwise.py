@@ -29,7 +29,7 @@ class ZeroCentredNorm(nn.RMSNorm):
 def norm_of(spec: ModelSpec, width: int) -> nn.RMSNorm:
     """Make the model's kind of RMSNorm over `width` channels.
 
-    It multiplies by the weight (LLaMA), or by 1 + weight (Gemma).
+    The norm multiplies by the weight (LLaMA), or by 1 + weight (Gemma).
     """
     made = ZeroCentredNorm if spec.zero_centred_norms else nn.RMSNorm
     return made(width, eps=spec.norm_eps)
@@ -60,7 +60,10 @@ def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool =
 
 
 def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x normalised and times 1 + weight, rounded once, and each row's 1 / RMS, [..., 1]."""
+    """Return the RMSNorm of x, multiplied by 1 + weight, and each row's 1 / RMS, [..., 1].
+
+    All products are in float32 (float64 for float64 inputs), and only the result is rounded.
+    """
     wide = x.to(sum_dtype(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * (1 + weight_C.to(wide.dtype))).to(x.dtype), rstd
@@ -125,8 +128,8 @@ def _scaled(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale RoPE's frequencies as Llama 3.1 does.
 
-    Frequencies with long wavelengths are divided by `factor`, those with short wavelengths are
-    kept, and in between the two are blended.
+    Frequencies with long wavelengths are divided by `factor`, and frequencies with short
+    wavelengths are kept. Frequencies between them become a blend of both values.
     """
     wavelength = 2 * math.pi / frequency
     low, high = scaling.bounds
@@ -139,8 +142,8 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Scale RoPE's frequencies as YaRN does (Peng et al., 2023).
 
     The first pairs of channels, which make many turns within the original context, keep their
-    frequencies. The frequencies of the last pairs are divided by `factor`. In between the two are
-    blended linearly.
+    frequencies. The frequencies of the last pairs are divided by `factor`. Pairs between them get a
+    linear blend of both values.
 
     Args:
         frequency: Angle per position of each pair of channels.
@@ -150,7 +153,10 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     num_pairs = frequency.shape[0]
 
     def pair_of(turns: float) -> float:
-        """Return the index (a fraction) of the pair with `turns` turns in the original context."""
+        """Return the index (possibly fractional) of the channel pair that makes `turns` full turns.
+
+        The turns are counted over the length of the original context.
+        """
         wavelength = scaling.original_context / turns
         return num_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 

@@ -100,7 +100,7 @@ class Way(Protocol):
         ...
 
     def begin(self) -> None:
-        """Find out how many rows come from and go to each process, and start the trip `there`.
+        """Find out how many rows come from and go to each process, and start to send the rows.
 
         The host may have to wait for these numbers.
         """
@@ -122,9 +122,9 @@ class Way(Protocol):
     def again(self) -> "Way":
         """Return the routing for recomputing the layer in backward, which sends the same rows.
 
-        `begin` of the returned routing does not exchange numbers of rows. It starts to send the
-        rows. Then it starts the trip `back` of this first routing, because backward needs the
-        gradients that this trip sends next.
+        `begin` of the returned routing does not exchange numbers of rows again. It starts to send
+        the rows. Then it starts the trip `back` of the routing on which `again` was called, because
+        the gradients that `back` sends are the next thing that backward needs.
         """
         ...
 
@@ -232,10 +232,10 @@ class FirstPass:
     because its products may round differently, and a row might then go to another expert than in
     the first pass.
 
-    If a whole layer is recomputed, backward starts the trip of gradients (`Way.back`) when it
-    reaches the layer, and attention is recomputed while they travel. If only the layer's second
-    half is recomputed, little would run meanwhile. Then the recomputation itself starts that trip,
-    right after it has started to send its rows (`Way.again`).
+    If a whole layer is recomputed, backward starts to send gradients to the experts (`Way.back`)
+    when it reaches the layer, and attention is recomputed while the gradients travel. If only the
+    layer's second half is recomputed, little could run while the gradients travel. Then the
+    recomputation starts to send them, right after it has started to send its rows (`Way.again`).
 
     Args:
         whole_layer: Whether the whole layer is recomputed, not just its second half.

@@ -32,7 +32,7 @@ A larger rate balances sooner but oscillates more.
 
 Compute = Callable[[], Sequence[Tensor]]
 Defer = Callable[[Sequence[Tensor], Compute], None]
-"""A function that takes parameters and a function for their gradients, which it calls later."""
+"""A function that is given parameters and a `Compute`, which it calls later for their gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +257,8 @@ class MixtureMlp(nn.Module):
             (`wlb.parallel.expert_parallel`).
         load: Number of rows of each expert in the most recent step, over all ranks; None before the
             first step.
-        slowest: Rows of the EP rank with most rows, summed over that step's micro-batches.
+        slowest: Rows of the EP rank that has most rows in a micro-batch, summed over the
+            micro-batches and EP groups of the most recent step; None before the first step.
     """
 
     balance: Tensor
@@ -284,7 +285,8 @@ class MixtureMlp(nn.Module):
 
         Args:
             x_TC: Rows. Padding rows at the end are computed by shared experts only.
-            rows: Which rows are real, and where rows are counted. None means that all are real.
+            rows: Says which rows are real, and is told how many rows chose each expert. None means
+                that all rows are real.
         """
         num = x_TC.shape[0] if rows is None else rows.num
         way, scores_TK = self._choose(x_TC[:num], rows)
@@ -362,7 +364,7 @@ class MixtureMlp(nn.Module):
     def route(
         self, x_TC: Tensor, rows: ExpertRows | None = None, chosen_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose K experts for each row; returns their scores in float32 and their numbers, [T, K].
+        """Choose K experts for each row; returns the experts' scores (float32) and numbers, [T, K].
 
         Args:
             x_TC: Rows.

@@ -85,7 +85,7 @@ def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
     """Choose whether a run on `device` uses the fused Triton kernels, and say why.
 
     Raises:
-        UserError: The configuration demands them and they cannot compute the run.
+        UserError: The configuration demands the fused kernels, but they cannot compute the run.
     """
     return choose_fused(
         spec.kernels.fused,
@@ -151,9 +151,9 @@ def recompute_layers(stage: Llama, recompute: Recompute) -> None:
     """Make backward recompute activations of each decoder layer of `stage`, in place.
 
     FULL keeps only a layer's input. SELECTIVE recomputes the second norm and the MLP, and keeps the
-    tensors of attention. In neither case does the recomputation run the down projection and its
-    reduce-scatter: torch's checkpoint stops recomputing as soon as it has all tensors that backward
-    needs, and linear layers save their input before they compute
+    tensors that attention saves. In neither case does the recomputation run the down projection and
+    its reduce-scatter: torch's checkpoint stops recomputing as soon as it has all tensors that
+    backward needs, and linear layers save their input before they compute
     (`wlb.parallel.deferred.Product`).
     """
     if recompute == Recompute.NONE:

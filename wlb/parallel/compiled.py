@@ -29,9 +29,9 @@ from wlb.plan import UserError
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"reorder_for_peak_memory": False}}
 """Options of compiler backends, by backend.
 
-With reorder_for_peak_memory, inductor may move the start of a gather right before its wait, because
-that takes less memory. Communication would then not overlap with computation. It may also reorder
-collectives.
+If reorder_for_peak_memory were on, inductor might move the start of a gather right before the wait
+for the gather, because that takes less memory. Communication would then not overlap with
+computation. Inductor might also change the order of collectives, which must be equal on all ranks.
 """
 
 

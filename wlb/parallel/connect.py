@@ -19,7 +19,7 @@ from wlb.parallel import collectives
 from wlb.parallel.mesh import EP, Mesh, used_groups
 
 _ROWS = {"cpu": (1,), "cuda": (1, 1 << 21)}
-"""Sizes of the calls that are made, in float64 values, by device.
+"""Sizes of the test calls on each kind of device, as numbers of float64 values.
 
 NCCL chooses its algorithm by size, and makes the connections that the algorithm needs. So a small
 call (8 bytes) and a large one (16 MiB) are made.

@@ -35,9 +35,9 @@ class RowsBetween(NamedTuple):
     sent: Numbers  # for each stage, the number of rows to each rank
 
     def bounds(self) -> tuple[list[slice], list[slice]]:
-        """Return the slice of each stage in all received rows, and in all sent rows.
+        """Return each stage's slice of the received rows, and each stage's slice of the sent rows.
 
-        Received rows and sent rows are sorted by stage.
+        Received rows, and sent rows, are sorted by stage.
         """
         received, sent = (
             [slice(*pair) for pair in pairwise(accumulate(map(sum, numbers), initial=0))]
@@ -256,8 +256,8 @@ class StagedWay:
     def begin(self) -> None:
         """Read the numbers of rows on the host, and start to send rows to their experts.
 
-        In a recomputation the numbers are already known. Then this call also starts the trip of the
-        results' gradients, which backward needs next.
+        In a recomputation the numbers are already known. This call then also starts to send the
+        gradients of the experts' outputs, because backward needs them next.
         """
         if self._first is not None:
             self.there.start()
@@ -321,7 +321,7 @@ class StagedWay:
 
     @property
     def ends_E(self) -> Tensor:
-        """For each of this rank's experts, the index after its last row, int32."""
+        """For each of this rank's experts, the index after its last row among the M rows, int32."""
         assert self._choice.ends_E is not None
         return self._choice.ends_E
 

@@ -90,7 +90,9 @@ def _defer(queue: WeightQueue, parameters: Sequence[Tensor], compute: Any) -> No
 
 
 def held_experts(num: int, mesh: Mesh) -> range:
-    """Return the numbers of this rank's experts as expert parallelism divides them, before FSDP.
+    """Return the numbers of the experts that expert parallelism gives to this rank.
+
+    FSDP may shard these experts over other ranks (`own_experts`).
 
     Args:
         num: Number of experts of a layer.
@@ -122,14 +124,14 @@ def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
 
 
 def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
-    """Return the mesh over which FSDP2 shards experts; HSDP adds an axis, over copies of them."""
+    """Return the mesh over which FSDP2 shards experts; with HSDP it also has an axis of copies."""
     assert mesh.experts is not None
     axes = tuple(axis for axis in mesh.expert_axes if axis != EP)
     return mesh.experts[axes]
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Set `MixtureMlp.load` and `slowest` of each layer to the step's row counts over all ranks.
+    """Set `MixtureMlp.load` and `slowest` of each layer, from all ranks' row counts of the step.
 
     All ranks call this once, after a step's last backward pass.
 
@@ -159,7 +161,7 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
 
 
 def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
-    """Return the tensors summed over one axis of the mesh of experts, in one all-reduce."""
+    """Return each tensor summed over one axis of the mesh of experts, by a single all-reduce."""
     assert mesh.experts is not None
     group = mesh.experts.get_group(axis)
     if group.size() == 1:
@@ -179,13 +181,14 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 
     The values are, one after the other:
 
-    - for each layer of the whole model, the rows of its most loaded expert divided by the mean over
-      experts;
-    - for each layer, the rows of the EP rank with most rows, summed over micro-batches, divided by
-      the mean over EP ranks;
-    - for each EP rank, its rows in all layers of this rank's stages.
+    - for each layer of the whole model, the rows of the layer's most loaded expert divided by the
+      mean rows of its experts;
+    - for each layer, `MixtureMlp.slowest` (the most rows of an EP rank, added up over micro-batches
+      and EP groups) divided by the mean rows of its EP ranks;
+    - for each EP rank, the rows that it computes in all layers of `stages`.
 
-    Values of layers that are not in `stages` are 0, so a sum over pipeline ranks gives all layers.
+    Values of layers that are not in `stages` are 0. So a sum over pipeline ranks has the values of
+    all layers.
 
     Args:
         stages: This rank's stages.
@@ -219,10 +222,10 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 
 
 def rebalance(stages: Iterable[nn.Module]) -> None:
-    """Update the experts' balance buffers of all layers; call it after the optimiser's update.
+    """Update `MixtureMlp.balance` of every layer; call this after the optimiser's update.
 
-    The buffers are biases or shares of tokens (`MixtureMlp.balance`), which follow from the load in
-    the most recent step.
+    The buffers `balance` have biases or shares of tokens, which are computed from the load in the
+    most recent step.
     """
     for stage in stages:
         for mixture in mixtures_of(stage):

@@ -144,12 +144,12 @@ class Mesh:
 
     @property
     def link_before(self) -> dist.ProcessGroup:
-        """The group of this and the previous pipeline rank; the last rank precedes the first."""
+        """The group of this pipeline rank and the one before; the last rank precedes the first."""
         return self._link((self.at.pp - 1) % self.parallel.pp)
 
     @property
     def link_after(self) -> dist.ProcessGroup:
-        """The group of this and the next pipeline rank; the first rank follows the last."""
+        """The group of this pipeline rank and the one after; the first rank follows the last."""
         return self._link(self.at.pp)
 
     def _link(self, link: int) -> dist.ProcessGroup:
@@ -271,15 +271,14 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
 
 
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
-    """Set the timeout of collectives, in all groups of a mesh or in the groups of all ranks.
+    """Set the timeout of collectives in all groups of a mesh, or in the two groups of all ranks.
 
-    Without this call torch gives each new group a timeout of half an hour, whatever timeout the
-    default group has.
+    Without this call a new group has torch's timeout of half an hour, even if the default group has
+    another one.
 
     Args:
         timeout_s: Seconds that a collective may wait for other ranks.
-        mesh: The mesh. With None, the timeout of the default group and of the Gloo group of all
-            ranks is set.
+        mesh: The mesh. None means the default group and the Gloo group, which have all ranks.
     """
     for group in [dist.group.WORLD, host_group()] if mesh is None else mesh.groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

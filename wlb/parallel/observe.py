@@ -29,7 +29,7 @@ class Part(StrEnum):
     ATTENTION = "attention"  # attention kernels
     LAYERS = "layers"  # the rest of the decoder layers, and the final norm
     EMBEDDING = "embedding"
-    HEAD = "head"  # output head and loss; the forward pass of both also computes gradients
+    HEAD = "head"  # output head and loss, whose forward pass also computes their gradients
     # forward kernels of attention that run in a backward pass, because activations are recomputed;
     # other recomputed work counts as LAYERS
     RECOMPUTE = "recompute"
@@ -58,16 +58,16 @@ class Progress(Protocol):
 
 
 class Timer(Protocol):
-    """Measures the time of each chunk (a micro-batch's pass in a stage) of a step, by `Part`."""
+    """Measures how long each `Part` takes in each chunk (a micro-batch's pass in a stage)."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context in which all chunks of a training step run; only they are timed."""
+        """Return a context for all chunks of a training step. Other chunks are not timed."""
         ...
 
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = ...
     ) -> AbstractContextManager[None]:
-        """Return a context in which one chunk runs.
+        """Return a context that times one chunk: one pass of a micro-batch in a stage.
 
         Args:
             kind: What the pass computes.
@@ -91,7 +91,7 @@ class Watchers:
     timer: Timer | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context in which all chunks of a training step run."""
+        """Return the timer's context for a training step; without a timer it does nothing."""
         return nullcontext() if self.timer is None else self.timer.step()
 
     def chunk(

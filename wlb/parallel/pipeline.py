@@ -249,7 +249,7 @@ class Pipeline:
 
     stages: list[VarLenStage]
     schedule: Schedule
-    weight_delay: int = 1  # how late weight-gradient passes run, see `LateWeights`
+    weight_delay: int = 1  # how late weight-gradient passes run (`LateWeights`); 1 is torch's order
     # torch's schedules, by number of micro-batches
     _schedules: dict[int, Any] = field(default_factory=dict)
 
@@ -306,10 +306,10 @@ class Pipeline:
 
 
 def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    """Set all stages to static shapes, in place of the vote of ranks in torch 2.12 and later.
+    """Set all stages to static shapes, in place of torch's `_warmup_p2p` (torch 2.12 and later).
 
-    In that vote the ranks decide whether torch must infer shapes. In wlb torch never has to,
-    because the plan gives all shapes. The vote sends messages through all stages and reads the
+    In torch's function the ranks vote on whether torch must infer shapes. In wlb torch never has
+    to, because the plan gives all shapes. The vote sends messages through all stages and reads the
     result on the host, before a schedule's first step and whenever a run changes between training
     and evaluation
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py). The

@@ -41,7 +41,8 @@ def _begins_early(weights_FC: list[Tensor]) -> bool:
 def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
     """Make slots: tensors without memory, whose gradients carry the gradients of products.
 
-    There is one for each layer's output, and two for the results of `begin_backward` if it runs.
+    There is one slot for each layer's output. If `begin_backward` runs for these layers, there are
+    two more slots, for its two results.
 
     Args:
         x_SC: Input of the layers, 1/tp of the rows.

@@ -32,7 +32,8 @@ def ended_by_signals(*, was_asked: bool = False) -> Iterator[None]:
     thread.
 
     Args:
-        was_asked: Whether such a signal has already arrived before the block.
+        was_asked: Whether such a signal arrived before the block. The process then ends `ANSWER_S`
+            after the block's beginning.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

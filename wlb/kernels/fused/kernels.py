@@ -3,7 +3,8 @@
 This is the only file that imports Triton, and it is imported when a kernel is first launched. Row
 indices are 64-bit, because T * C can exceed 2^31. Triton must not specialise on the number of rows:
 it changes with every micro-batch, and each specialisation would compile a kernel in the middle of a
-run. Programs with a single row do not mask it, so that columns are read in vectors of 16 bytes.
+run. A program that processes a single row uses no row mask, because with a row mask Triton would
+not read the columns in vectors of 16 bytes.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

@@ -15,7 +15,7 @@ from wlb.kernels.fused import kernels
 _SUMMING_PROGRAMS = 512
 """Most programs of `norm_backward`, each of which adds up part of the weight's gradient.
 
-It does not depend on the GPU, so that the sums have the same order on all GPUs.
+This number does not depend on the GPU, so that the sums have the same order on all GPUs.
 """
 _NARROW, _NARROW_TILE = 1024, 2048
 """Rows of at most _NARROW columns are normalised several at once, in tiles of _NARROW_TILE values.

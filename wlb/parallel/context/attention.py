@@ -78,7 +78,7 @@ class GatherAgain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextAttention:
-    """Attention over one rank's rows of one micro-batch, called with q, k and v of every layer.
+    """Attention for one rank's rows of one micro-batch; every layer calls it with its q, k and v.
 
     `from_plan` first checks that all ranks pass the same arguments. The executor uses `from_rows`,
     which checks nothing, because the executor compares the digests of whole plans.
@@ -159,7 +159,7 @@ class ContextAttention:
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
-        """Return x + y, the last operation of a layer; its backward starts to gather K and V again.
+        """Return x + y, a layer's last operation, whose backward starts to gather K and V again.
 
         Args:
             x_SC: Residual stream.

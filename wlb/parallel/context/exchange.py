@@ -40,9 +40,9 @@ class DeviceStage(NamedTuple):
     cp: int  # number of CP ranks
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    index_K: Tensor  # for each key the row that it is copied from, `RankStage.kv_index`
-    inverse_UR: Tensor  # for each row the keys that are copied from it, `RankStage.inverse`
-    query_rows: Tensor | None  # local rows of the call's queries; None means all rows
+    index_K: Tensor  # `RankStage.kv_index`: for each key the row from which the key is copied
+    inverse_UR: Tensor  # `RankStage.inverse`: for each row the keys that are copied from the row
+    query_rows: Tensor | None  # local rows of the attention call's queries; None means all rows
     sent_N: Tensor | None  # local rows that are sent; None unless the transfer is NEEDED
 
     @property

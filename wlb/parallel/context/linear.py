@@ -87,10 +87,10 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) 
 class _Composition(NamedTuple):
     """How a rank computes the state before each of its spans from the summaries of earlier spans.
 
-    All documents advance together: step i applies the i-th summary of every document that has one
-    to the document's state. Documents are sorted by their number of summaries, most first, so the
-    documents of a step are always a prefix of them. After each step the states that some span needs
-    are copied.
+    All documents advance together: step i applies the i-th summary of every document that has at
+    least i summaries to the document's state. Documents are sorted by their number of summaries,
+    most first. So the documents of each step are the first ones in this order. After each step the
+    states that some span needs are copied.
     """
 
     read: Tensor  # index of each summary in the pool of summaries, step by step
@@ -246,13 +246,13 @@ def linear_rows(
 
 
 def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
-    """Return the layout of a rank's spans; the rows after them form one more span."""
+    """Return the layout of a rank's spans. Padding rows, if there are any, form a last span."""
     padding = num_rows - int(made.lengths.sum())
     return SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
 
 
 def layout_tensors(layout: SpanLayout) -> list[Tensor]:
-    """Return all tensors of a layout that are on the device."""
+    """Return the device tensors of a layout, leaving out the tensor that is on the host."""
     return [layout.slots_T, *layout.steps, layout.bounds.on_device]
 
 

@@ -266,7 +266,7 @@ def gather_kv_again(
         group_name: Name of the CP group.
 
     Returns:
-        A [R, 2, G, D] buffer for each transfer, still in transfer.
+        A [R, 2, G, D] buffer for each transfer. The transfers are still running.
     """
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name)
 
@@ -292,7 +292,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Start the gather, and return the sum's gradient for both x and y."""
+        """Start to gather K and V; returns the sum's gradient as the gradients of x and of y."""
         (grad_SC,) = grads
         k_TGD, v_TGD, numbers, *tensors = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_slots
@@ -464,14 +464,14 @@ def _stage_backward(
     *,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of one call: dQ of its queries, and dK and dV of its R rows.
+    """Compute the gradients of one attention call: dQ of its queries, dK and dV of its R rows.
 
     Args:
         stage: The stage of the call.
         segments: Segments of the call.
         local: Local k and v, read by the call over local keys.
-        left: Received rows of this stage and of the stages after it. The call removes the first
-            entry, its own.
+        left: Received rows of this stage and of the stages after it. This function removes the
+            first entry, unless the stage reads local keys.
         of_queries: For all queries: gradient of the output, q, output and log-sum-exp.
         backend: Name of the attention kernel.
         fused: Let a Triton kernel add up the gradients of keys that were copied from one row.

@@ -210,18 +210,18 @@ def _written(array: IntArray) -> str:
 
 
 def _offsets(sizes: IntArray, padding: int) -> IntArray:
-    """Return the offsets of segments of these sizes.
+    """Return the offsets of segments of these sizes, and of a last segment of `padding` rows.
 
-    If `padding` is not 0, a last segment has this many rows.
+    If `padding` is 0, there is no last segment.
     """
     return offsets_of(np.append(sizes, padding) if padding else sizes)
 
 
 def _uses(index: IntArray, *, num_rows: int) -> IntArray:
-    """Return for each row where it occurs in `index`, shape [most occurrences, num_rows].
+    """Return where each row occurs in `index`, shape [most occurrences of a row, num_rows].
 
-    Entry [w, row] is the position of the row's (w + 1)-th occurrence, or index.size if it occurs
-    less often.
+    Entry [w, row] is the position of the row's (w + 1)-th occurrence, or index.size if the row
+    occurs less often.
     """
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=num_rows)
