@@ -276,19 +276,19 @@ def test_a_package_that_fails_to_import_says_why(monkeypatch, error, words):
 CAPABILITIES = [
     ("2", (8, 0), 256, None),
     ("2", (9, 0), 128, None),
-    ("2", (7, 5), 128, "supports only compute capability 8.0 or newer, not 7.5"),
-    ("2", (8, 0), 264, "supports only head sizes up to 256 that are multiples of 8, not 264"),
-    ("2", (8, 0), 20, "supports only head sizes up to 256 that are multiples of 8, not 20"),
+    ("2", (7, 5), 128, "only compute capability 8.0 or newer is supported, not 7.5"),
+    ("2", (8, 0), 264, "only head sizes up to 256 that are multiples of 8 are supported, not 264"),
+    ("2", (8, 0), 20, "only head sizes up to 256 that are multiples of 8 are supported, not 20"),
     ("3", (9, 0), 192, None),
-    ("3", (9, 0), 256, "supports only head sizes up to 192 that are multiples of 8, not 256"),
-    ("3", (10, 0), 128, "supports only compute capability 9.x (Hopper), not 10.0"),
-    ("3", (8, 0), 128, "supports only compute capability 9.x (Hopper), not 8.0"),
+    ("3", (9, 0), 256, "only head sizes up to 192 that are multiples of 8 are supported, not 256"),
+    ("3", (10, 0), 128, "only compute capability 9.x (Hopper) is supported, not 10.0"),
+    ("3", (8, 0), 128, "only compute capability 9.x (Hopper) is supported, not 8.0"),
     ("4", (9, 0), 256, None),
     ("4", (10, 0), 128, None),
     ("4", (10, 3), 256, None),
-    ("4", (10, 0), 192, "supports only head sizes up to 128 that are multiples of 8, not 192"),
-    ("4", (8, 0), 128, "supports only compute capability 9.x and 10.x, not 8.0"),
-    ("4", (12, 0), 128, "supports only compute capability 9.x and 10.x, not 12.0"),
+    ("4", (10, 0), 192, "only head sizes up to 128 that are multiples of 8 are supported, not 192"),
+    ("4", (8, 0), 128, "only compute capability 9.x and 10.x are supported, not 8.0"),
+    ("4", (12, 0), 128, "only compute capability 9.x and 10.x are supported, not 12.0"),
 ]
 
 
@@ -313,7 +313,7 @@ def test_other_dtypes_and_devices(monkeypatch, which, device, dtype):
     install(monkeypatch, which)
     on_gpu(monkeypatch, 9, 0)
     why = BACKENDS[which]().why_not(device=device, dtype=dtype, head_size=128)
-    assert why == "supports only bfloat16 and float16 on CUDA"
+    assert why == "only bfloat16 and float16 on CUDA are supported"
 
 
 def test_a_machine_without_a_gpu(monkeypatch):

@@ -48,20 +48,26 @@ def install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
 
 def test_auto_takes_the_package_where_it_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, whole)
-    expected = (PACKAGE, "kernel of linear layers flash_linear_attention (auto)")
+    expected = (PACKAGE, "linear-attention kernel flash_linear_attention (auto)")
     assert choose_linear(AUTO, **GPU) == expected
     assert choose_linear(PACKAGE, **GPU)[0] == PACKAGE
-    assert choose_linear(TORCH, **GPU) == (TORCH, "kernel of linear layers torch (asked for)")
+    assert choose_linear(TORCH, **GPU) == (
+        TORCH,
+        "linear-attention kernel torch (kernels.linear = torch)",
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"device": torch.device("cpu")}, "bfloat16 and float16 on GPUs, not torch.bfloat16 on cp"),
-        ({"dtype": torch.float32}, "bfloat16 and float16 on GPUs, not torch.float32 on cuda"),
-        ({"head_size": 512}, "it supports at most 256 channels in a head, not 512"),
-        ({"deterministic": True}, "it tunes its kernels differently in each process"),
-        ({"compiled": True}, "torch.compile cannot trace it"),
+        (
+            {"device": torch.device("cpu")},
+            "float16 on CUDA are supported, not torch.bfloat16 on cp",
+        ),
+        ({"dtype": torch.float32}, "float16 on CUDA are supported, not torch.float32 on cuda"),
+        ({"head_size": 512}, "heads of 512 channels are too large; at most 256 are supported"),
+        ({"deterministic": True}, "each process may tune the kernels differently"),
+        ({"compiled": True}, "cannot trace the package's function"),
     ],
 )
 def test_it_is_refused_by_name_and_auto_takes_torch(
@@ -70,7 +76,7 @@ def test_it_is_refused_by_name_and_auto_takes_torch(
     install(monkeypatch, whole)
     backend, line = choose_linear(AUTO, **GPU | changed)
     assert backend == TORCH
-    assert line.startswith(f"kernel of linear layers torch (auto; not {PACKAGE}: ")
+    assert line.startswith(f"linear-attention kernel torch (auto; not {PACKAGE}: ")
     assert why in line
     refused = (
         f"kernels.linear = {PACKAGE} cannot be used for this run: .* Set kernels.linear = auto or"

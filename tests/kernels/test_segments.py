@@ -77,7 +77,7 @@ def test_copies_of_segments_are_themselves():
             r"number for each key, not int64 of shape \(2,\)",
         ),
         ([0.0, 1.0, 2.0], "not float64 of shape"),
-        ([0, -1, 2], "key_rows has -1, but each entry must be the index"),
+        ([0, -1, 2], r"key_rows\[1\] = -1 must be at least 0"),
     ],
 )
 def test_bad_key_rows_are_refused(key_rows, message):

@@ -23,5 +23,5 @@ def test_tiles_are_those_of_the_next_compiled_head_size(backend, head_dim, tiles
 
 @pytest.mark.parametrize(("backend", "head_dim"), [("torch_varlen", 257), ("mine", 64)])
 def test_unknown_tiles_are_refused(backend, head_dim):
-    with pytest.raises(ValueError, match=f"{backend} at head size {head_dim} are not known"):
+    with pytest.raises(ValueError, match=f"{backend} with heads of {head_dim} are not known"):
         tiles_of(backend, head_dim)

@@ -233,5 +233,5 @@ def test_a_rank_without_tokens_still_has_rows() -> None:
 
 
 def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank 0 has 4 tokens, but must have at most 3 rows"):
+    with pytest.raises(ValueError, match="rank 0 has 4 tokens, but the exchange plans only 3 rows"):
         of_rank(example(), 0, 3)

@@ -43,7 +43,7 @@ class Flash2Backend(FlashBackend):
         distribution="flash-attn",
         module="flash_attn.flash_attn_interface",
         supported="flash-attn 2.8.3",
-        install="pip install flash-attn==2.8.3 --no-build-isolation, with nvcc",
+        install="pip install flash-attn==2.8.3 --no-build-isolation, which needs nvcc",
         functions=(
             FlashFunction("_flash_attn_varlen_forward", (), {**_FLASH2, "return_softmax": False}),
             FlashFunction("_flash_attn_varlen_backward", _WRITTEN, _FLASH2),
@@ -85,7 +85,7 @@ class Flash3Backend(FlashBackend):
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
         """Return why the package does not support this GPU or head size, or None if it does."""
         if major != 9:
-            return f"supports only compute capability 9.x (Hopper), not {major}.{minor}"
+            return f"only compute capability 9.x (Hopper) is supported, not {major}.{minor}"
         return wrong_head_size(head_size, 192 if self.deterministic else 256)
 
 
@@ -102,7 +102,7 @@ class Flash4Backend(FlashBackend):
         distribution="flash-attn-4",
         module="flash_attn.cute.interface",
         supported="flash-attn-4 4.0.0b36",
-        install="pip install 'wlb-llm[flash]', on CUDA 13 with 'flash-attn-4[cu13]'",
+        install="pip install 'wlb-llm[flash]', and on CUDA 13 also 'flash-attn-4[cu13]'",
         functions=(
             FlashFunction("_flash_attn_fwd", (), {**_FLASH4, "return_lse": True}),
             FlashFunction("_flash_attn_bwd", ("dout", "out", "lse", "deterministic"), _FLASH4),
@@ -113,7 +113,7 @@ class Flash4Backend(FlashBackend):
         """Return why the package does not support this GPU or head size, or None if it does."""
         is_blackwell = major == 10
         if major != 9 and not is_blackwell:
-            return f"supports only compute capability 9.x and 10.x, not {major}.{minor}"
+            return f"only compute capability 9.x and 10.x are supported, not {major}.{minor}"
         return wrong_head_size(head_size, 128 if is_blackwell and head_size != 256 else 256)
 
     def compiled_calls(
@@ -141,8 +141,8 @@ class Flash4Backend(FlashBackend):
         """Return why the package cannot compute these scores on this GPU, or None if it can."""
         if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):
             return (
-                "its backward pass with heads of 256 supports neither sliding windows "
-                "nor caps (model.attention_softcap) on compute capability 10.x"
+                "on compute capability 10.x, backward with heads of 256 supports neither sliding "
+                "windows nor caps on scores (model.attention_softcap)"
             )
         return None
 

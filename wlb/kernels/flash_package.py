@@ -188,7 +188,7 @@ def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why FlashAttention cannot compute tensors of this device and dtype; None if it can."""
     if device.type == "cuda" and dtype in DTYPES:
         return None
-    return "supports only bfloat16 and float16 on CUDA"
+    return "only bfloat16 and float16 on CUDA are supported"
 
 
 def wrong_head_size(head_size: int, largest: int) -> str | None:
@@ -199,7 +199,7 @@ def wrong_head_size(head_size: int, largest: int) -> str | None:
     if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
         return None
     return (
-        f"supports only head sizes up to {largest} that are multiples of {HEAD_SIZE_STEP}, "
+        f"only head sizes up to {largest} that are multiples of {HEAD_SIZE_STEP} are supported, "
         f"not {head_size}"
     )
 
@@ -212,5 +212,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 def before_ampere(major: int, minor: int) -> str | None:
     """Return why a GPU of this compute capability is too old, or None from Ampere (8.0) on."""
     return (
-        f"supports only compute capability 8.0 or newer, not {major}.{minor}" if major < 8 else None
+        f"only compute capability 8.0 or newer is supported, not {major}.{minor}"
+        if major < 8
+        else None
     )

@@ -66,7 +66,7 @@ def choose_linear(
     """
     package, torch_backend = LinearBackend.FLASH_LINEAR_ATTENTION, LinearBackend.TORCH
     if requested == torch_backend:
-        return torch_backend, _line(torch_backend, "asked for")
+        return torch_backend, _line(torch_backend, f"kernels.linear = {requested}")
     why = _why_not(device, dtype, head_size, deterministic=deterministic, compiled=compiled)
     if requested == LinearBackend.AUTO:
         if why is None:
@@ -78,11 +78,11 @@ def choose_linear(
             f"kernels.linear = {package} cannot be used for this run: {why}. Set "
             f"kernels.linear = auto or torch{remedy}"
         )
-    return package, _line(package, "asked for")
+    return package, _line(package, f"kernels.linear = {requested}")
 
 
 def _line(backend: LinearBackend, reason: str) -> str:
-    return f"kernel of linear layers {backend} ({reason})"
+    return f"linear-attention kernel {backend} ({reason})"
 
 
 def _why_not(
@@ -90,16 +90,16 @@ def _why_not(
 ) -> str | None:
     """Return why the package cannot compute a run, or None if it can. Cheap checks come first."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return f"it supports only bfloat16 and float16 on GPUs, not {dtype} on {device.type}"
+        return f"only bfloat16 and float16 on CUDA are supported, not {dtype} on {device.type}"
     if head_size > LARGEST_HEAD:
-        return f"it supports at most {LARGEST_HEAD} channels in a head, not {head_size}"
+        return f"heads of {head_size} channels are too large; at most {LARGEST_HEAD} are supported"
     if deterministic:
         return (
-            "it tunes its kernels differently in each process, so results vary "
-            "(kernels.deterministic = true)"
+            "each process may tune the kernels differently, so results can vary, which "
+            "kernels.deterministic = true forbids"
         )
     if compiled:
-        return "torch.compile cannot trace it (training.compile = true)"
+        return "torch.compile (training.compile = true) cannot trace the package's function"
     return PACKAGE.missing() or PACKAGE.problem()
 
 

@@ -307,9 +307,9 @@ def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
     rows = (segments.num_queries, segments.num_keys)
     if rows != (q_THD.shape[0], k_SGD.shape[0]):
         raise UserError(
-            f"segments have {rows[0]} queries and {rows[1]} keys, but must have as "
-            f"many as the rows of q (shape {tuple(q_THD.shape)}) and of k (shape "
-            f"{tuple(k_SGD.shape)})"
+            f"segments have {rows[0]} queries and {rows[1]} keys, but q has {q_THD.shape[0]} "
+            f"rows and k has {k_SGD.shape[0]}; q needs one row for each query, and k one row "
+            "for each key"
         )
 
 
@@ -336,7 +336,7 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     """Raise UserError if shapes, dtypes or devices do not fit; `attend_op` checks the offsets."""
     if segments.key_rows is not None:
         raise UserError(
-            "attend does not support segments with key_rows; use Backend.forward for these"
+            "attend does not support segments with key_rows; call the forward of a Backend instead"
         )
     tensors = (q_THD, k_SGD, v_SGD)
     if any(tensor.dim() != 3 for tensor in tensors) or k_SGD.shape != v_SGD.shape:
@@ -347,8 +347,8 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     (_, num_heads, head_dim), (_, num_kv_heads, kv_head_dim) = q_THD.shape, k_SGD.shape
     if head_dim != kv_head_dim or num_kv_heads == 0 or num_heads % num_kv_heads:
         raise UserError(
-            "the number of q's heads must be a multiple of k's, and all heads must have one size: "
-            f"{_shapes(*tensors)}"
+            "q's number of heads must be a multiple of k's, and heads must be equally large in q, "
+            f"k and v, but the shapes are {_shapes(*tensors)}"
         )
     is_one_kind = all(
         tensor.dtype == q_THD.dtype and tensor.device == q_THD.device for tensor in tensors

@@ -94,7 +94,7 @@ class KernelPackage(Generic[Called]):
             problem = "is missing" if function is None else _difference(function, called.passed)
             if function is None or problem:
                 raise UserError(
-                    f"{self.installed} is not supported: its function "
+                    f"{self.installed} is not supported: the function "
                     f"{self.module}.{called.name} {problem}. Install the supported "
                     f"version {self.supported}"
                 )

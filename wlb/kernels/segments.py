@@ -52,8 +52,8 @@ class Scores:
     def __post_init__(self) -> None:
         if self.sliding < 0 or not 0 <= self.softcap < float("inf"):
             raise UserError(
-                f"{self} is not valid: sliding must be at least 0, and softcap must be "
-                "a finite number of at least 0"
+                f"sliding = {self.sliding} must be at least 0, and softcap = {self.softcap} must "
+                "be a finite number of at least 0"
             )
 
     @classmethod
@@ -286,8 +286,8 @@ def _check(name: str, offsets: np.ndarray) -> None:
         )
     if offsets[-1] > np.iinfo(np.int32).max:
         raise UserError(
-            f"{name} ends at {offsets[-1]}, but kernels count rows with 32 bits, so at "
-            "most 2147483647; give fewer tokens"
+            f"{name} ends at {offsets[-1]}, but must end at 2147483647 or less, because "
+            "kernels number rows with 32-bit integers; give fewer tokens"
         )
 
 
@@ -299,8 +299,8 @@ def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
         )
     if key_rows.min(initial=0) < 0:
         raise UserError(
-            f"key_rows has {key_rows.min()}, but each entry must be the index of a row of keys, "
-            f"from 0 on"
+            f"key_rows[{key_rows.argmin()}] = {key_rows.min()} must be at least 0, because it is "
+            "the index of a row of keys"
         )
 
 

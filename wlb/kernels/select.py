@@ -123,7 +123,7 @@ class _Computed:
             if isinstance(checked, FlashBackend) and checked.lacks_package_only(**self._arguments):
                 return (
                     f"{other} is made for this GPU but cannot be used: "
-                    f"{checked.package.problem()}. Install it: "
+                    f"{checked.package.problem()}. Install the package with: "
                     f"{checked.package.install}"
                 )
         return ""
@@ -181,7 +181,7 @@ def choose_backend(
                 f"kernels.attention = {requested} cannot be used for this run ({run}): "
                 f"{why}. Set kernels.attention = auto or sdpa{_remedy(requested, run)}"
             )
-        return run.chosen(requested, f"asked for; {run}")
+        return run.chosen(requested, f"kernels.attention = {requested}; {run}")
     reason = f"auto; {run}"
     passed_over: dict[str, list[str]] = {}
     for backend in AUTO_ORDER:

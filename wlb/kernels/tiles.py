@@ -57,5 +57,8 @@ def tiles_of(backend: str, head_dim: int) -> Tiles:
     """
     sizes = [size for size in _TILES.get(backend, {}) if head_dim <= size]
     if not sizes:
-        raise ValueError(f"the tile sizes of {backend} at head size {head_dim} are not known")
+        raise ValueError(
+            f"the tile sizes of attention kernel {backend} with heads of {head_dim} are not known; "
+            f"known are those of {', '.join(_TILES)} with heads of at most 256"
+        )
     return _TILES[backend][min(sizes)]

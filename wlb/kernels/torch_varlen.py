@@ -100,4 +100,6 @@ def _check(q_THD: Tensor) -> None:
             f"{q_THD.dtype} on {q_THD.device}; set kernels.attention = sdpa"
         )
     if why := wrong_head_size(q_THD.shape[-1], MAX_HEAD_SIZE):
-        raise UserError(f"torch_varlen {why}; set kernels.attention = sdpa")
+        raise UserError(
+            f"torch_varlen cannot compute this call: {why}; set kernels.attention = sdpa"
+        )

@@ -110,8 +110,8 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
     """
     if not spec.model.vocab_size:
         raise UserError(
-            "model.vocab_size = 0 must be replaced before a model is built; set "
-            "model.vocab_size to the size of the token store's vocabulary"
+            "a model cannot be built with model.vocab_size = 0; set model.vocab_size to the "
+            "number of tokens in the token store's vocabulary"
         )
     assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
     copies = spec.model.kv_copies(spec.parallel.tp)

@@ -226,7 +226,7 @@ def choose_device(
         UserError: CUDA is requested and there are too few GPUs.
     """
     if requested == Device.CPU:
-        return DeviceChoice("cpu", "run.device = cpu was asked for")
+        return DeviceChoice("cpu", "the configuration sets run.device = cpu")
     if torch.backends.cuda.is_built():
         # Set the variables now, because the driver may read them when GPUs are first counted.
         set_cuda_defaults()

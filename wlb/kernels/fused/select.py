@@ -33,8 +33,8 @@ class FusedChoice:
     @property
     def line(self) -> str:
         """The line for the run's log."""
-        how = "fused (Triton)" if self.fused else "plain torch"
-        return f"RoPE, gated MLPs, RMSNorm and key gradients {how} ({self.reason})"
+        how = "fused Triton kernels" if self.fused else "plain torch code"
+        return f"RoPE, gated MLPs, RMSNorm and key gradients use {how} ({self.reason})"
 
 
 def choose_fused(
@@ -60,7 +60,7 @@ def choose_fused(
             f"kernels.fused = triton cannot be used for this run ({run}): {why}. Set "
             "kernels.fused = auto or off"
         )
-    source = "asked for" if requested == FusedKernels.TRITON else "auto"
+    source = "kernels.fused = triton" if requested == FusedKernels.TRITON else "auto"
     reason = f"{source}; {run}" + (f"; not fused: {why}" if why else "")
     return FusedChoice(fused=why is None, reason=reason)
 
@@ -85,7 +85,10 @@ def _why_not(device: torch.device, dtype: torch.dtype, norm_width: int) -> str |
 def launch_problem(device: torch.device) -> str | None:
     """Launch one small Triton kernel on this GPU; returns why that fails, or None if it works."""
     if find_spec("triton") is None:
-        return "Triton is not installed (pip install triton, as torch's CUDA builds for Linux do)"
+        return (
+            "Triton is not installed, although torch's CUDA builds for Linux require Triton; "
+            "run pip install triton"
+        )
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the fused kernels need compute capability 8.0 (Ampere) or newer"
     try:

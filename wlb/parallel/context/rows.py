@@ -116,7 +116,10 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
     cp, spans = sharding.cp, exchange.sharding.for_rank(rank)
     num = spans.num_tokens
     if num > num_rows:
-        raise ValueError(f"rank {rank} has {num} tokens, but must have at most {num_rows} rows")
+        raise ValueError(
+            f"CP rank {rank} has {num} tokens, but the exchange plans only {num_rows} rows for "
+            "each rank; local_tokens must be at least the number of tokens of every rank"
+        )
     positions = np.concatenate([spans.positions, np.arange(num_rows - num)])
     first_key = spans.first_keys(exchange.sliding)
     num_keys = spans.stop - first_key
