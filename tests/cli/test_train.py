@@ -140,7 +140,8 @@ def test_a_system_is_settings_that_set_comes_after(
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     known = "use one of usual, plain_4d, fixed_4d, paper, wlb"
     assert known in refused(["demo", "--system", "megatron"], capsys)
-    assert "paper has the alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
+    said = refused(["demo", "--system", "paper:2"], capsys)
+    assert "paper has only the alternatives paper:1; use" in said
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -163,7 +164,7 @@ BAD_INPUT = [
     (
         ["parallel.tp=3"],
         "parallel.tp = 3 is above model.num_kv_heads = 2 and not a multiple of it",
-        "set parallel.tp to a multiple of 2 or to at most that",
+        "set parallel.tp to at most 2, or to a multiple of it",
     ),
     (["parallel.pp=3"], "model.num_layers = 4 is not a multiple of pp 3", "stages"),
     (

@@ -115,7 +115,7 @@ def test_defaults_mean_what_their_help_says() -> None:
 @pytest.mark.parametrize(
     ("packing", "message"),
     [
-        ({"s_max": 0.9}, "packing.s_max = 0.9 context windows must be at least 1"),
+        ({"s_max": 0.9}, "packing.s_max = 0.9 must be at least 1 context window"),
         (
             {"s_max": 1.0, "policy": Policy.BOUNDED},
             r"8 micro-batches of at most packing.s_max = 1.0 context windows have no room for "
@@ -279,7 +279,7 @@ def test_s_max_without_memory_is_refused() -> None:
         with_s_max(unfilled, planned_gib=0.001)
     with pytest.raises(ValueError, match=r"packing\.s_max = 0 .*set packing\.s_max"):
         packer_for(unfilled, COST)
-    with pytest.raises(ValueError, match=r"packing\.s_max = 0\.5 context windows must be at"):
+    with pytest.raises(ValueError, match=r"packing\.s_max = 0\.5 must be at least 1 context"):
         spec(s_max=0.5)
 
 

@@ -112,8 +112,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"training__learning_rate": 2e-5},
             "training.min_learning_rate = 3e-05 is above training.learning_rate = 2e-05, so that "
-            "training.schedule = cosine would raise the rate after warm-up; set it to at most "
-            "training.learning_rate, usually to a tenth: 2e-06",
+            "training.schedule = cosine would raise the rate after warm-up; lower "
+            "training.min_learning_rate, usually to a tenth of training.learning_rate (2e-06)",
         ),
         ({"cluster__peak_tflops": -1}, "cluster.peak_tflops = -1.0 must be at least 0"),
         (
@@ -142,7 +142,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"eval__interval_tokens": -1}, "eval.interval_tokens = -1 must be at least 0"),
         (
             {"eval__interval": 5, "eval__interval_tokens": 100},
-            "eval.interval = 5 and eval.interval_tokens = 100 both say when to evaluate; set one",
+            "eval.interval = 5 and eval.interval_tokens = 100 are both set, but a run can use only",
         ),
         ({"eval__steps": -1}, "eval.steps = -1 must be at least 0"),
         ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
@@ -174,7 +174,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
                 "model__head_dim": 64,
             },
             "parallel.tp = 8 is above model.num_kv_heads = 3 and not a multiple of it, so TP ranks "
-            "cannot have equal numbers of copies of each KV head; set parallel.tp to a multiple ",
+            "cannot have equal numbers of copies of each KV head; set parallel.tp to at most 3",
         ),
         (
             {"parallel__tp": 16, "model__num_kv_heads": 4},
@@ -278,7 +278,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         # Packing.
         (
             {"packing__s_max": 0.99},
-            "packing.s_max = 0.99 context windows must be at least 1, so that a document of 4096 "
+            "packing.s_max = 0.99 must be at least 1 context window, so that a document of 4096 "
             "tokens fits",
         ),
         ({"packing__hold": -1}, "packing.hold = -1 must be at least 0"),

@@ -10,7 +10,7 @@ from wlb.plan.numerals import real_of
 def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """Return (prefix, weight) of each entry "PREFIX:WEIGHT".
 
-    Weights are shares of tokens and need not add up to 1.
+    The weights say how the tokens of a run are divided over the stores. They need not add up to 1.
 
     Raises:
         UserError: If an entry has another form, or a store is named twice.

@@ -69,7 +69,8 @@ def _check_evaluation(spec: RunSpec) -> None:
     if spec.eval.interval and spec.eval.interval_tokens:
         raise UserError(
             f"eval.interval = {spec.eval.interval} and eval.interval_tokens = "
-            f"{spec.eval.interval_tokens} both say when to evaluate; set one of them to 0"
+            f"{spec.eval.interval_tokens} are both set, but a run can use only one of them; set "
+            f"the other to 0"
         )
 
 
@@ -78,8 +79,8 @@ def _check_ranges(spec: RunSpec) -> None:
         steps = getattr(spec.telemetry, name)
         if min(steps, default=1) < 1:
             raise UserError(
-                f"telemetry.{name} = {list(steps)} must have no number below 1, because steps are "
-                f"counted from 1"
+                f"telemetry.{name} = {list(steps)} has a number below 1, but steps are counted "
+                f"from 1; remove this number"
             )
     if spec.tokens_per_step > _MOST_STEP_TOKENS:
         raise UserError(
@@ -96,14 +97,17 @@ def _check_ranges(spec: RunSpec) -> None:
 
 
 def _check_rates(spec: RunSpec) -> None:
-    """Refuse a learning rate that would rise after warm-up, and wrong training.decay_steps."""
+    """Refuse a learning rate that would rise after warm-up.
+
+    Also refuse a training.decay_steps that has no effect or does not fit into the run.
+    """
     t = spec.training
     if t.schedule != RateSchedule.CONSTANT and t.min_learning_rate > t.learning_rate:
         raise UserError(
             f"training.min_learning_rate = {t.min_learning_rate} is above training.learning_rate = "
             f"{t.learning_rate}, so that training.schedule = {t.schedule} would raise the rate "
-            f"after warm-up; set it to at most training.learning_rate, usually to a tenth: "
-            f"{t.learning_rate / 10:g}"
+            f"after warm-up; lower training.min_learning_rate, usually to a tenth of "
+            f"training.learning_rate ({t.learning_rate / 10:g})"
         )
     if t.schedule != RateSchedule.WSD:
         if t.decay_steps:
@@ -155,9 +159,9 @@ def _check_layout(spec: RunSpec) -> None:
         raise UserError(
             f"parallel.tp = {parallel.tp} is above model.num_kv_heads = {model.num_kv_heads} and "
             f"not a multiple of it, so TP ranks cannot have equal numbers of copies of each KV "
-            f"head; set parallel.tp to a multiple of {model.num_kv_heads} or to at most that"
+            f"head; set parallel.tp to at most {model.num_kv_heads}, or to a multiple of it"
         )
-    # TP divides heads, MLPs and vocabulary, so each must be a multiple of its degree.
+    # TP divides heads, MLPs and vocabulary, so each must be a multiple of the TP degree.
     divided = {
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.with_kv_copies(parallel.tp).num_kv_heads,
@@ -168,8 +172,8 @@ def _check_layout(spec: RunSpec) -> None:
     for name, value in divided.items():
         if value % parallel.tp:
             raise UserError(
-                f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}; change "
-                f"parallel.tp or the model"
+                f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}, so TP ranks "
+                f"cannot share it equally; lower parallel.tp, or change the model"
             )
     if model.qk_norm_rows and parallel.tp > 1:
         raise UserError(
@@ -177,7 +181,7 @@ def _check_layout(spec: RunSpec) -> None:
             f"norm needs all heads of a token, but a TP rank has only some; set parallel.tp = 1"
         )
     shared, size = parallel.fsdp_size, spec.fsdp.shard_size
-    # With dp = 0 the number of ranks that share parameters is not known yet.
+    # With parallel.dp = 0, the number of ranks that share parameters is not known yet.
     if size and parallel.dp and shared % size:
         good = [n for n in range(1, shared + 1) if shared % n == 0]
         raise UserError(
@@ -187,15 +191,15 @@ def _check_layout(spec: RunSpec) -> None:
 
 
 def _divided_linear(spec: RunSpec) -> dict[str, int]:
-    """Return the key of linear layers that TP divides, with its value; {} without such layers."""
+    """Return {key: number of heads} of linear layers, which TP divides; {} without such layers."""
     linear = spec.model.linear
     return {"model.linear.num_key_heads": linear.num_key_heads} if linear.num_value_heads else {}
 
 
 def _divided_mlp(spec: RunSpec) -> dict[str, int]:
-    """Return the sizes of MLPs and of shared experts, which TP divides, by key.
+    """Return {key: size} of the model's MLPs and shared experts, which TP divides.
 
-    Routed experts are divided over EP ranks (parallel.ep) instead.
+    Routed experts are left out, because EP (parallel.ep) divides them instead.
     """
     experts = spec.model.experts
     dense = {"model.ffn_hidden_size": spec.model.ffn_hidden_size}
@@ -212,8 +216,8 @@ MOST_EXPERTS_OF_RANK = 1023
 
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
-    # This check is not in ModelSpec.check, so that such a model can still be imported and exported.
-    # Only training it is refused.
+    # Refuse only to train a model whose router never learns. ModelSpec.check accepts the model, so
+    # that it can still be imported and exported.
     if spec.model.experts.never_learns:
         raise UserError(
             "model.experts.per_token = 1 with model.experts.normalised = true: every normalised "

@@ -23,7 +23,7 @@ class ExpertBalance(StrEnum):
     """Method that keeps experts equally loaded."""
 
     NONE = "none"
-    BIAS = "bias"  # a bias per expert changes which experts are chosen
+    BIAS = "bias"  # add a bias to each expert's score when experts are chosen
     AUX_LOSS = "aux_loss"
 
 
@@ -53,7 +53,7 @@ class ExpertsSpec:
     )
     per_token: int = key(
         2,
-        "number of experts that process each token: those with the highest scores",
+        "number of experts that process each token; these are the experts with the highest scores",
         at_least=1,
         at_most=4096,
     )
@@ -63,7 +63,7 @@ class ExpertsSpec:
     shared: int = key(
         0,
         "number of shared experts, which process every token in addition to its chosen experts; "
-        "they are computed as one MLP, whose hidden size is this number times hidden_size",
+        "they are computed as one MLP, whose intermediate size is this number times hidden_size",
         at_least=0,
         at_most=4096,
     )
@@ -77,15 +77,15 @@ class ExpertsSpec:
     )
     normalised: bool = key(
         True,
-        "divide the scores of a token's experts by their sum; must be false if per_token = 1, "
-        "because the score would always be 1",
+        "divide the scores of a token's chosen experts by their sum; must be false if per_token = "
+        "1, because the score of the only expert would always be 1",
     )
     balance: ExpertBalance = key(
         ExpertBalance.NONE,
-        "how experts are kept equally loaded: bias = each expert has a bias that is added to its "
-        "scores for the choice of experts, and that is raised (lowered) by a fixed amount after a "
-        "step in which the expert had fewer (more) tokens than the mean; aux_loss = an auxiliary "
-        "loss; both count the tokens of all ranks",
+        "how experts are kept equally loaded: none = not at all; bias = each expert has a bias, "
+        "which is added to its scores only to choose experts; the bias rises (falls) by a fixed "
+        "amount after each step in which the expert got fewer (more) tokens than the mean; "
+        "aux_loss = an auxiliary loss; both methods count the tokens of all ranks",
     )
     aux_coefficient: float = key(
         1e-3,
@@ -97,20 +97,23 @@ class ExpertsSpec:
     )
     z_loss: float = key(
         0.0,
-        "coefficient of the router z-loss in each layer, which keeps logits small; the loss is the "
-        "mean over the step's tokens of the squared logsumexp of the router's logits; 0 = none "
+        "coefficient of the router z-loss in each layer, which keeps the router's logits small; "
+        "z-loss = the mean of logsumexp(logits)^2 over the tokens of the step; 0 = no z-loss "
         "(OLMoE: 0.001)",
         at_least=0,
         at_most=1000,
     )
 
     def are_in(self, layer: int) -> bool:
-        """Return whether layer `layer`, counted from 0, has experts if `num` is above 0."""
+        """Return whether layer `layer`, counted from 0, would have experts if `num` is above 0."""
         return (layer + 1) % self.every == 0 and layer not in self.dense_layers
 
     @property
     def never_learns(self) -> bool:
-        """Whether the router gets no gradient: the normalised score of a single expert is 1."""
+        """Whether the router gets no gradient, because the score of a token's expert is always 1.
+
+        This is so if each token has a single expert and scores are normalised.
+        """
         return self.num > 1 and self.per_token == 1 and self.normalised
 
     @property
@@ -143,7 +146,7 @@ class ExpertsSpec:
         if self.shared_gate and not self.shared:
             raise UserError(
                 "model.experts.shared_gate = true needs shared experts, but model.experts.shared = "
-                "0; set model.experts.shared_gate = false, or set model.experts.shared"
+                "0; set model.experts.shared_gate = false, or raise model.experts.shared"
             )
         if self.per_token > self.num:
             raise UserError(

@@ -36,8 +36,8 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
     given = _read(name)
     if not given and not overrides:
         raise UserError(
-            f"{name} sets no key, so it does not describe a run; set keys in it, or write a file "
-            f"with all keys by `wlb init demo > {name}`"
+            f"{name} sets no key, so it does not describe a run; set keys in this file, or run "
+            f"`wlb init demo > {name}` to write a file with all keys"
         )
     spec = apply(RunSpec(), _expanded(given), source=name)
     # Apply the options one by one, so that a message names the option at fault.
@@ -49,7 +49,8 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
         source = f"--set {shortened(item, 200)}"
         if dotted.count(".") > _MOST_DOTS:
             raise UserError(
-                f"{source}: the key has {dotted.count('.') + 1} parts; write section.key=value"
+                f"{source}: the name before = has {dotted.count('.') + 1} parts; write "
+                f"section.key=value, as in training.steps=100"
             )
         value = _value(text.strip(), source, is_text=types.get(dotted.strip()) == "str")
         spec = apply(spec, _expanded(nest(dotted.strip(), value)), source=source)
@@ -57,7 +58,7 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested `values` with the keys that packing.method sets, unless they are given."""
+    """Return nested `values`, and add the keys that packing.method sets and `values` does not."""
     given = values.get("packing")
     if not isinstance(given, dict):
         return values
@@ -101,8 +102,8 @@ def _value(text: str, source: str, *, is_text: bool) -> Any:
         return text
     if values.keys() != {"v"}:
         raise UserError(
-            f"{source}: the value contains further keys or sections; give a --set option for each "
-            f"key"
+            f"{source}: the text after = sets more than one key; give a separate --set option for "
+            f"each key"
         )
     value = values["v"]
     return value if isinstance(value, str) or not is_text else text

@@ -28,10 +28,10 @@ RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "
 
 @dataclass(frozen=True, slots=True)
 class RemovedKey:
-    """Entry of `REMOVED`: why a key was removed, and the value to which it is now fixed."""
+    """Entry of `REMOVED`: why a key was removed, and the fixed value that runs now use."""
 
-    why: str  # text after "was removed, because": the reason, and what to do instead
-    value: Any = None  # value to which the key is now fixed; None = there is no such value
+    why: str  # the reason, then what to do instead; messages add it after "was removed, because"
+    value: Any = None  # fixed value that runs now use; None = no fixed value takes the key's place
 
 
 _LEARNED = RemovedKey(
@@ -41,7 +41,7 @@ _LEARNED = RemovedKey(
 
 
 def _constant(value: Any, name: str, file: str) -> RemovedKey:
-    """Return the entry of `REMOVED` for a key that became a constant.
+    """Return the entry of `REMOVED` for a key whose value became a constant in the code.
 
     Args:
         value: Value of the constant.
@@ -62,12 +62,13 @@ REMOVED: dict[str, RemovedKey] = {
         "checkpoints are always written in the background, from a copy in host memory", True
     ),
     "checkpoint.fallback": RemovedKey(
-        "--resume auto always skips a damaged checkpoint and says so, and --resume alone always "
-        "refuses one",
+        "--resume auto always skips a damaged checkpoint with a message, and --resume alone always "
+        "refuses a damaged checkpoint",
         True,
     ),
     "checkpoint.interval_minutes": RemovedKey(
-        "checkpoint.interval replaces it; set it in steps (a run's summary has the time of a step)",
+        "checkpoint.interval replaces it; set checkpoint.interval to a number of steps (a run's "
+        "summary has the time of a step)",
         0.0,
     ),
     "checkpoint.keep_every": RemovedKey(
@@ -87,19 +88,19 @@ REMOVED: dict[str, RemovedKey] = {
         "gradients of keys and values are always summed over CP ranks in float32", "float32"
     ),
     "cp.keep_gathered_kv": RemovedKey(
-        "backward always gathers keys and values a second time, while the MLP's backward runs "
-        "(with training.recompute = full, it uses those that the recomputed forward gathered)",
+        "backward always gathers keys and values again, while the MLP's backward runs (with "
+        "training.recompute = full, the recomputed forward gathers them and backward uses them)",
         False,
     ),
     "cp.overlap": RemovedKey(
-        "cp.overlap_stages replaces it; set cp.overlap_stages = 1 to overlap, or 0 not to"
+        "cp.overlap_stages replaces it; set cp.overlap_stages = 1 for overlap, or 0 for no overlap"
     ),
     "cp.stages": RemovedKey(
         "cp.overlap_stages replaces it; set cp.overlap_stages to the number of stages"
     ),
     "data.cache_dir": RemovedKey(
         "token stores built from data.corpus are always in run.output_dir/stores; use `wlb "
-        "prepare` to build one in another folder",
+        "prepare` to build a token store in another folder",
         "runs/stores",
     ),
     "data.long_documents": RemovedKey(
@@ -125,13 +126,16 @@ REMOVED: dict[str, RemovedKey] = {
         "best_fit_decreasing",
     ),
     "packing.by_length": RemovedKey(
-        "packing.method = group_by_length_padding has the same effect; set it instead", False
+        "packing.method = group_by_length_padding has the same effect; set packing.method instead",
+        False,
     ),
     "packing.grouping": RemovedKey(
-        "a step is always made of micro-batches with similar work, which balances better", "by_load"
+        "a step always gets micro-batches with similar work, because the ranks then wait less for "
+        "each other",
+        "by_load",
     ),
     "packing.literal": RemovedKey(
-        "no run used it; from Python, use wlb.packing.VarLenPacker(literal=True)", False
+        "no run used this key; from Python, use wlb.packing.VarLenPacker(literal=True)", False
     ),
     "packing.open_bins": RemovedKey(
         "all runs use 32; from Python, use wlb.packing.CapacityPacker(open_bins=...)", 32
@@ -146,8 +150,8 @@ REMOVED: dict[str, RemovedKey] = {
         "refuse",
     ),
     "sharding.stages": RemovedKey(
-        "a number of stages chosen for each micro-batch saved at most 2.5% of a layer's time; set "
-        "one number for all micro-batches with cp.overlap_stages",
+        "choosing the number of stages for each micro-batch saved at most 2.5% of a layer's time; "
+        "set cp.overlap_stages, which is the number of stages for all micro-batches",
         "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
@@ -158,7 +162,8 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
     "telemetry.snapshot_oom": RemovedKey(
-        "a run with telemetry.snapshot_steps also writes a snapshot when an allocation fails", False
+        "a run with telemetry.snapshot_steps always writes a snapshot when an allocation fails",
+        False,
     ),
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
@@ -175,31 +180,34 @@ REMOVED: dict[str, RemovedKey] = {
     "training.decay_shape": RemovedKey("the decay of schedule = wsd is always linear", "linear"),
     "training.gc_interval": _constant(50, "GARBAGE_INTERVAL", "train/warm_up.py"),
     "training.heartbeat_s": RemovedKey(
-        "ranks no longer watch each other: a rank that stops or hangs ends the run after "
-        "training.timeout_s"
+        "ranks no longer send heartbeats to each other; if a rank stops or hangs, the run ends "
+        "after training.timeout_s seconds"
     ),
     "training.skip_spikes": RemovedKey(
-        "training.clip_norm alone limits an update; no run skipped steps with large gradients", 0.0
+        "training.clip_norm already limits the update of a step with large gradients, and no run "
+        "ever skipped such a step",
+        0.0,
     ),
     "training.max_nonfinite": _constant(10, "MOST_SKIPPED", "train/faults/nonfinite.py"),
 }
 """Removed keys by dotted name.
 
-A user who sets a removed key gets an error. A removed key in a stored spec is ignored. If its value
-differs from `RemovedKey.value`, a RemovedKeyWarning says so."""
+A user who sets a removed key gets an error. A removed key in a stored spec is ignored. If the
+stored value differs from `RemovedKey.value`, there is a RemovedKeyWarning."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedValue:
     """Entry of `REMOVED_VALUES`: why a key no longer accepts a value, and what replaces it."""
 
-    why: str  # text after "was removed, because"
-    instead: str  # the accepted value that comes closest
+    why: str  # the reason; messages add it after "was removed, because"
+    instead: str  # the value to use now
 
 
 REMOVED_VALUES = {
     ("sharding.exchange", "relayed"): RemovedValue(
-        "rows of other nodes are no longer relayed by one rank of the receiving node", "needed"
+        "wlb no longer sends rows between nodes through a relay rank on the receiving node",
+        "needed",
     )
 }
 """Removed values by (dotted name of the key, value).
@@ -209,13 +217,16 @@ A user who sets a removed value gets an error. A removed value in a stored spec 
 
 
 class RenamedKeyWarning(FutureWarning):
-    """Warning: a user's settings use an old name of a key. The CLI prints it as one line."""
+    """Warning that a user's settings have an old name of a key.
+
+    The command line prints the warning as one line.
+    """
 
 
 class RemovedKeyWarning(FutureWarning):
-    """Warning: a stored spec has a removed key or value that no longer has an effect.
+    """Warning that a stored spec has a removed key or value, which no longer has an effect.
 
-    The command line prints it as one line.
+    The command line prints the warning as one line.
     """
 
 
@@ -444,14 +455,14 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
                 out["cluster"] = {**cluster, new: stored[old]}
                 out[section] = {name: value for name, value in stored.items() if name != old}
     if prefix == "packing." and out.get("method"):
-        # The method already implied the values of these keys, so they carry no information.
+        # packing.method already determines what these two removed keys said, so drop them.
         out.pop("bin_method", None)
         out.pop("by_length", None)
     # cp.overlap (whether to overlap) and cp.stages (in how many stages) became cp.overlap_stages.
     if prefix == "cp." and "overlap" in out:
         stages = out.pop("stages", 1)
         out["overlap_stages"] = stages if out.pop("overlap") else 0
-    # Each kind of scaling had two keys of its own, which became model.rope_scaling.turns.
+    # llama3 and yarn each had two keys, which model.rope_scaling.turns replaced.
     if prefix == "model.rope_scaling.":
         pairs = {"llama3": ("low_freq_factor", "high_freq_factor")}
         pairs["yarn"] = ("beta_slow", "beta_fast")
@@ -469,7 +480,7 @@ def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) ->
     There is no warning if the stored value is the one to which the key is now fixed.
     """
     if dotted not in REMOVED:
-        # This is a section in which all keys were removed. Report each key.
+        # `dotted` names a section in which all keys were removed. Report each of its keys.
         for name, each in value.items():
             _report_removed(f"{dotted}.{name}", each, source=source, is_stored=is_stored)
         return

@@ -15,16 +15,20 @@ class LinearSpec:
 
     num_value_heads: int = key(
         0,
-        "number of value heads of a linear layer (a gated delta net instead of attention); all "
-        "layers except every model.full_every-th are linear; 0 = all layers have attention",
+        "number of value heads of a linear layer, which has a gated delta net instead of "
+        "attention; every model.full_every-th layer has attention, and all others are linear; 0 = "
+        "no linear layers",
         at_least=0,
         at_most=65_536,
     )
     num_key_heads: int = key(
-        16, "key heads of a linear layer; must divide num_value_heads", at_least=1, at_most=65_536
+        16,
+        "number of key heads of a linear layer; must divide num_value_heads",
+        at_least=1,
+        at_most=65_536,
     )
-    key_head_dim: int = key(128, "size of a key and query head", at_least=1, at_most=4096)
-    value_head_dim: int = key(128, "size of a value head", at_least=1, at_most=4096)
+    key_head_dim: int = key(128, "channels of a key or query head", at_least=1, at_most=4096)
+    value_head_dim: int = key(128, "channels of a value head", at_least=1, at_most=4096)
     conv_kernel_dim: int = key(
         4,
         "number of tokens that the short convolution reads, including the current token",

@@ -1,7 +1,7 @@
 """Sections [fsdp], [ep] and [cluster].
 
-They set how parameters are sharded, how the exchange of experts' rows overlaps with computation,
-and which hardware is assumed.
+They set how parameters are sharded, how sending rows to and from experts overlaps with computation,
+and which hardware predictions assume.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class FsdpSection:
     shard_size: int = key(
         0,
         "number of ranks over which one copy of parameters, gradients and optimiser state is "
-        "sharded; these are consecutive ranks in dp x cp order, and every other group of so many "
-        "ranks has a replica (HSDP); 0 = all ranks of dp x cp",
+        "sharded; the ranks of a copy are consecutive in dp x cp order; with fewer than all ranks "
+        "of dp x cp there are several copies (HSDP); 0 = all ranks of dp x cp",
         unit="ranks",
         at_least=0,
         at_most=2**20,
@@ -31,16 +31,16 @@ class FsdpSection:
     reshard_after_forward: bool = key(
         False,
         "free the gathered parameters of a layer after every pass, and gather them again for the "
-        "next pass; this takes less memory, but two all-gathers per micro-batch instead of one per "
-        "step",
+        "next pass; this saves memory, but costs two all-gathers per micro-batch instead of one "
+        "per step",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpSection:
-    """Section [ep]: overlap of the exchange of experts' rows with computation.
+    """Section [ep]: how sending rows to and from experts overlaps with computation.
 
-    The degree of expert parallelism is parallel.ep.
+    Another key, parallel.ep, sets the degree of expert parallelism.
     """
 
     stages: int = key(
@@ -56,13 +56,14 @@ class EpSection:
 class ClusterSection:
     """Section [cluster]: the hardware that `wlb simulate`, `wlb tune` and dry runs assume.
 
-    A run uses tp_overlap for its prices, and memory_gib and peak_tflops if they are set.
+    A run, too, uses tp_overlap for its prices. It uses memory_gib and peak_tflops if they are set.
     """
 
     memory_gib: float = key(
         0.0,
-        "memory of a device, which no layout or run may exceed; 0 = 80 in simulate, tune and "
-        "--dry-run, and in a run the memory of its smallest GPU, or no limit on a CPU",
+        "memory of a device; layouts and runs whose memory estimate exceeds it are refused; 0 = 80 "
+        "in simulate, tune and --dry-run; in a run, 0 = the memory of its smallest GPU, and no "
+        "limit on CPUs",
         unit="GiB",
         at_least=0,
         at_most=1e6,
@@ -70,23 +71,23 @@ class ClusterSection:
     peak_tflops: float = key(
         0.0,
         "peak throughput of a device in training.dtype, without sparsity, from which MFU is "
-        "computed; 0 = 989 (H100) in estimates, and in a run the bfloat16 peak of its GPU, or no "
-        "MFU if that is unknown",
+        "computed; 0 = 989 (H100) in estimates; in a run, 0 = the bfloat16 peak of its GPU, and no "
+        "MFU if this peak is unknown",
         unit="TFLOP/s",
         at_least=0,
         at_most=1e9,
     )
     overhead: float = key(
         0.0,
-        "time of a simulated step outside forward and backward passes (host, input, jitter), as a "
-        "share of the time that the mean rank spends in passes",
+        "time that a simulated step spends outside forward and backward passes (host, input, "
+        "jitter), divided by the mean over ranks of the time spent in passes",
         at_least=0,
         at_most=1000,
     )
     tp_overlap: float = key(
         0.0,
-        "share of the time of TP's collectives that predictions assume to overlap with matrix "
-        "products; in wlb, some of it overlaps in backward",
+        "share of the time of TP's collectives that is predicted to overlap with matrix products; "
+        "0 = no overlap, although some collectives overlap in wlb's backward",
         at_least=0,
         at_most=1,
     )

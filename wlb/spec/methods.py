@@ -28,12 +28,12 @@ class BinMethod(StrEnum):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether documents are placed in the order in which they arrive."""
+        """Whether the algorithm places documents in the order in which they arrive."""
         return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
 
     @property
     def keeps_order(self) -> bool:
-        """Whether bins are trained in the order in which they were opened."""
+        """Whether steps train the bins in the order in which the algorithm opened them."""
         return self.is_streaming or self == BinMethod.NEXT_FIT_DECREASING
 
 
@@ -57,7 +57,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def bin_method_of(method: str) -> BinMethod:
-    """Return the bin-packing algorithm of a method; best fit decreasing if the method has none."""
+    """Return the bin-packing algorithm of a grouping method, by default best fit decreasing."""
     return _BIN_METHODS.get(method, BinMethod.BEST_FIT_DECREASING)
 
 

@@ -47,10 +47,10 @@ class RopeScaling:
     )
     turns: tuple[float, ...] = key(
         (),
-        "with kind llama3 or yarn: [low, high], numbers of full turns that a pair of channels "
-        "makes within original_context; pairs with fewer turns than low are scaled by the whole "
-        "factor, pairs with more turns than high are not scaled, and the others are scaled in "
-        "part; empty = [1, 4] for llama3 and [1, 32] for yarn",
+        "with kind = llama3 or yarn: two limits [low, high] on the full turns that RoPE rotates a "
+        "pair of channels by within original_context; pairs with fewer than low turns are scaled "
+        "by the whole factor, pairs with more than high turns are not scaled, and pairs between "
+        "are scaled in part; empty = [1, 4] for llama3 and [1, 32] for yarn",
         above=0,
         at_most=1e9,
     )
@@ -71,7 +71,10 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """Factor of attention scores: YaRN's attention_factor, squared for Q and K; otherwise 1."""
+        """Factor by which YaRN changes attention scores; 1 for other kinds of scaling.
+
+        YaRN multiplies both Q and K by attention_factor, so this is the square of attention_factor.
+        """
         if self.kind != RopeKind.YARN or not self.is_on:
             return 1.0
         return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
@@ -121,13 +124,17 @@ class ModelSpec:
         at_most=2**27,
     )
     hidden_size: int = key(512, "width of the residual stream", at_least=1, at_most=2**20)
-    num_layers: int = key(8, "decoder layers", at_least=1, at_most=10_000)
-    num_heads: int = key(8, "query heads", at_least=1, at_most=65_536)
-    num_kv_heads: int = key(8, "key/value heads; must divide num_heads", at_least=1, at_most=65_536)
-    head_dim: int = key(
-        0, "size of an attention head; 0 = hidden_size / num_heads", at_least=0, at_most=65_536
+    num_layers: int = key(8, "number of decoder layers", at_least=1, at_most=10_000)
+    num_heads: int = key(8, "number of query heads", at_least=1, at_most=65_536)
+    num_kv_heads: int = key(
+        8, "number of key/value heads; must divide num_heads", at_least=1, at_most=65_536
     )
-    ffn_hidden_size: int = key(1408, "hidden size of the gated MLP", at_least=1, at_most=2**24)
+    head_dim: int = key(
+        0, "channels of an attention head; 0 = hidden_size / num_heads", at_least=0, at_most=65_536
+    )
+    ffn_hidden_size: int = key(
+        1408, "intermediate (FFN) size of the gated MLP", at_least=1, at_most=2**24
+    )
     activation: Activation = key(
         Activation.SILU, "activation of the gated MLP: silu = SwiGLU; gelu_tanh = GeGLU"
     )
@@ -135,8 +142,8 @@ class ModelSpec:
     qk_norm: bool = key(False, "apply an RMSNorm to each head of Q and K before RoPE (Qwen3)")
     attention_gate: bool = key(
         False,
-        "the query projection also computes a gate for every channel, and attention's output is "
-        "multiplied by the gate's sigmoid (Qwen3-Next)",
+        "the query projection also computes a gate for every channel; the output of attention is "
+        "multiplied by the sigmoid of this gate (Qwen3-Next)",
     )
     qk_norm_rows: bool = key(
         False,
@@ -145,7 +152,8 @@ class ModelSpec:
     )
     query_scale_size: int = key(
         0,
-        "attention scores are divided by the square root of this number; 0 = the head size",
+        "attention scores are divided by the square root of this number (Gemma's "
+        "query_pre_attn_scalar); 0 = the number of channels of a head",
         at_least=0,
         at_most=2**20,
     )
@@ -160,22 +168,22 @@ class ModelSpec:
     )
     sliding_window: int = key(
         0,
-        "size of the sliding window: how many keys a query of a sliding-window layer attends to, "
-        "including the key of its own token; 0 = no layer has a sliding window",
+        "number of keys that a query of a sliding-window layer attends to, including the key of "
+        "its own token; 0 = no layer has a sliding window",
         unit="tokens",
         at_least=0,
         at_most=2**40,
     )
     full_every: int = key(
         0,
-        "with sliding_window or model.linear: every n-th layer attends to all keys (Gemma 2: 2, "
-        "Gemma 3: 6, Qwen3-Next: 4); 0 = no layer",
+        "with sliding_window or model.linear: every n-th layer has attention to all keys, as in "
+        "Gemma 2 (n = 2), Gemma 3 (6) and Qwen3-Next (4); 0 = no such layers",
         at_least=0,
         at_most=10_000,
     )
     full_first: int = key(
         0,
-        "with sliding_window: how many layers at the start of the model attend to all keys "
+        "with sliding_window: number of layers at the start of the model that attend to all keys "
         "(Qwen2's max_window_layers)",
         at_least=0,
         at_most=10_000,
@@ -204,7 +212,7 @@ class ModelSpec:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
     rotary_share: float = key(
         1.0,
-        "share of each head's channels that RoPE rotates; these are the first channels "
+        "RoPE rotates this share of the channels of each head, beginning with the first channel "
         "(Qwen3-Next: 0.25)",
         above=0,
         at_most=1,
@@ -293,8 +301,8 @@ class ModelSpec:
     def query_factor(self, *, slides: bool = False) -> float:
         """Return the factor by which a layer's queries are multiplied before attention.
 
-        Kernels divide scores by sqrt(head_size). The factor corrects this for query_scale_size, and
-        it includes YaRN's factor.
+        Attention kernels divide scores by sqrt(head_size). If query_scale_size is set, the factor
+        makes this sqrt(query_scale_size). The factor also includes YaRN's factor of scores.
 
         Args:
             slides: Whether the layer has a sliding window.
@@ -313,7 +321,7 @@ class ModelSpec:
         experts, layers = self.experts, range(self.num_layers)
         if not experts.num:
             return 0
-        # Subtract only those dense_layers that would have experts by `every`.
+        # Subtract only those dense_layers to which `every` would give experts.
         left_out = {i for i in experts.dense_layers if i in layers and (i + 1) % experts.every == 0}
         return self.num_layers // experts.every - len(left_out)
 
@@ -333,7 +341,7 @@ class ModelSpec:
 
     @property
     def active_ffn_size(self) -> int:
-        """Summed hidden size of the MLPs or experts that process a token in a layer."""
+        """Intermediate size of a layer's MLP, or summed over the experts that process a token."""
         return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
 
     @property
@@ -343,7 +351,7 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Number of parameters of a layer in a model of one kind of layers (`LayerKind.model`)."""
+        """Number of parameters of each layer, if all layers are of one kind (`LayerKind.model`)."""
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         if self.experts.num:
             mlp = self.experts.parameters_of(self.hidden_size)
@@ -383,7 +391,8 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model, with the padded vocabulary."""
-        # Count embedding and head, which may be a single weight, and the final norm.
+        # Count the embedding and the head, which share one weight if they are tied, and the final
+        # norm.
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
         kinds = self.layer_kinds
@@ -391,7 +400,7 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters that process a token: all except experts that it does not use."""
+        """Number of parameters that one token uses: all except the experts not chosen for it."""
         experts = self.experts
         # Each expert has three weights of hidden_size x experts.hidden_size.
         idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
@@ -516,7 +525,7 @@ def _layer_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
         return (LayerKind(model, *found[0], len(found)),)
     kinds: list[LayerKind] = []
     for has_experts, is_linear in sorted(set(found), key=lambda kind: (not kind[0], kind[1])):
-        # Build a model whose layers are all of this kind. Costs of one layer are read from it.
+        # Build a model whose layers are all of this kind, from which the costs of one layer follow.
         alone = model
         if model.linear.num_value_heads:
             linear = model.linear if is_linear else LinearSpec()

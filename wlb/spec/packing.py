@@ -1,7 +1,7 @@
 """Section [packing]: packing policies and their options.
 
-Lengths are given in context windows and global batches, so that a setting suits a context window
-of any length.
+Lengths are given in context windows and global batches, so that the same setting works for every
+length of the context window.
 """
 
 import math
@@ -32,30 +32,33 @@ class WindowCut(StrEnum):
     """Which documents the policy `original` may cut at the end of a window."""
 
     ANYWHERE = "anywhere"  # any document
-    SHORT = "short"  # mostly documents of at most C / 8 tokens
+    SHORT = (
+        "short"  # documents of at most C / 8 tokens; longer ones only while 4 N windows are open
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSection:
-    """Section [packing]. A help text names in parentheses the policies that use the key."""
+    """Section [packing]. Each help text names, in parentheses, the policies that use the key."""
 
     method: str = key(
         "",
-        "grouping method for packed fine-tuning (wlb/spec/methods.py), which sets policy, "
-        "layout and related keys; empty = none",
+        "named method of packed fine-tuning (listed in wlb/spec/methods.py), which sets "
+        "packing.policy, packing.layout and related keys; empty = set these keys directly",
     )
     packs: str = key(
         "",
         "file of packs that `wlb pack` wrote for data.store; the run trains these packs "
-        "unchanged; empty = none",
+        "unchanged; empty = pack documents during the run",
     )
     policy: Policy = key(
         Policy.VAR_LEN,
         "rule that groups documents into micro-batches: original = fill windows in order and cut "
-        "documents where a window ends (window_cut); fixed = windows with equal tokens, balanced "
-        "greedily by work; var_len = the paper's Algorithm 1, with windows of variable length; "
-        "bounded = wlb's algorithm for variable lengths, with limits on delay and memory; capacity "
-        "= bin packing by tokens; examples = a fixed number of documents per micro-batch",
+        "documents where a window ends (window_cut); fixed = micro-batches of equal tokens, whose "
+        "work is balanced greedily; var_len = micro-batches of unequal tokens by the paper's "
+        "Algorithm 1; bounded = micro-batches of unequal tokens by wlb's algorithm, which limits "
+        "delay and memory; capacity = bin packing by tokens; examples = a fixed number of "
+        "documents per micro-batch",
     )
     num_micro_batches: int = key(
         0,
@@ -67,25 +70,26 @@ class PackingSection:
     )
     s_max: float = key(
         1.5,
-        "S_max: most tokens of a micro-batch (var_len, bounded); 0 = the most that fit the "
-        "device's memory, at most 2 windows, and step_tokens is then lowered to fit, too",
+        "S_max: most tokens of a micro-batch (var_len, bounded); 0 = as many as fit in the "
+        "device's memory, but at most 2 windows; with 0, step_tokens is also lowered until steps "
+        "fit",
         unit="context windows",
         at_least=0,
         at_most=1000,
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens of a step (var_len, bounded); 0 = limited by S_max only; with 1.5 or 0, "
-        "steps differ much in tokens, so set training.loss_normalizer = constant to weigh all "
-        "targets equally",
+        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits steps; with 0 or a "
+        "large value such as 1.5, steps differ much in tokens, so set training.loss_normalizer = "
+        "constant to weigh all targets equally",
         unit="global batches",
         at_least=0,
         at_most=1000,
     )
     memory_gib: float = key(
         0.0,
-        "GPU memory that planned steps may use: s_max and step_tokens are lowered until the memory "
-        "estimate is at most this (var_len, bounded); 0 = do not lower them",
+        "GPU memory that planned steps may use (var_len, bounded): s_max and step_tokens are "
+        "lowered until the memory estimate is at most this value; 0 = do not lower them",
         unit="GiB",
         at_least=0,
         at_most=1e6,
@@ -107,56 +111,60 @@ class PackingSection:
     )
     max_delay: int = key(
         10,
-        "D: most steps by which a document is delayed, unless step_tokens leaves no room for it "
-        "(bounded)",
+        "D: most steps by which a document is delayed (bounded); a document waits longer only if "
+        "step_tokens leaves no room for it",
         unit="steps",
         at_least=1,
         at_most=10**6,
     )
     delay_price: float = key(
         0.0,
-        "cost of delaying a whole global batch by one step, in the trade-off against imbalance "
-        "(bounded); 0 = 0.15 / sqrt(N), or 0.1 / sqrt(N) with a price_range",
+        "cost of delaying a whole global batch by one step (bounded), which the packer weighs "
+        "against the cost of imbalance; 0 = the default 0.15 / sqrt(N), or 0.1 / sqrt(N) if "
+        "price_range is set",
         unit="micro-batch times",
         at_least=0,
         at_most=1e9,
     )
     price_range: tuple[float, ...] = key(
         (1.0, 1.0),
-        "two factors: micro-batches stay balanced if attention takes between the first and the "
-        "second factor times its predicted time; attention's share differs between forward and "
-        "backward, and the kernel profile may be wrong; try [0.7, 1.6]; a wider range delays "
-        "documents longer; [1.0, 1.0] = balance predicted times only (bounded, var_len)",
+        "[low, high]: keep micro-batches balanced even if attention takes low to high times its "
+        "predicted time (bounded, var_len); this helps because the kernel profile may be wrong, "
+        "and attention's share of the time differs between forward and backward; a wider range "
+        "delays documents longer; try [0.7, 1.6]; [1.0, 1.0] = balance predicted times only",
         above=0,
         at_most=1e6,
     )
     window_batches: int = key(
         1,
-        "W: global batches packed together (fixed, capacity)",
+        "W: number of global batches that are packed together (fixed, capacity)",
         unit="global batches",
         at_least=1,
         at_most=10**6,
     )
     window_cut: WindowCut = key(
         WindowCut.ANYWHERE,
-        "which documents are cut at the end of a window (original and the usual loader of "
-        "planner.baseline): anywhere = any document; short = mostly those of at most C / 8 tokens",
+        "which documents may be cut at the end of a window (original, and the usual loader of "
+        "planner.baseline): anywhere = any document; short = documents of at most C / 8 tokens, "
+        "and longer ones only while 4 N windows are open",
     )
     bin_windows: int = key(
         1,
-        "size of a bin, which is a micro-batch (capacity)",
-        unit="windows",
+        "size of a bin, which becomes one micro-batch (capacity)",
+        unit="context windows",
         at_least=1,
         at_most=10_000,
     )
-    examples: int = key(4, "documents per micro-batch (examples)", at_least=1, at_most=10**6)
+    examples: int = key(
+        4, "number of documents per micro-batch (examples)", at_least=1, at_most=10**6
+    )
     layout: Layout = key(
         Layout.SEPARATE,
-        "separate = tokens attend only to their own document; padded = like separate, but every "
-        "document is padded to the longest in its micro-batch; joined = tokens also attend to "
-        "earlier documents in the micro-batch, and each document's first token is predicted from "
-        "the last token of the document before it; padded and joined need policy original, "
-        "capacity or examples",
+        "how documents of a micro-batch are laid out: separate = tokens attend only to their own "
+        "document; padded = like separate, but every document is padded to the length of the "
+        "longest one in its micro-batch; joined = tokens also attend to earlier documents in the "
+        "micro-batch, and each document's first token is predicted from the last token of the "
+        "document before it; padded and joined need policy = original, capacity or examples",
     )
 
     @property
@@ -171,9 +179,10 @@ class PackingSection:
 
     @property
     def ungrouped(self) -> "PackingSection":
-        """A copy of this section without `method` and `packs`, and with `layout` = separate.
+        """A copy of this section with `method` and `packs` empty and `layout` = separate.
 
-        The policies that balance work (fixed, var_len and bounded) need these values.
+        The policies that balance work (fixed, var_len and bounded) accept no other values of these
+        three keys.
         """
         return replace(self, method="", packs="", layout=Layout.SEPARATE)
 
@@ -187,7 +196,7 @@ class PackingSection:
         self._check_method()
         if not (self.s_max >= 1.0 or self.takes_s_max_from_memory):
             raise UserError(
-                f"packing.s_max = {self.s_max} context windows must be at least 1, so that a "
+                f"packing.s_max = {self.s_max} must be at least 1 context window, so that a "
                 f"document of {window} tokens fits; set 0 to derive it from the device's memory"
             )
         if self.hold and not self.queue_thresholds:
@@ -259,7 +268,7 @@ class PackingSection:
                 "packing.s_max = 0 derives S_max from device memory, which is not known here; set "
                 "packing.s_max to a number of context windows"
             )
-        # Round first: in floating point, 1.15 * 100 is 114.99999999999999.
+        # Round before taking the floor, because in floating point 1.15 * 100 is 114.99999999999999.
         return math.floor(round(self.s_max * window, 6))
 
     def step_tokens_of(self, tokens_per_step: int) -> int | None:

@@ -18,15 +18,16 @@ class EvalSection:
     )
     interval_tokens: int = key(
         0,
-        "number of document tokens trained between evaluations; use it instead of eval.interval to "
-        "compare packing policies whose steps differ in tokens; 0 = use eval.interval",
+        "number of document tokens that are trained between two evaluations; use this key instead "
+        "of eval.interval to compare packing policies whose steps differ in tokens; 0 = use "
+        "eval.interval",
         unit="tokens",
         at_least=0,
         at_most=2**62,
     )
     steps: int = key(
         4,
-        "number of held-out global batches in each evaluation; 0 = no evaluation",
+        "number of held-out global batches that each evaluation uses; 0 = no evaluation",
         unit="steps",
         at_least=0,
         at_most=10**6,
@@ -49,8 +50,9 @@ class CheckpointSection:
     )
     init_from: str = key(
         "",
-        "folder of a checkpoint, or of a run (then its newest checkpoint), from which a new run "
-        "takes its initial weights; optimiser, steps and data start anew; empty = random weights",
+        "folder of a checkpoint, or of a run (its newest checkpoint is used), from which a new run "
+        "takes only its initial weights; optimiser state, step number and position in the data "
+        "start anew; empty = random weights",
     )
 
 
@@ -61,28 +63,29 @@ class TelemetrySection:
     ledger: bool = key(
         False,
         "write to ledger.jsonl which tokens every step trained (about 20 bytes per piece of a "
-        "document), so that wlb.train.telemetry.ledger can prove that none was lost or repeated",
+        "document), so that wlb.train.telemetry.ledger can prove that no token was lost or trained "
+        "twice",
     )
     warmup_steps: int = key(
         3,
-        "number of steps after each start that the summary and --calibrate leave out",
+        "number of steps, after each start of the run, that the summary and --calibrate leave out",
         unit="steps",
         at_least=0,
         at_most=10**9,
     )
     trace_steps: tuple[int, ...] = key(
         (),
-        "numbers of the steps (as in the run's table) that torch.profiler traces; it writes every "
-        "operator and kernel to a Perfetto file in the folder traces/ of the run; traced steps are "
-        "slower",
+        "numbers of the steps (as in the run's table) that torch.profiler traces; a trace is a "
+        "Perfetto file of every operator and kernel in the folder traces/ of the run; traced steps "
+        "are slower",
         at_least=1,
         at_most=10**9,
     )
     snapshot_steps: tuple[int, ...] = key(
         (),
         "numbers of the steps (as in the run's table) after which every rank writes a snapshot of "
-        "its GPU's memory to the folder memory/ of the run; if any step is given, a snapshot is "
-        "also written when an allocation fails; CUDA only",
+        "its GPU's memory to the folder memory/ of the run (CUDA only); if this list is not empty, "
+        "a rank also writes a snapshot when an allocation fails",
         at_least=1,
         at_most=10**9,
     )

@@ -72,7 +72,7 @@ class LinearBackend(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """Whether element-wise operators of layers run as fused Triton kernels."""
+    """Which kernels run the element-wise operators of layers: fused Triton kernels or torch's."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -90,14 +90,15 @@ class RunSection:
     )
     stop_file: str = key(
         "",
-        "path of an additional stop file; once it exists, the run finishes its step, saves a "
-        "checkpoint and exits with status 4 (0 under Slurm and torchrun), as after Ctrl-C, SIGTERM "
-        "or SIGUSR1; a file .stop-NAME in run.output_dir always does the same to the run NAME; "
-        "empty = no additional file",
+        "path of an additional stop file; once this file exists, the run finishes its step, saves "
+        "a checkpoint and exits with status 4 (0 under Slurm and torchrun), as after Ctrl-C, "
+        "SIGTERM or SIGUSR1; a file .stop-NAME in run.output_dir always stops the run NAME in the "
+        "same way; empty = no additional file",
     )
     seed: int = key(
         0,
-        "seed of the weights, the document order and the order inside a micro-batch",
+        "seed of the initial weights, of the order of documents, and of their order inside a "
+        "micro-batch",
         at_least=0,
         at_most=2**64 - 1,
     )
@@ -137,8 +138,9 @@ class ParallelSpec:
     ep: int = key(
         1,
         "expert-parallel degree: number of ranks over which the experts of a layer "
-        "(model.experts) are divided; these ranks are consecutive in dp x cp x tp order, and with "
-        "fsdp.shard_size they are within the shard_size x tp ranks of one copy of the parameters",
+        "(model.experts) are divided; these ranks are consecutive in dp x cp x tp order; with "
+        "fsdp.shard_size, all of them belong to the same copy of the parameters, which has "
+        "shard_size x tp ranks",
         unit="ranks",
         at_least=1,
         at_most=65_536,
@@ -189,17 +191,17 @@ class PipelineSection:
     )
     stage_layers: tuple[int, ...] = key(
         (),
-        "number of decoder layers of each stage, from first to last (the last stage, for example, "
-        "can have fewer, because it has the output head); only the first and the last stage may "
-        "have 0; empty = equally many in each stage",
+        "number of decoder layers of each stage, from the first stage to the last; fewer in the "
+        "last stage, for example, make up for the time of the output head; only the first and the "
+        "last stage may have 0; empty = equally many in each stage",
         at_least=0,
         at_most=10_000,
     )
     weight_delay: int = key(
         1,
         "with schedule = interleaved_zero_bubble: pipeline rank r delays weight gradients by r "
-        "times this many passes; 1 = torch's ZB1P order; a larger number may help if attention "
-        "takes long",
+        "times this many passes; 1 = torch's ZB1P order; a larger number may shorten steps if "
+        "attention takes long",
         at_least=1,
         at_most=1000,
     )
@@ -212,9 +214,9 @@ class CpSection:
     overlap_stages: int = key(
         0,
         "number of parts in which keys and values of other CP ranks arrive; while a part travels, "
-        "the rank attends to the keys that arrived before, and the outputs are merged; each part "
-        "costs a kernel launch and copies, so use 1 within a node (more may help between nodes); 0 "
-        "= no overlap: one exchange, then one attention call",
+        "the rank attends to the keys that arrived before, and the outputs are merged at the end; "
+        "each part costs a kernel launch and copies, so use 1 within a node (more may help between "
+        "nodes); 0 = no overlap, with a single attention call after the whole exchange",
         at_least=0,
         at_most=64,
     )
@@ -235,20 +237,22 @@ class DataSection:
     """Section [data]: documents of a run, context window and global batch."""
 
     store: str = key(
-        "", "prefix of a .bin/.idx token store; empty = a store built from data.corpus"
+        "",
+        "path prefix of a token store, without .bin and .idx; empty = a store built from "
+        "data.corpus",
     )
     blend: tuple[str, ...] = key(
         (),
-        'token stores to mix, instead of data.store: a list of "PREFIX:WEIGHT" with weights as '
-        "shares of tokens; a store that is too small for its weight is repeated",
+        'token stores to mix, instead of data.store: a list of "PREFIX:WEIGHT", in which a weight '
+        "is the store's share of the tokens; a store that is too small for its weight is repeated",
     )
     heldout_store: str = key(
-        "", "prefix of the token store for evaluation, if data.store or data.blend is set"
+        "", "path prefix of the token store for evaluation, if data.store or data.blend is set"
     )
     corpus: str = key(
         "stdlib",
-        'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" '
-        "(conversations made of its docstrings) or a folder of UTF-8 files",
+        'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" (chat '
+        "conversations made from the docstrings of this library) or a folder of UTF-8 files",
     )
     bpe_vocab_size: int = key(
         4096,
@@ -269,8 +273,8 @@ class DataSection:
     )
     num_windows: int = key(
         0,
-        "N: context windows per global batch; also micro-batches per step over all pipelines, "
-        "unless packing.num_micro_batches is set; 0 = pp * dp",
+        "N: number of context windows in a global batch; a step also has N micro-batches over all "
+        "pipelines, unless packing.num_micro_batches is set; 0 = pp * dp",
         at_least=0,
         at_most=2**17,
     )
@@ -283,7 +287,8 @@ class DataSection:
     )
     row_multiple: int = key(
         1,
-        "a rank's rows are padded to a multiple of this number (use 128 on GPUs)",
+        "each rank's rows of a micro-batch are padded to a multiple of this number (use 128 on "
+        "GPUs)",
         unit="tokens",
         at_least=1,
         at_most=65_536,
@@ -296,8 +301,8 @@ class PlannerSection:
 
     baseline: bool = key(
         True,
-        "also predict step times with the usual loader, which cuts documents wherever a window "
-        "ends, so that the run can report savings",
+        "also predict the times of steps that the usual loader would make, so that the run can "
+        "report savings; the usual loader cuts documents wherever a window ends",
     )
 
 
@@ -306,14 +311,17 @@ class CostSection:
     """Section [cost]: how the times of kernels, collectives and experts are predicted."""
 
     profile: str = key(
-        "auto", "kernel profile: its name, a JSON file, or auto = the one for the device"
+        "auto",
+        "kernel profile: name of a profile that comes with wlb, path of a .json file, or auto = "
+        "the profile for the device",
     )
     expert_load: float = key(
         1.0,
-        "expected load of the busiest EP rank in a layer: the rows that its experts process, "
-        "divided by the mean over the EP group; predicted times and memory of experts are "
-        "multiplied by it; 1 = all ranks equal; a run's measured load is in its summary (load of "
-        "ranks) and in metrics.jsonl (experts.rank); --calibrate does not include it",
+        "expected load of the busiest rank of an EP group: the number of rows that its experts "
+        "process in a layer, divided by the mean over the group; predicted times and memory of "
+        "experts are multiplied by this load; 1 = all ranks have equal loads; a run's summary "
+        "(load of ranks) and metrics.jsonl (experts.rank) have the measured load; a profile from "
+        "--calibrate does not contain the load",
         at_least=1,
         at_most=4096,
     )
@@ -329,21 +337,21 @@ class KernelSection:
     )
     deterministic: bool = key(
         False,
-        "deterministic backward of attention on GPUs, so that a repeated run has the same bits; "
-        "slower, and FlashAttention-2 allocates up to ceil(SMs / heads) more float32 copies of dQ "
-        "(attention on CPUs is always deterministic)",
+        "deterministic backward of attention on GPUs, so that repeated runs are bitwise identical "
+        "(attention on CPUs is always deterministic); slower, and FlashAttention-2 allocates up to "
+        "ceil(SMs / heads) more float32 copies of dQ",
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
-        "fused kernels for RoPE, SwiGLU, GeGLU, RMSNorm and sums of gathered keys' gradients: "
-        "one pass over memory instead of up to 11; auto = triton on GPUs where it is installed; "
-        "off = plain torch",
+        "fused kernels for RoPE, SwiGLU, GeGLU, RMSNorm and sums of gathered keys' gradients, each "
+        "with one pass over memory instead of up to 11; auto = triton on GPUs if Triton is "
+        "installed, otherwise off; off = plain torch",
     )
     linear: LinearBackend = key(
         LinearBackend.AUTO,
         "implementation of the recurrence of linear layers (model.linear); auto = "
-        "flash_linear_attention on GPUs where that package is installed and supports the run, "
-        "otherwise torch, which launches many small kernels",
+        "flash_linear_attention on GPUs if this package is installed and supports the run, "
+        "otherwise torch; torch launches many small kernels",
     )
 
 
@@ -491,7 +499,7 @@ class RunSpec:
 
     @property
     def row_multiple(self) -> int:
-        """The rows of every rank are padded to a multiple of this number."""
+        """Number to whose multiples the rows of every rank are padded."""
         return row_multiple(self.parallel.tp, self.data.row_multiple)
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,17 +38,17 @@ class ShardingSection:
     strategy: Strategy = key(
         Strategy.ADAPTIVE,
         "rule that divides a micro-batch over CP ranks: per_sequence = cut the whole micro-batch "
-        "into 2 * cp chunks; per_document = cut each document into 2 * cp chunks; adaptive = the "
-        "one of these two that is predicted to be faster; hybrid = long documents as in "
-        "per_document, the others as in per_sequence; balanced = spread each document over as many "
-        "ranks as its work requires",
+        "into 2 * cp chunks; per_document = cut each document into 2 * cp chunks; adaptive = "
+        "per_sequence or per_document, whichever is predicted to be faster; hybrid = divide long "
+        "documents as per_document does, and the others as per_sequence does; balanced = spread "
+        "each document over as many ranks as its work requires",
     )
     remainder: Remainder = key(
         Remainder.MERGED,
-        "with per_document (also as part of adaptive): what happens to the d mod (2 * cp) tokens "
-        "that are left if a document of d tokens is cut into 2 * cp equal chunks: merged = some "
-        "chunks get one token more; one_by_one = ranks get these tokens in turn, each as a "
-        "separate segment of the attention kernel, as in the paper",
+        "with strategy = per_document or adaptive: what happens to the d mod (2 * cp) tokens that "
+        "remain after a document of d tokens is cut into 2 * cp equal chunks: merged = some chunks "
+        "get one token more; one_by_one = ranks get the tokens in turn, each token as a separate "
+        "segment of the attention kernel, as in the paper",
     )
     exchange: ExchangeChoice = key(
         ExchangeChoice.GATHER,

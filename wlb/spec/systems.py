@@ -77,11 +77,16 @@ KNOWN_SYSTEMS = (USUAL, *SYSTEMS)
 
 
 def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return the alternative settings of a system, each as a tuple of `--set` overrides.
+    """Return settings with which wlb trains as another system, such as Megatron-LM, would.
+
+    Some systems have several alternative settings, for example one with recomputation.
 
     Args:
         name: One of KNOWN_SYSTEMS.
         planned_gib: Memory of a device that plans may use, in GiB.
+
+    Returns:
+        A tuple of `--set` overrides for each alternative.
 
     Raises:
         UserError: If the system is unknown.
@@ -101,7 +106,7 @@ def system_choices(text: str, *, planned_gib: float) -> tuple[tuple[str, ...], .
     """Return the alternative settings that `--system TEXT` names, each as `--set` overrides.
 
     Args:
-        text: "NAME" for all alternatives of a system, or "NAME:2" for the second only.
+        text: "NAME" for all alternatives of the system NAME, or "NAME:2" for the second one only.
         planned_gib: Memory of a device that plans may use, in GiB.
 
     Returns:
@@ -113,7 +118,7 @@ def system_choices(text: str, *, planned_gib: float) -> tuple[tuple[str, ...], .
     numbers = [str(i + 1) for i in range(len(alternatives))]
     if number and number not in numbers:
         raise UserError(
-            f"system {text!r} does not exist: {name} has the alternatives {', '.join(numbers)}; "
-            f"write, for example, {name}:1"
+            f"system {text!r} does not exist, because {name} has only the alternatives "
+            f"{', '.join(f'{name}:{i}' for i in numbers)}; use one of them, or {name} for all"
         )
     return (alternatives[int(number) - 1],) if number else alternatives

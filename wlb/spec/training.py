@@ -17,27 +17,29 @@ class OnNonfinite(StrEnum):
     """Reaction of a run to a loss or gradient that is NaN or infinite."""
 
     STOP = "stop"  # end the run
-    SKIP = "skip"  # skip the update of the step
-    ROLLBACK = "rollback"  # repeat from the last checkpoint; skip a step that fails twice
+    SKIP = "skip"  # do not update the weights in this step
+    ROLLBACK = (
+        "rollback"  # repeat from the last checkpoint; skip the update of a step failing twice
+    )
 
 
 class Recompute(StrEnum):
     """Part of a decoder layer that backward recomputes instead of storing its activations."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # the second norm and the MLP, except its last matrix product
+    SELECTIVE = "selective"  # the second norm and the MLP, except the MLP's last matrix product
     FULL = "full"  # the whole layer with attention and collectives
 
 
 class LossNormalizer(StrEnum):
-    """Divisor of the summed loss of a step."""
+    """Number by which the summed loss of a step is divided."""
 
     VALID_TOKENS = "valid_tokens"  # the number of targets in the step
     CONSTANT = "constant"  # always N * context_window
 
 
 class RateSchedule(StrEnum):
-    """Shape of the learning rate after warm-up. WSD is warm-up, stable (constant), decay."""
+    """Shape of the learning rate after warm-up. WSD means warm-up, stable (constant), decay."""
 
     COSINE = "cosine"
     WSD = "wsd"
@@ -53,13 +55,13 @@ class TrainingSection:
     learning_rate: float = key(3e-4, "peak learning rate of AdamW", above=0, at_most=1e30)
     min_learning_rate: float = key(
         3e-5,
-        "learning rate at the last step; not used by schedule = constant",
+        "learning rate at the last step; has no effect with schedule = constant",
         at_least=0,
         at_most=1000,
     )
     warmup_steps: int = key(
         100,
-        "length of the linear warm-up of the learning rate",
+        "number of steps in which the learning rate rises linearly to its peak",
         unit="steps",
         at_least=0,
         at_most=10**9,
@@ -72,7 +74,8 @@ class TrainingSection:
     )
     decay_steps: int = key(
         0,
-        "with schedule = wsd: length of the final decay; 10% to 20% of training.steps is usual",
+        "with schedule = wsd: number of steps of the final decay, usually 10% to 20% of "
+        "training.steps",
         unit="steps",
         at_least=0,
         at_most=10**9,
@@ -93,45 +96,45 @@ class TrainingSection:
     )
     dtype: Dtype = key(
         Dtype.FLOAT32,
-        "data type that layers compute in; gradients are reduced in float32, with one exception: "
-        "if a pipeline has a single micro-batch, gradients of norms are reduced over TP in this "
+        "data type in which layers compute; gradients are reduced in float32, with one exception: "
+        "if a pipeline has a single micro-batch, TP ranks reduce gradients of norms in this data "
         "type",
     )
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
-        "divisor of a step's summed loss: valid_tokens = number of targets (tokens that count in "
-        "the loss) in the step; constant = always N * context_window, which weighs all targets "
-        "equally if steps differ in tokens",
+        "number by which a step's summed loss is divided: valid_tokens = the number of targets "
+        "(tokens that count in the loss) in the step; constant = always N * context_window, so "
+        "that all targets have equal weight even if steps differ in tokens",
     )
     recompute: Recompute = key(
         Recompute.NONE,
-        "activations that backward recomputes to save memory: selective = the second norm and the "
-        "MLP of a layer, except its last matrix product; full = the whole layer with attention and "
-        "collectives",
+        "part of each layer that backward recomputes to save memory: none = nothing; selective = "
+        "the second norm and the MLP, except the MLP's last matrix product; full = the whole layer "
+        "with attention and collectives",
     )
     compile: bool = key(
         False,
-        "compile decoder layers with torch.compile into one graph for all lengths (of layers with "
-        "experts, only the attention part); this takes about a minute at the start, and it helps "
-        "if norms, RoPE and SiLU are a large part of a layer",
+        "compile decoder layers with torch.compile into one graph for all lengths (in layers with "
+        "experts, only the attention part); compiling takes about a minute at the start, and "
+        "shortens steps if norms, RoPE and SiLU take a large part of a layer's time",
     )
     compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,
-        "reaction to a loss or gradient that is NaN or infinite: stop = end the run; skip = skip "
-        "the update of the step; rollback = repeat from the last checkpoint, and skip the step if "
-        "it fails a second time",
+        "reaction to a loss or gradient that is NaN or infinite: stop = end the run; skip = do not "
+        "update the weights in this step; rollback = repeat from the last checkpoint, and skip the "
+        "update if the same step fails a second time",
     )
     loss_chunk: int = key(
         8192,
-        "number of rows whose logits are computed, and kept in memory, at a time",
+        "number of rows whose logits are computed at a time; fewer rows need less memory",
         unit="rows",
         at_least=1,
         at_most=8192,
     )
     timeout_s: float = key(
         600.0,
-        "longest time that a collective may take; after it, the run stops with an error",
+        "longest time that a collective may take; if it takes longer, the run stops with an error",
         unit="s",
         above=0,
         at_most=1e7,

@@ -92,5 +92,5 @@ def test_snapshots_of_a_run_without_gpus_are_refused(capsys: pytest.CaptureFixtu
 
 
 def test_steps_of_snapshots_are_counted_from_1() -> None:
-    with pytest.raises(ValueError, match=r"snapshot_steps = \[0\] must have no number below 1"):
+    with pytest.raises(ValueError, match=r"snapshot_steps = \[0\] has a number below 1"):
         load("demo", ["telemetry.snapshot_steps=[0]"])

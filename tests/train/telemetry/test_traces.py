@@ -58,7 +58,7 @@ def test_a_run_writes_the_traces_it_is_asked_for_and_says_where_its_time_went(
 
 
 def test_steps_are_counted_from_1() -> None:
-    with pytest.raises(ValueError, match=r"trace_steps = \[0\] must have no number below 1"):
+    with pytest.raises(ValueError, match=r"trace_steps = \[0\] has a number below 1"):
         load("demo", ["telemetry.trace_steps=[0]"])
 
 
