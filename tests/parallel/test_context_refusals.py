@@ -64,21 +64,26 @@ def test_ranks_that_disagree_all_say_so() -> None:
     digests = [per_document(x, cp=3).digest() for x in ((20, 3), (19, 4))]
     start = "all ranks must pass the same arguments, but these differ. "
     assert first["plan"] == (
-        f"{start}plan digest: rank 0 {digests[0]}, rank 1 {digests[1]}, rank 2 {digests[0]}"
+        f"{start}plan digest: rank 0 has {digests[0]}, rank 1 has {digests[1]}, "
+        f"rank 2 has {digests[0]}"
     )
-    assert first["rows"] == f"{start}rows: rank 0 8, rank 1 10, rank 2 8"
+    assert first["rows"] == f"{start}rows: rank 0 has 8, rank 1 has 10, rank 2 has 8"
     assert first["dtype"] == (
-        f"{start}dtype: rank 0 torch.float32, rank 1 torch.bfloat16, rank 2 torch.float32"
+        f"{start}dtype: rank 0 has torch.float32, rank 1 has torch.bfloat16, "
+        "rank 2 has torch.float32"
     )
-    assert first["heads"] == f"{start}num_heads: rank 0 4, rank 1 8, rank 2 4"
-    assert first["keep"] == f"{start}keep_gathered_kv: rank 0 False, rank 1 True, rank 2 False"
+    assert first["heads"] == f"{start}num_heads: rank 0 has 4, rank 1 has 8, rank 2 has 4"
+    assert (
+        first["keep"]
+        == f"{start}keep_gathered_kv: rank 0 has False, rank 1 has True, rank 2 has False"
+    )
     assert first["one rank's heads"] == (
         "rank 1: num_heads = 4 must be a multiple of num_kv_heads = 3"
     )
     assert first["one rank's type"].startswith("rank 1: TypeError")
     assert first["one rank's device"].startswith("rank 1: RuntimeError")
     assert "Expected one of cpu, cuda" in first["one rank's device"]
-    assert first["device"] == f"{start}device: rank 0 cpu, rank 1 meta, rank 2 cpu"
+    assert first["device"] == f"{start}device: rank 0 has cpu, rank 1 has meta, rank 2 has cpu"
     for name, message in {
         "cp": "the plan is for 2 CP ranks, but the group has 3",
         "tokens": "cp = 3 must be at most the 2 tokens",
@@ -86,7 +91,9 @@ def test_ranks_that_disagree_all_say_so() -> None:
         "backend": "backend = 'cutlass' must be one of auto, sdpa, ",
     }.items():
         assert all(f"rank {rank}: {message}" in first[name] for rank in range(3)), first[name]
-    assert first["exchange"].startswith(f"{start}exchange: rank 0 gather, rank 1 needed, rank 2")
+    assert first["exchange"].startswith(
+        f"{start}exchange: rank 0 has gather, rank 1 has needed, rank 2"
+    )
     assert first["fine"] == first["fine by need"] == ""
 
 
@@ -98,6 +105,6 @@ def long_values(world: World) -> str:
 
 
 def test_values_are_compared_to_their_end() -> None:
-    values = ", ".join(f"rank {rank} {'x' * 64}" for rank in range(2))
+    values = ", ".join(f"rank {rank} has {'x' * 64}" for rank in range(2))
     expected = f"all ranks must pass the same arguments, but these differ. long: {values}"
     assert run_local(long_values, 2, start_group=True, timeout_s=600) == [expected] * 2

@@ -109,7 +109,7 @@ class FlashBackend:
         raise NotImplementedError
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
-        """Return why the package cannot compute these scores on this GPU, or None if it can.
+        """Return why the package does not support this window or cap on this GPU; None if it does.
 
         Args:
             major: Major compute capability.

@@ -108,7 +108,10 @@ class _Classes:
     keys: _Rows  # how rows of keys and of values are copied into these batches
 
     def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
-        """Return the padded queries of each class, [B, H, Q, D]; padding is `fill` if given."""
+        """Return the padded queries of each class, [B, H, Q, D].
+
+        Padding has the value `fill`. With None it repeats the first row of its segment.
+        """
         padded = self.queries.pad(x_THD, fill=fill)
         return self._batch(padded, [c.num_queries for c in self.classes])
 
@@ -380,7 +383,7 @@ def _rounded(length: int) -> int:
 
 
 PADDED_LENGTHS = tuple(sorted({_rounded(n) for n in range(1, _PADDED_BELOW + 1)}))
-"""All lengths to which segments are padded. Segments of equal padded lengths form a class."""
+"""All lengths to which segments are padded. Longer segments are not padded."""
 
 
 def _mask(

@@ -202,12 +202,12 @@ class Segments:
 
     @property
     def offsets_q(self) -> tuple[int, ...]:
-        """Offsets of queries, on the host; may have to wait for the device."""
+        """Offsets of queries, on the host; reading them may have to wait for the device."""
         return self._offsets[0]
 
     @property
     def offsets_k(self) -> tuple[int, ...]:
-        """Offsets of keys, on the host; may have to wait for the device."""
+        """Offsets of keys, on the host; reading them may have to wait for the device."""
         return self._offsets[1]
 
     @property

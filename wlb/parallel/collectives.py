@@ -135,7 +135,7 @@ def agree(
     columns = zip(declared, *(values for *_, values in by_rank), strict=True)
     differing = [
         f"{name}: "
-        + ", ".join(f"rank {r} {text[:_MOST_OF_VALUE]}" for r, text in enumerate(column))
+        + ", ".join(f"rank {r} has {text[:_MOST_OF_VALUE]}" for r, text in enumerate(column))
         for name, *column in columns
         if len(set(column)) > 1
     ]

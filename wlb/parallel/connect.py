@@ -27,7 +27,7 @@ call (8 bytes) and a large one (16 MiB) are made.
 
 
 class Warmed(NamedTuple):
-    """How many communicators `warm` has connected, and how long it took."""
+    """How many communicators `warm` has connected, and how long its calls took."""
 
     communicators: int  # number of this rank's communicators
     links: int  # how many of these are links to neighbours in the pipeline

@@ -73,8 +73,8 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
     """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, theirs = 1, torch.empty_like(x)
-    # In round k, a rank whose number has bit k set sends to the rank that is lower by 2^k and is
-    # then done.
+    # In round k, each remaining rank whose number has bit k set sends its result so far to the rank
+    # lower by 2^k, and takes no part in later rounds.
     while step < size:
         if rank & step:
             dist.send(x, dst=rank - step, group=group)
@@ -164,7 +164,7 @@ def open_files_needed(rank: int, world_size: int, device: str) -> int:
 
 
 def allow_open_files(rank: int, world_size: int, device: str) -> None:
-    """Raise this process's soft limit on open files (usually 1,024) if its sockets may exceed it.
+    """Raise this process's soft limit on open files (usually 1,024) if the rank may need more.
 
     Args:
         rank: This rank.

@@ -499,7 +499,7 @@ def adopt_environment(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def temporary_environment(**overrides: str) -> Iterator[None]:
-    """Set environment variables inside the block, for processes that are started there."""
+    """Set environment variables while the block runs, for processes that the block starts."""
     before = {name: os.environ.get(name) for name in overrides}
     os.environ.update(overrides)
     try:

@@ -134,9 +134,9 @@ def norm_backward_kernel(
 ):
     """Compute the gradient of RMSNorm's input, and partial sums of its weight's gradient.
 
-    Program i processes the tiles i, i + programs, i + 2 * programs, ... of ROWS rows each, and
-    reads each row once for both results. It writes its partial sum to row i of d_weight, which has
-    shape [programs, C].
+    Program i of n processes the tiles i, i + n, i + 2n, ... of ROWS rows each, and reads each row
+    once for both results. The program writes its partial sum to row i of d_weight, which has shape
+    [n, C].
 
     With RELOAD the weight is read again for every tile (from the L1 cache), because it does not fit
     into registers beside a wide row.
@@ -185,10 +185,10 @@ def sum_uses_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up, for each row of K and V, the gradients of all keys that were copied from it.
+    """Add up, for each row of K and V, the gradients of its copies.
 
     out[r] is the sum over u of dk[inverse[u, r]], followed by the sum over u of dv[inverse[u, r]],
-    in the order of u. An entry num_keys of `inverse` means that there are no further copies.
+    in the order of u. If row r has at most u copies, inverse[u, r] is num_keys and adds nothing.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]

@@ -171,7 +171,7 @@ def norm_backward(
 
 
 def sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, out_R2GD: Tensor) -> Launch:
-    """Describe the launch that adds up, for each row, the gradients of the keys copied from it.
+    """Describe the launch that adds up, for each row of K and V, the gradients of its copies.
 
     Args:
         dk_KGD: Gradient of each key.

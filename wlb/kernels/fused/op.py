@@ -151,7 +151,7 @@ def _rows_like(dk_KGD: Tensor, _: Tensor, inverse_UR: Tensor) -> Tensor:
 
 @custom_op("fused_sum_uses", fake=_rows_like)
 def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
-    """Return each row's gradient of K and V: the sum over the keys copied from it, [R, 2, G, D].
+    """Return the gradients of rows of K and V, [R, 2, G, D]: for each row the sum over its copies.
 
     The sums are in float32 (float64 for float64) and in a fixed order, and equal those of the plain
     torch code to the bit.

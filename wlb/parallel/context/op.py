@@ -331,7 +331,7 @@ def reads_buffer(segments: Segments, backend: str) -> bool:
 def gradients_by_row(
     dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
 ) -> Tensor:
-    """Return each row's gradient of K and V: the sum over the keys copied from it, [R, 2, G, D].
+    """Return the gradients of rows of K and V, [R, 2, G, D]: for each row the sum over its copies.
 
     A row is copied once for each segment that attends to it. The sums are in float32.
 

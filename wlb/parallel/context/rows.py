@@ -45,8 +45,9 @@ class RankStage:
     sent_rows: IntArray | None  # local rows to send, sorted by receiver, shape [N]; only for NEEDED
     cu_seqlens_q: IntArray  # offsets of the call's segments, shape [num_segments + 1]
     cu_seqlens_k: IntArray
-    query_rows: IntArray | None  # local rows of the call's queries; None means all rows
-    kv_index: IntArray | None  # row that each key is copied from, segment by segment, shape [K]
+    query_rows: IntArray | None  # local rows of the attention call's queries; None means all rows
+    # the row from which each key is copied, segment by segment, shape [K]
+    kv_index: IntArray | None
     # inverse[u, r] is the (u + 1)-th key that is copied from row r, or K if there are fewer.
     # Backward adds up the gradients of these keys. Shape [U, R], where U is the most copies of a
     # row.
@@ -72,7 +73,7 @@ class RankExchange:
 
     @property
     def only(self) -> RankStage:
-        """The stage of an exchange that has exactly one; ValueError if it has more."""
+        """The only stage of this exchange. Raises ValueError if there are several stages."""
         (stage,) = self.stages
         return stage
 
