@@ -24,9 +24,9 @@ def test_ranks_that_agree_are_one_row_and_those_that_differ_at_most_three_texts(
     alike = merged([[passed("a", "x")], [passed("a", "x")]], ["n", "n"])
     assert [(row.found, row.ranks) for row in alike] == [("x", ())]
     (near,) = merged([[passed("a", "1 GiB")], [passed("a", "2 GiB")]], ["n", "n"])
-    assert near.found == "1 GiB (rank 0; others alike)"
+    assert near.found == "1 GiB (on rank 0; similar on others)"
     (many,) = merged([[failed("a", f"{i}", "mend")] for i in range(6)], ["n"] * 6)
-    assert many.found == "rank 0 on n: 0; rank 1 on n: 1; rank 2 on n: 2; and rank 3-5"
+    assert many.found == "rank 0 on n: 0; rank 1 on n: 1; rank 2 on n: 2; other texts on rank 3-5"
     # What only some ranks examine, such as rank 0's clocks, is theirs.
     (some,) = merged([[skipped("a", "none")], []], ["n", "m"])
     assert some.found == "none"

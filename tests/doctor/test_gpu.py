@@ -166,7 +166,7 @@ def test_tp_ranks_without_nvlink_are_named(plant, two_gpus: None) -> None:
     nvml = plant()
     well = checks.nvlink(with_gpus())
     assert (well.verdict, nvml.started) == (Verdict.PASS, 0)
-    assert well.found == "to all 1 other TP ranks of the node; 18 of 18 links are active"
+    assert well.found == "connected to all 1 other TP ranks of the node; 18 of 18 links are active"
     plant(unlinked={UUID.format(1)}, inactive=18)
     broken = checks.nvlink(with_gpus())
     assert broken.verdict == Verdict.FAIL
@@ -203,7 +203,7 @@ def busy(read) -> None:
         ({"application": None, "reasons": 1}, Verdict.PASS, "1755 MHz under load"),
         ({"reasons": 8 | 4}, Verdict.FAIL, "limited by hardware_slowdown, software_power_cap"),
         ({"reasons": 32}, Verdict.WARN, "limited by software_thermal"),
-        ({"application": (1200, 1980)}, Verdict.WARN, "1200 MHz is below the usual 1980"),
+        ({"application": (1200, 1980)}, Verdict.WARN, "1200 MHz is below the default of 1980 MHz"),
     ],
 )
 def test_a_throttled_gpu_is_found(plant, planted, verdict: Verdict, said: str) -> None:
@@ -251,7 +251,7 @@ def test_gpus_that_are_not_equal_or_missing_are_named() -> None:
     missing = [*equal[:2], *(facts(r, problem="there are 1 GPUs for 2 ranks") for r in (2, 3))]
     assert checks.equal_gpus(missing).found == "n1: there are 1 GPUs for 2 ranks"
     on_cpu = checks.equal_gpus([*equal[:2], facts(2), facts(3)])
-    assert on_cpu.found == "n1 would compute on the CPU, but the other nodes on GPUs"
+    assert on_cpu.found == "n1 would compute on CPUs, but the other nodes would compute on GPUs"
     assert checks.equal_gpus([facts(), facts(1)]).verdict == Verdict.SKIP
     spare = [facts(rank, gpu=gpu(rank, num_visible=8)) for rank in range(4)]
     assert checks.equal_gpus(spare).verdict == Verdict.WARN

@@ -30,9 +30,13 @@ NEVER = resource.RLIM_INFINITY
     [
         ((1 << 20, 1 << 20), Verdict.PASS, "1048576"),
         ((NEVER, NEVER), Verdict.PASS, "unlimited"),
-        ((100, 1 << 20), Verdict.PASS, "ulimit -n is 100 of 1048576"),
+        ((100, 1 << 20), Verdict.PASS, "limits on open files: soft 100, hard 1048576"),
         ((100, NEVER), Verdict.PASS, "100 of unlimited"),
-        ((50, 100), Verdict.FAIL, "ulimit -n is 50 of 100; 1 ranks need about "),
+        (
+            (50, 100),
+            Verdict.FAIL,
+            "limits on open files: soft 50, hard 100; rank 0 of 1 ranks needs about ",
+        ),
     ],
 )
 def test_too_few_file_descriptors_are_found(monkeypatch, limits, verdict: Verdict, said) -> None:
@@ -77,10 +81,10 @@ def machine_with(folder: Path, monkeypatch: pytest.MonkeyPatch, node: str) -> No
 @pytest.mark.parametrize(
     ("node", "cores", "verdict", "said"),
     [
-        ("1", {4, 5}, Verdict.PASS, "GPU on node 1; 2 of this rank's 2 cores are there"),
+        ("1", {4, 5}, Verdict.PASS, "the GPU is on NUMA node 1, with 2 of this rank's 2 CPU cores"),
         ("1", {0, 4}, Verdict.WARN, "1 of this rank's 2 cores"),
-        ("1", {0, 1}, Verdict.WARN, "bound to another node"),
-        ("-1", {0, 1}, Verdict.SKIP, "names no NUMA node"),
+        ("1", {0, 1}, Verdict.WARN, "bound to another NUMA node"),
+        ("-1", {0, 1}, Verdict.SKIP, "does not name the NUMA node"),
     ],
 )
 def test_a_rank_that_is_bound_far_from_its_gpu_is_found(
@@ -135,7 +139,7 @@ def test_a_disk_too_small_for_checkpoints_is_found(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * one, 0, 3 * one))
     nine = patient(run__output_dir=str(tmp_path), checkpoint__keep=9)
     assert host.disk(nine).verdict == "warn"  # with room for three, which was enough above
-    assert "10 checkpoints at once" in host.disk(nine).remedy
+    assert "10 checkpoints at the same time" in host.disk(nine).remedy
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_gpu_slower_than_the_others_is_named() -> None:
     ranks = [facts(rank, gpu=gpu(rank)) for rank in range(4)]
     found = load.speed_finding([700.0, 705.0, 520.0, 702.0], ranks)
     assert found.verdict == Verdict.WARN
-    assert found.found == "520 to 705 TFLOP/s, 71% of the peak of 989; slow: rank 2 (n1) 520"
+    assert found.found == "520 to 705 TFLOP/s, median 71% of the peak of 989; slow: rank 2 (n1) 520"
     assert load.speed_finding([700.0, 705.0, 690.0, 702.0], ranks).verdict == Verdict.PASS
     # Cores are shared, so that ranks of a CPU are not judged.
     cpu = [facts(rank) for rank in range(4)]

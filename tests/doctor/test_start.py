@@ -124,7 +124,7 @@ def test_local_ranks_are_examined_together(tmp_path: Path) -> None:
         assert found[f"communicator {axis}"]["found"].startswith(f"{groups} ranks, ")
     assert "p2p" in found["communicator pp_even"]["found"]
     assert "; profile cpu assumes " in found["communicator tp"]["found"]
-    assert found["clock skew"]["found"] == "not needed on one node"
+    assert found["clock skew"]["found"] == "all ranks are on one node"
 
 
 def sick(world: World, spec: RunSpec, wanted: Options, place: Path) -> bool:
@@ -173,7 +173,7 @@ def test_planted_faults_of_ranks_are_found_and_named(
             "file descriptors",
             [1],
             "fail",
-            f"rank 1 on {HOST}: ulimit -n is {FEW} of {FEW}; 4 ranks",
+            f"rank 1 on {HOST}: limits on open files: soft {FEW}, hard {FEW}; rank 0 of 4 ranks",
         ),
         ("clock skew", [], "fail", "rank 1 ("),
         ("shared folder", [], "fail", "rank 2: node 2 ("),
@@ -207,7 +207,9 @@ def test_a_rank_that_hangs_is_named_and_the_examination_ends(tmp_path: Path) -> 
     found = rows(tmp_path / "found")
     assert found["hanging ranks"]["verdict"] == "fail"
     said = found["hanging ranks"]["found"]
-    assert said.startswith("rank 1 did not end 'checks of each node' within 20 s"), said
+    assert said.startswith("rank 1 did not finish the stage 'checks of each node' within 20 s"), (
+        said
+    )
     assert found["file descriptors"]["verdict"] == "pass"  # what rank 0 found until then
 
 
@@ -224,7 +226,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_local(absent, RANKS, spec_of(tmp_path / "runs"), wanted, timeout_s=600)
     said = rows(tmp_path / "found")["hanging ranks"]["found"]
-    assert said.startswith("rank 1 did not end 'start' within"), said
+    assert said.startswith("rank 1 did not finish the stage 'start' within"), said
 
 
 @pytest.mark.parametrize(

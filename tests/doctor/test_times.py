@@ -26,10 +26,13 @@ def test_a_clock_that_is_apart_is_named() -> None:
     right = {"rank 8 (b)": (0.001, 0.0005), "rank 16 (c)": (-0.02, 0.001)}
     near = skew_finding(right)
     assert near.verdict == Verdict.PASS
-    assert near.found == "at most: rank 16 (c) differs by -20.00 ms (+-1.00) from rank 0"
+    assert (
+        near.found
+        == "the largest difference is rank 16 (c): -20.00 ms (+-1.00) from rank 0's clock"
+    )
     apart = skew_finding({**right, "rank 24 (d)": (2.5, 0.001)})
     assert apart.verdict == Verdict.WARN
-    assert apart.found.startswith("rank 24 (d) differs by +2500.00 ms")
+    assert apart.found.startswith("rank 24 (d): +2500.00 ms")
     assert skew_finding({"rank 8 (b)": (-3600.0, 0.1)}).verdict == Verdict.FAIL
     # What the way of the question may explain is no fault of the clock.
     assert skew_finding({"rank 8 (b)": (0.5, 0.45)}).verdict == Verdict.PASS

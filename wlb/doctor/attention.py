@@ -1,13 +1,13 @@
 """Compares each attention kernel that works on this machine with attention's definition in float64.
 
-The test cases have several documents, segments with fewer queries than keys (as on CP ranks), the
-run's heads, grouped heads, and sliding windows and softcaps if the kernel supports them. Output and
-gradients are compared.
+Each test case has several documents. Some have fewer queries than keys, as on CP ranks. The cases
+cover heads like the run's, grouped-query heads and, if the kernel supports them, a sliding window
+and a softcap. The output and the gradients are compared.
 
-The definition is also computed in the kernel's dtype, and that error sets the limits: a kernel
-passes if its root mean square error is at most twice the definition's, and its largest error at
-most three times the definition's. wlb's tests use the same limits. **No kernel has been examined on
-a GPU yet.**
+The definition is also computed in the kernel's dtype, which has an error itself. A kernel passes if
+its root mean square error is at most twice that of the definition, and its largest error at most
+three times that of the definition. wlb's tests use the same limits. **No kernel has been examined
+on a GPU yet.**
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,14 @@ from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
-MOST_HEADS = 4  # number of the run's query heads that are tested at most, to save time
+# Most query heads that are tested, to save time. A larger group of query heads is tested whole.
+MOST_HEADS = 4
 # The allowed root mean square error (MEAN_TIMES) and the allowed largest error (MAX_TIMES) of a
 # kernel, as multiples of the error that the definition of attention has in the same dtype.
 MEAN_TIMES, MAX_TIMES = 2.0, 3.0
-# An error of this many eps is always allowed, because the definition may happen to be exact. Eps is
-# the dtype's or float32's, whichever is smaller.
+# An error of this many eps is always allowed. Otherwise no error would be allowed where the
+# definition, computed in the kernel's dtype, happens to be exact. Eps is the dtype's or float32's,
+# whichever is smaller.
 FLOOR_EPS = 16
 # Numbers of queries and keys of each tested document. A quick examination leaves out LONG.
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
@@ -40,11 +42,12 @@ LONG = [(600, 600), (257, 900)]
 WINDOW, CAP = Scores(sliding=40), Scores(softcap=2.0)
 """The tested sliding window and softcap.
 
-The window of 40 tokens is shorter than half of the tested documents, and the cap of 2.0 is in the
-range of their scores, so that both change the result."""
-# Remedy for a wrong kernel: what the user can do.
+At least half of the tested documents are longer than the window of 40 tokens, and attention scores
+are about as large as the cap of 2.0. So both change the result."""
+# What the user can do if a kernel computes wrong results.
 REMEDY = (
-    "set kernels.attention = {other} until this is fixed, and report the error with all versions"
+    "set kernels.attention = {other} until this is fixed, and report this line to wlb, with the "
+    "versions of torch, the driver and the kernel's package"
 )
 
 
@@ -57,29 +60,33 @@ class Heads(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Description of the heads, for messages."""
-        return f"{self.num_heads} heads of {self.head_size}, {self.num_kv_heads} of keys"
+        """Numbers and size of the heads in words, for messages."""
+        return f"{self.num_heads} query and {self.num_kv_heads} key heads of size {self.head_size}"
 
 
 class Deviation(NamedTuple):
     """Error of one tensor that a kernel computed: the output or a gradient."""
 
-    what: str  # names the tensor and the test case, for messages
-    times: float  # the error over the allowed error; the tensor is right if this is at most 1
-    # Root mean square error over the tensor's root mean square, in multiples of the dtype's eps.
+    what: str  # name of the tensor and description of the test case, for messages
+    times: float  # the error divided by the allowed error; at most 1 if the tensor is right
+    # Root mean square error, divided by the tensor's root mean square and by the dtype's eps.
     eps: float
 
 
 def kernels(patient: Patient) -> list[Finding]:
-    """Check the attention kernel that the run would use, and return one finding per kernel.
+    """Check the attention kernel that the run would use on this device.
 
     A full examination also checks every other attention kernel that can compute the run here.
+
+    Returns:
+        A finding that names the run's kernel and why it is used, then one finding per checked
+            kernel. A single failed finding if no kernel can compute the run.
     """
     spec, device = patient.spec, patient.device
     try:
         choice = kernel_of(spec, device)
     except UserError as error:
-        return [failed("attention kernel", str(error), "kernels.attention = auto")]
+        return [failed("attention kernel", str(error), "set kernels.attention = auto")]
     found = [passed("attention kernel", choice.line)]
     names = [choice.backend]
     if not patient.is_quick:
@@ -93,7 +100,7 @@ def kernels(patient: Patient) -> list[Finding]:
 
 
 def _computes(name: AttentionBackend, patient: Patient) -> bool:
-    """Return whether a kernel can compute the run on this device."""
+    """Return whether the attention kernel `name` can compute the run on this rank's device."""
     kernels = replace(patient.spec.kernels, attention=name)
     try:
         kernel_of(replace(patient.spec, kernels=kernels), patient.device)
@@ -105,14 +112,14 @@ def _computes(name: AttentionBackend, patient: Patient) -> bool:
 def examine_kernel(
     name: AttentionBackend, patient: Patient, dtype: torch.dtype, *, is_chosen: bool
 ) -> Finding:
-    """Compare an attention kernel with the definition of attention.
+    """Compare an attention kernel's results with the definition of attention in all test cases.
 
     Args:
         name: The kernel.
-        patient: Inputs of the check.
-        dtype: Dtype of the run.
-        is_chosen: Whether the run would use this kernel. If so, a wrong result is a fail, else a
-            warning.
+        patient: The run, this rank's device and the facts of all ranks.
+        dtype: Dtype in which the run computes attention.
+        is_chosen: Whether the run would use this kernel. A wrong result then has the verdict fail,
+            otherwise the verdict warn.
     """
     check = f"attention {name}"
     sdpa = AttentionBackend.SDPA
@@ -130,15 +137,15 @@ def examine_kernel(
             worst += deviations(kernel, run, lengths, scores=scores, **how)
     except torch.OutOfMemoryError as error:
         return skipped(check, f"not enough memory for the comparison: {str(error).splitlines()[0]}")
-    # Kernel packages raise exceptions of many classes.
+    # Catch every exception, because kernel packages raise exceptions of many classes.
     except Exception as error:
         return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)
-    # The comparison is negated, so that NaN counts as wrong.
+    # `not ... <= 1` instead of `> 1` also finds NaN.
     wrong = [d for d in worst if not d.times <= 1]
     top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
     found = (
         f"{str(dtype).removeprefix('torch.')} on {patient.device.type}: error of {top.what} is "
-        f"{top.times:.2f} of the allowed error ({top.eps:.1f} eps)"
+        f"{top.times:.2f} times the allowed error (root mean square {top.eps:.1f} eps)"
     )
     if wrong:
         return say(check, f"WRONG: {found}", remedy)
@@ -146,9 +153,10 @@ def examine_kernel(
 
 
 def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) -> list[Scores]:
-    """Return the sliding window and the softcap to test, if the kernel supports them.
+    """Return the changes of attention scores to test: a sliding window and a softcap.
 
-    A quick examination only tests what the run's layers use.
+    Those that the kernel does not support are left out. A quick examination also leaves out those
+    that no layer of the run uses.
     """
     model = patient.spec.model
     is_used_by_layers = {WINDOW: model.num_sliding_layers > 0, CAP: model.attention_softcap > 0}
@@ -172,10 +180,11 @@ def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) 
 
 
 def _heads_of(patient: Patient) -> list[Heads]:
-    """Return two sets of heads to test: a few heads of the run, and four grouped-query heads.
+    """Return the sets of attention heads to test: one like the run's, and one with grouped queries.
 
-    The heads of the run have the run's head size and group size, and are at most as many as a TP
-    rank has.
+    The first has as many query heads per key-value head as the run, but only a few key-value heads
+    (`MOST_HEADS`), and at most as many as a TP rank has. The second has four query heads and two
+    key-value heads. Both have the run's head size. If they are equal, one is returned.
     """
     model, tp = patient.spec.model, patient.spec.parallel.tp
     num_kv = model.with_kv_copies(tp).num_kv_heads
@@ -194,15 +203,18 @@ def deviations(
     device: torch.device,
     scores: Scores = PLAIN,
 ) -> list[Deviation]:
-    """Measure the errors of a kernel's output and of the gradients of q, k and v.
+    """Measure the errors of a kernel's output and of its gradients of q, k and v in one test case.
 
     Args:
         name: The kernel.
         heads: Numbers and size of heads.
-        lengths: Numbers of queries and keys of each document.
+        lengths: For each document of the test case, its numbers of queries and of keys.
         dtype: Dtype of the tensors.
         device: This rank's device.
         scores: Sliding window and softcap of the scores.
+
+    Returns:
+        One record for each of: output, dq, dk and dv.
     """
     queries, keys = zip(*lengths, strict=True)
     segments = Segments.from_offsets(
@@ -239,9 +251,9 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
 def _inputs(
     heads: Heads, queries: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Draw q, k, v and the gradient of the output at random, the same on every rank.
+    """Draw q, k, v and the gradient of the output at random. All ranks draw the same values.
 
-    `queries` and `keys` are the numbers of queries and keys of all documents together.
+    `queries` and `keys` are the total numbers of queries and of keys in all documents.
     """
     random = torch.Generator().manual_seed(0)
     q, kv = (queries, heads.num_heads), (keys, heads.num_kv_heads)
@@ -252,7 +264,7 @@ def _inputs(
 
 
 def _results(tensors: list[Tensor], segments: Segments, backend: str) -> list[Tensor]:
-    """Return the output of a kernel and its gradients dq, dk and dv, converted to float64.
+    """Run a kernel forward and backward, and return output, dq, dk and dv in float64.
 
     `tensors` are q, k, v and the gradient of the output.
     """

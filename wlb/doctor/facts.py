@@ -1,6 +1,7 @@
-"""`Facts`, which describe a rank's machine, and `Patient`, which has the inputs of a check.
+"""`Facts` describes a rank and its machine. `Patient` has the inputs of a check.
 
-Checks compare the facts of all ranks. The functions that read a GPU have not run on one.
+Some checks compare the facts of all ranks. The functions here that query a GPU have not run on a
+GPU yet.
 """
 
 import os
@@ -50,7 +51,7 @@ class Facts:
     cuda: str  # CUDA version of torch's build; "" without CUDA
     nccl: str  # NCCL version of torch's build; "" without NCCL
     one_gpu_each: bool = False  # whether the launcher gives each rank a single visible GPU
-    problem: str = ""  # why the rank cannot have the device that the run asks for; "" if it can
+    problem: str = ""  # why the rank lacks the device that the run asks for; "" if it has it
     kernels: str = ""  # names of the kernels that would compute the run, or why none can
     gpu: GpuFacts | None = None  # facts about the rank's GPU; None on a CPU
 
@@ -70,7 +71,7 @@ class Patient:
 
     @property
     def facts(self) -> Facts:
-        """Facts of this rank."""
+        """This rank's entry of `everyone`."""
         return self.everyone[self.world.rank]
 
     @property
@@ -85,7 +86,7 @@ def facts_of(world: World, device: torch.device, problem: str = "") -> Facts:
     Args:
         world: This rank's place among the processes of the launcher.
         device: The device on which this rank would compute.
-        problem: Why the run cannot have the device that it asks for; "" if it can.
+        problem: Why this rank lacks the kind of device that the run asks for; "" if it has it.
     """
     return Facts(
         rank=world.rank,
@@ -137,7 +138,7 @@ def gpu_facts(device: torch.device) -> GpuFacts:
 
 
 def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
-    # NVML returns 12040 for CUDA 12.4.
+    # NVML encodes the version in one integer, such as 12040 for CUDA 12.4.
     version = int(nvml.nvmlSystemGetCudaDriverVersion())
     bus = as_text(nvml.nvmlDeviceGetPciInfo(handle_of(nvml, uuid)).busId)
     return {
@@ -148,14 +149,14 @@ def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """Convert a text that NVML returns to str; older releases of nvidia-ml-py return bytes."""
+    """Return a text from NVML as str. Older releases of nvidia-ml-py return bytes instead."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def sysfs_address(bus: str) -> str:
-    """Convert NVML's PCI address to the notation of sysfs.
+    """Convert a PCI address from NVML's notation to that of sysfs.
 
-    "00000000:1B:00.0" becomes "0000:1b:00.0".
+    For example, "00000000:1B:00.0" becomes "0000:1b:00.0".
     """
     domain, _, rest = bus.lower().partition(":")
     return f"{domain[-4:]}:{rest}"

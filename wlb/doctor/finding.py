@@ -1,4 +1,4 @@
-"""`Finding`, the result of one check with its remedy, and `merged`, which joins ranks' findings.
+"""`Finding` is the result of one check. `merged` joins the findings of all ranks.
 
 A finding has one of these verdicts:
 
@@ -20,11 +20,11 @@ UNFIT = 3
 It differs from 1, which is also the status of a Python or srun that could not start, and then says
 nothing about the nodes."""
 _MOST_SHOWN = 3
-"""If ranks found different things, a row of the table shows at most this many of their texts."""
+"""If ranks have different texts for a check, its row of the table shows at most this many."""
 
 
 class Verdict(StrEnum):
-    """Verdict of a check. The order is from the most harmless to the gravest."""
+    """Verdict of a check. The members are ordered from the most harmless to the gravest."""
 
     SKIP = "skip"  # the check was not made
     PASS = "pass"  # nothing is wrong
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
     @property
     def gravity(self) -> int:
-        """How grave the verdict is: 0 for SKIP, which is the most harmless, to 3 for FAIL."""
+        """How grave the verdict is, from 0 (SKIP, the most harmless) to 3 (FAIL)."""
         return list(Verdict).index(self)
 
 
@@ -83,11 +83,11 @@ def is_failed(findings: Sequence[Finding]) -> bool:
 def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Join the findings of all ranks into one finding per check.
 
-    The joined finding has the gravest verdict that a rank has for the check, and names the ranks
-    and hosts with that verdict.
+    The joined finding has the gravest verdict of any rank, and names the ranks and hosts with that
+    verdict.
 
     Args:
-        by_rank: Findings of each rank.
+        by_rank: For each rank, its findings.
         hosts: Name of each rank's host.
     """
     by_check: dict[str, dict[int, Finding]] = {}
@@ -98,7 +98,11 @@ def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[F
 
 
 def _merged(by_rank: dict[int, Finding], hosts: Sequence[str]) -> Finding:
-    """Join the findings of one check, given by rank. `hosts` has the host of each rank."""
+    """Join the findings of one check into one finding.
+
+    `by_rank` has the finding of each rank that made the check, and `hosts` the name of each rank's
+    host.
+    """
     worst = max((finding.verdict for finding in by_rank.values()), key=lambda v: v.gravity)
     ranks_by_text: dict[str, list[int]] = {}
     for rank, finding in by_rank.items():
@@ -107,12 +111,12 @@ def _merged(by_rank: dict[int, Finding], hosts: Sequence[str]) -> Finding:
     first = by_rank[next(iter(ranks_by_text.values()))[0]]
     ranks = tuple(sorted(rank for group in ranks_by_text.values() for rank in group))
     shown = () if len(ranks) == len(hosts) else ranks
-    # All ranks found the same.
+    # If all ranks found the same, the text need not say which rank found it.
     if len(ranks_by_text) == 1 and len(ranks) == len(by_rank):
         return replace(first, ranks=shown)
-    # Texts that differ do not matter if nothing is wrong: show one of them.
+    # Nothing is wrong, so it does not matter that the texts differ. Show one of them.
     if worst in (Verdict.PASS, Verdict.SKIP):
-        whose = f"rank {ranks[0]}; others alike" if not shown else f"rank {ranges(ranks)}"
+        whose = f"on rank {ranks[0]}; similar on others" if not shown else f"rank {ranges(ranks)}"
         return replace(first, found=f"{first.found} ({whose})", ranks=shown)
     texts = [
         f"rank {ranges(group)} on {', '.join(dict.fromkeys(hosts[r] for r in group))}: {text}"
@@ -120,7 +124,7 @@ def _merged(by_rank: dict[int, Finding], hosts: Sequence[str]) -> Finding:
     ]
     if len(ranks_by_text) > _MOST_SHOWN:
         rest = [rank for group in list(ranks_by_text.values())[_MOST_SHOWN:] for rank in group]
-        texts.append(f"and rank {ranges(rest)}")
+        texts.append(f"other texts on rank {ranges(rest)}")
     return replace(first, found="; ".join(texts), ranks=shown)
 
 

@@ -1,4 +1,4 @@
-"""Checks whether all ranks see the run's output folder and its token stores."""
+"""Checks that ranks can use the run's output folder and open its token stores."""
 
 import tempfile
 from pathlib import Path
@@ -12,13 +12,13 @@ from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint.folder import SEEN_WITHIN_S
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 
-# Seconds that a quick examination waits until a file of rank 0 appears on the other nodes.
+# Seconds for which a quick examination waits until other nodes see a file that rank 0 wrote.
 QUICK_WITHIN_S = 15.0
-_TRIED_BYTES = 1 << 12  # bytes written once, to find out whether files can be written to a folder
+_TRIED_BYTES = 1 << 12  # size of the temporary file that tests whether a folder can be written
 
 
 def shared_folder(patient: Patient) -> Finding:
-    """Check that run.output_dir can be written and that all ranks see what rank 0 writes there.
+    """Check that ranks can write to run.output_dir and see the files that rank 0 writes there.
 
     The folder is created if it does not exist. A collective call.
     """
@@ -33,21 +33,21 @@ def shared_folder(patient: Patient) -> Finding:
     except (UserError, OSError) as error:
         remedy = "set run.output_dir to a folder that all nodes share and you may write to"
         return failed(check, str(error), remedy)
-    seen = "every rank sees it" if patient.world.world_size > 1 else "seen by one process only"
+    seen = "every rank sees it" if patient.world.world_size > 1 else "this process can write to it"
     return passed(check, f"{folder.absolute()}: {seen}")
 
 
 def token_stores(patient: Patient) -> Finding:
     """Check that this node can open the token stores that the run names.
 
-    If the run names none, nothing is checked: training makes the store from `data.corpus`.
+    If the run names no store, nothing is checked, because training makes one from `data.corpus`.
     """
     check, data = "token stores", patient.spec.data
     prefixes = [data.store, data.heldout_store, *(prefix for prefix, _ in parse_blend(data.blend))]
     given = [prefix for prefix in prefixes if prefix]
     if not given:
         return skipped(
-            check, f"the configuration names none; one is made from data.corpus = {data.corpus}"
+            check, f"none is configured; training makes one from data.corpus = {data.corpus}"
         )
     try:
         sizes = [TokenStore(prefix).num_tokens for prefix in given]
@@ -65,7 +65,8 @@ def vocabulary_of(store: str, otherwise: int) -> int:
 
     Args:
         store: Prefix of the store; "" for none.
-        otherwise: The size to return without a store, or if the store does not record its size.
+        otherwise: The size to return if there is no store, if it cannot be opened, or if it does
+            not record the size of its vocabulary.
     """
     try:
         return open_store(store).vocab_size or otherwise if store else otherwise

@@ -1,6 +1,6 @@
 """Checks a rank's GPU with NVML: driver, NVLink between TP ranks, clocks, throttling, ECC errors.
 
-NVML is NVIDIA's library that nvidia-smi uses. **These checks have not run on a GPU.** They are
+NVML is the NVIDIA library that nvidia-smi uses. **These checks have not run on a GPU.** They are
 tested with a stand-in for NVML.
 """
 
@@ -15,16 +15,17 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.profile.device import THROTTLE_REASONS, handle_of
 
-# Finding of a check of GPUs if ranks are on the CPU, and the remedy if NVML cannot be used.
+# NO_GPU is what checks of GPUs find on CPU ranks. INSTALL_NVML is the remedy if NVML does not work.
 NO_GPU = "ranks are on the CPU"
-INSTALL_NVML = "pip install nvidia-ml-py"
-# NVML's reasons for lower clocks that mean a defect (BROKEN), or a GPU that is too hot (HOT).
+INSTALL_NVML = "make NVML work, usually with pip install nvidia-ml-py"
+# Reasons for lower clocks, as named in `THROTTLE_REASONS`. Those in BROKEN mean that the GPU or its
+# power supply is defective, and those in HOT mean that the GPU is too hot.
 BROKEN = frozenset({"hardware_slowdown", "hardware_thermal", "power_brake"})
 HOT = frozenset({"software_thermal"})
 
 
 class NoNvml(Exception):
-    """NVML is not installed, or refuses a query. The message says why."""
+    """Raised if NVML is not installed or refuses a query. The message says why."""
 
 
 @contextmanager
@@ -57,7 +58,8 @@ def driver(patient: Patient) -> Finding:
         return warned(name, facts.gpu.no_nvml, INSTALL_NVML)
     major, minor = facts.gpu.driver_cuda
     found = (
-        f"driver {facts.gpu.driver} for CUDA up to {major}.{minor}, torch built for {facts.cuda}"
+        f"driver {facts.gpu.driver} supports CUDA up to {major}.{minor}, "
+        f"torch built for {facts.cuda}"
     )
     wanted = tuple(map(int, facts.cuda.split(".")[:2]))
     if major < wanted[0]:
@@ -79,7 +81,7 @@ def nvlink(patient: Patient) -> Finding:
         return skipped(name, NO_GPU)
     peers = tp_peers(patient)
     if not peers:
-        return skipped(name, "no other TP rank on this node")
+        return skipped(name, "no other rank of the TP group is on this node")
     try:
         with opened_nvml() as nvml:
             own = handle_of(nvml, gpu.uuid)
@@ -90,8 +92,8 @@ def nvlink(patient: Patient) -> Finding:
         return warned(name, str(error), remedy)
     found = f"{active} of {num_links} links are active"
     if not unlinked:
-        return passed(name, f"to all {len(peers)} other TP ranks of the node; {found}")
-    found = f"no NVLink to {', '.join(unlinked)}; {found}"
+        return passed(name, f"connected to all {len(peers)} other TP ranks of the node; {found}")
+    found = f"not connected to {', '.join(unlinked)}; {found}"
     if num_links and not active:
         remedy = (
             "see nvidia-smi nvlink --status; restart nvidia-fabricmanager, or leave the node out"
@@ -104,13 +106,13 @@ def nvlink(patient: Patient) -> Finding:
 
 
 def tp_peers(patient: Patient) -> list[tuple[str, str]]:
-    """Return the other GPUs of this node that are in this rank's TP group.
+    """Return the GPUs of the other ranks on this node that are in this rank's TP group.
 
-    If there is no mesh, because this process is alone, all other visible GPUs are returned. Without
-    tensor parallelism, the list is empty.
+    Without a mesh, because this process is the only rank, all other visible GPUs are returned.
+    Without tensor parallelism, the list is empty.
 
     Returns:
-        For each GPU, a name for messages and its UUID.
+        A pair for each GPU: a name for messages, and the UUID.
     """
     gpu, mesh = patient.facts.gpu, patient.mesh
     if gpu is None or patient.spec.parallel.tp == 1:
@@ -138,7 +140,7 @@ def _is_linked(nvml: Any, own: Any, uuid: str) -> bool:
 
 
 def _links(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Return the numbers of active and of all NVLinks of a GPU; (0, 0) without NVLink."""
+    """Return how many of a GPU's NVLinks are active, and how many it has; (0, 0) without NVLink."""
     active = count = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -150,14 +152,14 @@ def _links(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -> Finding:
-    """Check clocks and throttling while the GPU multiplies matrices.
+    """Check the GPU's clocks, and reasons for throttling, while the GPU multiplies matrices.
 
     This check has not run on a GPU yet.
 
     Args:
-        patient: Inputs of the check.
-        under_load: A function that keeps the GPU busy. It repeatedly calls the function that it is
-            given, which reads the clocks.
+        patient: The run, this rank's device and the facts of all ranks.
+        under_load: A function that keeps the GPU busy and meanwhile calls its argument repeatedly.
+            It is called with a function that reads the clocks.
     """
     name, gpu = "clocks", patient.facts.gpu
     if gpu is None:
@@ -201,10 +203,10 @@ def _judge_clocks(
 
     Args:
         name: Name of the check.
-        seen: NVML's reasons for lower clocks, from all readings.
+        seen: Reasons for lower clocks that any reading showed, as named in `THROTTLE_REASONS`.
         rates: Clock of the SMs at each reading, in MHz.
-        application: Configured and default application clock of the SMs in MHz; None if the GPU has
-            none.
+        application: Configured and default application clock of the SMs, in MHz; None if the GPU
+            has no application clock.
     """
     found = f"SM clock {min(rates)} to {max(rates)} MHz under load"
     reasons = sorted(seen - {"idle"})
@@ -218,7 +220,9 @@ def _judge_clocks(
     if seen & HOT:
         return warned(name, found, "the GPU is too hot; check its cooling, or leave the node out")
     if application is not None and application[0] < application[1]:
-        found += f"; application clock {application[0]} MHz is below the usual {application[1]}"
+        found += (
+            f"; application clock {application[0]} MHz is below the default of {application[1]} MHz"
+        )
         return warned(name, found, "run nvidia-smi --reset-applications-clocks")
     return passed(name, found)
 
@@ -226,8 +230,8 @@ def _judge_clocks(
 def memory_errors(patient: Patient) -> Finding:
     """Check for ECC errors since the driver was loaded, and for memory rows that need remapping.
 
-    A GPU replaces a defective memory row by a spare one; this is called remapping. This check has
-    not run on a GPU.
+    Remapping means that a GPU replaces a defective memory row by a spare one. This check has not
+    run on a GPU yet.
     """
     name, gpu = "ECC", patient.facts.gpu
     if gpu is None:
@@ -237,7 +241,8 @@ def memory_errors(patient: Patient) -> Finding:
             handle = handle_of(nvml, gpu.uuid)
             if nvml.nvmlDeviceGetEccMode(handle)[0] != nvml.NVML_FEATURE_ENABLED:
                 remedy = (
-                    "run nvidia-smi -e 1 and restart: without ECC, memory errors stay undetected"
+                    "run nvidia-smi -e 1 and restart, because memory errors stay undetected "
+                    "without ECC"
                 )
                 return warned(name, "ECC is off", remedy)
             errors = nvml.nvmlDeviceGetTotalEccErrors(
@@ -258,11 +263,12 @@ def memory_errors(patient: Patient) -> Finding:
 
 
 def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
-    """Return what NVML says about remapped memory rows of the GPU `handle`.
+    """Return four numbers about the remapped memory rows of the GPU `handle`.
 
     Returns:
-        Number of rows remapped after correctable errors and after uncorrectable errors, whether a
-            remapping is pending, and whether one has failed. All 0 for GPUs that cannot remap rows.
+        The number of rows remapped after correctable errors, the number of rows remapped after
+            uncorrectable errors, whether a remapping is pending (1 or 0), and whether one has
+            failed. All are 0 for GPUs that cannot remap rows.
     """
     try:
         return tuple(nvml.nvmlDeviceGetRemappedRows(handle))
@@ -271,9 +277,9 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
-    """Check that all ranks have the same kind of device, and the device that the run asks for.
+    """Check that all ranks have the same kind of device, which the run also asks for.
 
-    A warning is returned if a node has more GPUs than ranks. This check has not run on a GPU yet.
+    The verdict is warn if a node has idle GPUs (`_spare`). This check has not run on a GPU yet.
 
     Args:
         everyone: Facts of all ranks.
@@ -285,12 +291,14 @@ def equal_gpus(everyone: Sequence[Facts]) -> Finding:
             lacking.setdefault(facts.problem, []).append(facts)
     if lacking:
         found = "; ".join(f"{_hosts(them)}: {problem}" for problem, them in lacking.items())
-        return failed(name, found, "start one rank a GPU, or set run.device = cpu")
+        return failed(name, found, "start one rank per GPU, or set run.device = cpu")
     without = [facts for facts in everyone if facts.gpu is None]
     if len(without) == len(everyone):
         return skipped(name, NO_GPU)
     if without:
-        found = f"{_hosts(without)} would compute on the CPU, but the other nodes on GPUs"
+        found = (
+            f"{_hosts(without)} would compute on CPUs, but the other nodes would compute on GPUs"
+        )
         return failed(name, found, "set run.device = cuda, and leave out nodes without GPUs")
     kinds: dict[str, list[Facts]] = {}
     for facts in everyone:
@@ -303,19 +311,22 @@ def equal_gpus(everyone: Sequence[Facts]) -> Finding:
     idle = [f for f in everyone if f.gpu and _spare(f)]
     if idle:
         found = f"{next(iter(kinds))}; {_hosts(idle)} has more GPUs than ranks"
-        return warned(name, found, "start one rank a GPU (--ntasks-per-node, --nproc-per-node)")
+        return warned(name, found, "start one rank per GPU (--ntasks-per-node, --nproc-per-node)")
     return passed(name, f"{len(everyone)} x {next(iter(kinds))}")
 
 
 def _spare(facts: Facts) -> bool:
-    """Return whether a rank's node has more GPUs than ranks."""
+    """Return whether a rank's node has idle GPUs, that is, more GPUs than ranks.
+
+    False if the node has one rank, which may be intended, or if each rank sees only its own GPU.
+    """
     assert facts.gpu is not None
     is_alone = facts.one_gpu_each or facts.local_world_size == 1
     return not is_alone and facts.gpu.num_visible > facts.local_world_size
 
 
 def _hosts(ranks: Sequence[Facts]) -> str:
-    """Return the names of the hosts of some ranks, each name once."""
+    """Return the names of the hosts of `ranks` as text. Each name is listed once."""
     return ", ".join(dict.fromkeys(facts.host for facts in ranks))
 
 
@@ -338,8 +349,8 @@ def equal_software(everyone: Sequence[Facts]) -> Finding:
     if differing:
         found = "; ".join(_by_host(what, values, everyone) for what, values in differing.items())
         remedy = "start all ranks in one environment or container, on nodes with one driver"
-        # Ranks that only have different drivers may work. With any other difference, ranks may
-        # compute or plan differently.
+        # With different drivers, ranks may still work. With any other difference, they may compute
+        # different numbers or make different plans.
         return (warned if list(differing) == ["driver"] else failed)(name, found, remedy)
     shown = [f"{what} {values[0]}" for what, values in versions.items() if values[0]]
     return passed(name, ", ".join(shown))

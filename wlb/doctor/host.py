@@ -37,11 +37,14 @@ def descriptors(patient: Patient) -> Finding:
     name, world = "file descriptors", patient.spec.parallel.world_size
     need = open_files_needed(0, world, patient.device.type)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"ulimit -n is {_limit(soft)} of {_limit(hard)}; {world} ranks need about {need}"
+    found = (
+        f"limits on open files: soft {_limit(soft)}, hard {_limit(hard)}; rank 0 of {world} ranks "
+        f"needs about {need}"
+    )
     most = max(soft, hard) if resource.RLIM_INFINITY not in (soft, hard) else need
     if most >= need:
         return passed(name, found)
-    remedy = "raise the hard limit: LimitNOFILE of slurmd or of the container"
+    remedy = "raise the hard limit (LimitNOFILE of slurmd, or the limit of the container)"
     return failed(name, found, remedy)
 
 
@@ -50,7 +53,7 @@ def _limit(value: int) -> str:
 
 
 def numa(patient: Patient) -> Finding:
-    """Check that this process may only run on CPU cores of its GPU's NUMA node.
+    """Check that this process is bound to CPU cores of its GPU's NUMA node.
 
     The check was tested with folders that imitate sysfs, but not on a GPU.
     """
@@ -61,17 +64,20 @@ def numa(patient: Patient) -> Finding:
         node = int((PCI / gpu.bus / "numa_node").read_text("utf-8"))
         local_cores = cores_of((NODES / f"node{node}" / "cpulist").read_text("utf-8"))
     except (OSError, ValueError):
-        return skipped(name, f"sysfs names no NUMA node of {gpu.bus or gpu.name}")
+        return skipped(name, f"sysfs does not name the NUMA node of {gpu.bus or gpu.name}")
     mine = affinity()
     found = (
-        f"GPU on node {node}; {len(mine & local_cores)} of this rank's {len(mine)} cores are there"
+        f"the GPU is on NUMA node {node}, with {len(mine & local_cores)} of this rank's "
+        f"{len(mine)} CPU cores"
     )
     if mine <= local_cores:
         return passed(name, found)
     how = "srun --cpu-bind=..., --gpu-bind=closest, or numactl --cpunodebind"
     if mine & local_cores:
         return warned(name, found, f"bind ranks near their GPUs: {how}")
-    return warned(name, f"{found}: bound to another node", f"bind ranks near their GPUs: {how}")
+    return warned(
+        name, f"{found}: bound to another NUMA node", f"bind ranks near their GPUs: {how}"
+    )
 
 
 def cores_of(text: str) -> frozenset[int]:
@@ -87,7 +93,7 @@ def cores_of(text: str) -> frozenset[int]:
 def shared_memory(patient: Patient) -> Finding:
     """Check that /dev/shm has enough free space for NCCL's buffers.
 
-    How much space they need is an estimate, which was not compared with a run on GPUs.
+    The needed space is an estimate (`SHM_A_RANK_BYTES`) that was not compared with a run on GPUs.
     """
     name = "shared memory"
     try:
@@ -115,13 +121,14 @@ def disk(patient: Patient) -> Finding:
     most = most_at_once(spec)
     found = f"{folder} has {_size(free)} free; a checkpoint takes about {_size(one)}"
     there = len(list_complete(directory_of(spec) / "checkpoints"))
-    # A run that finds the disk full removes its oldest checkpoint, if it has several.
+    # With several checkpoints, the run can still save, because a save removes the oldest one if
+    # the disk is full.
     if free < one and there < 2:
         return failed(
-            name, found, "free space on this disk, or set run.output_dir to a larger disk"
+            name, found, "make space on this disk, or set run.output_dir to a larger disk"
         )
     if free < (most - there) * one:
-        remedy = f"free space for {most} checkpoints at once, or lower checkpoint.keep"
+        remedy = f"make space for {most} checkpoints at the same time, or lower checkpoint.keep"
         return warned(name, found, remedy)
     return passed(name, found)
 
@@ -129,8 +136,9 @@ def disk(patient: Patient) -> Finding:
 def memory(patient: Patient) -> Finding:
     """Compare the free memory of this rank's device with the memory that the fullest rank needs.
 
-    On a CPU, the available memory of the machine is divided equally among its ranks. This check
-    has not run on a GPU yet.
+    On a CPU, the available memory of the machine is divided equally among its ranks. If the run
+    does not fit even into the whole memory of a device, the verdict is fail too. This check has not
+    run on a GPU yet.
     """
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)
@@ -154,7 +162,9 @@ def memory(patient: Patient) -> Finding:
         )
         return skipped(name, found)
     if free is None:
-        return skipped(name, f"the estimate is {_size(need)}; free memory is not known")
+        return skipped(
+            name, f"the fullest rank needs about {_size(need)}; the free memory is not known"
+        )
     found = f"{_size(free)} of {what} free; the fullest rank needs about {_size(need)}"
     if need > free:
         remedy = (
@@ -166,13 +176,16 @@ def memory(patient: Patient) -> Finding:
         return warned(
             name,
             found,
-            f"less than {ALLOCATOR_GAPS:.0%} is left for the allocator's gaps; lower packing.s_max",
+            f"lower packing.s_max: less than {ALLOCATOR_GAPS:.0%} is left for the allocator's gaps",
         )
     return passed(name, found)
 
 
 def _free_bytes(patient: Patient) -> tuple[int | None, str]:
-    """Return the free bytes of a rank's device (None if not known), and its total size as text."""
+    """Return a rank's free memory in bytes and its total memory as text; (None, "") if not known.
+
+    On a CPU, both are the machine's memory divided by the number of its ranks.
+    """
     if patient.is_cuda:
         free, total = torch.cuda.mem_get_info(patient.device)
         return free, _size(total)

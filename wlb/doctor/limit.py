@@ -1,8 +1,9 @@
-"""Limits the time of each stage of an examination, and names the ranks that hang.
+"""Limits the time of each stage of `wlb doctor`, and names the ranks that hang.
 
 A rank may hang in a driver, in NCCL's bootstrap or in a file system, where no Python exception can
 interrupt it. Each rank writes to the key-value store of torch.distributed which stages it has
-ended. If a stage takes too long, a timer on rank 0 reads from the store which ranks are late.
+finished. If a stage takes too long, a timer on rank 0 reads from that store which ranks have not
+finished it.
 """
 
 import os
@@ -17,19 +18,19 @@ from torch.distributed import distributed_c10d
 from wlb.doctor.finding import UNFIT
 
 GRACE_S = 20.0
-"""Seconds by which the time limit of other ranks is longer than rank 0's.
+"""Seconds by which the time limit of a stage is longer on other ranks than on rank 0.
 
-So rank 0 can report the late ranks before the other ranks end."""
+So rank 0 can report which ranks are late before the other ranks end their processes."""
 
 
 class StageLimit:
-    """Ends this process if a stage takes too long; rank 0 first reports the late ranks.
+    """Ends this process if a stage takes too long. Rank 0 first reports which ranks are late.
 
     Args:
         rank: This rank's number.
-        limit_s: Seconds that a stage may take.
-        on_late: Called on rank 0 when a stage takes too long, with the name of the stage and the
-            ranks that have not ended it. The timer's thread calls it.
+        limit_s: Seconds that each stage may take. Ranks other than 0 get `GRACE_S` more.
+        on_late: Rank 0 calls this function when a stage takes too long, with the name of the stage
+            and the ranks that have not finished it. The call is made in the timer's thread.
         end: Function that ends the process with the exit status that it is given.
     """
 
@@ -49,18 +50,21 @@ class StageLimit:
         self._entered: list[str] = []
 
     def join(self) -> None:
-        """Write ended stages to the process group's store from now on. The group must exist."""
-        # Use a clone, which has its own connection. With the same connection, the timer could not
-        # read the store while the main thread waits in it.
+        """From now on, record each finished stage where rank 0 can read it.
+
+        The record is in the key-value store of torch's default process group, which must exist.
+        """
+        # A clone of the store has a connection of its own. With a shared connection, the timer
+        # could not read while the main thread waits for the store.
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()
         self._world_size = dist.get_world_size()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Limit the time of the block, which is the stage `name`.
+        """Limit the time of the block, and record that this rank has finished the stage `name`.
 
-        All ranks enter the same stages in the same order.
+        All ranks must enter the same stages in the same order.
         """
         self._entered.append(name)
         timer = threading.Timer(self.limit_s, self._expired)
@@ -74,9 +78,9 @@ class StageLimit:
             self._store.set(_key(name, self.rank), b"1")
 
     def _expired(self) -> None:
-        """Report the late ranks and end the process. The timer calls it when time is up."""
-        # The lock is never released. So if the timer of another stage expires during the report, it
-        # does not report too.
+        """Report the late ranks and end the process. The timer calls this when time is up."""
+        # The lock is never released. So if the timer of another stage expires during this report,
+        # there is no second report.
         if self._is_over.acquire(blocking=False):
             try:
                 if self.rank == 0:
@@ -85,7 +89,10 @@ class StageLimit:
                 self.end(UNFIT)
 
     def missing(self) -> tuple[str, list[int]]:
-        """Return the first stage that some ranks have not ended, and the numbers of these ranks."""
+        """Return the first stage that some ranks have not finished, and the numbers of these ranks.
+
+        Before `join`, only this process is known, and the current stage and rank 0 are returned.
+        """
         if self._store is None:
             return self._entered[-1], [0]
         stage, late = "", []

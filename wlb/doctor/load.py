@@ -11,15 +11,15 @@ from wlb.doctor.facts import Facts
 from wlb.doctor.finding import Finding, passed, skipped, warned
 from wlb.doctor.network import synchronize
 
-SIZE = {"cpu": 512, "cuda": 8192}  # number of rows and of columns of the multiplied matrices
+SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of the square matrices that are multiplied
 SECONDS = {"cpu": (0.1, 0.5), "cuda": (0.5, 4.0)}
-"""Seconds that the measurement takes, in a quick and in a full examination."""
-AT_ONCE = 10  # number of matrix products between two readings of the GPU's clocks
+"""Seconds that the measurement takes, by kind of device: in a quick and in a full examination."""
+AT_ONCE = 10  # number of matrix products between two calls of `meanwhile`
 LEAST_OF_MEDIAN = 0.9  # a GPU is slow if its speed is below this share of the median GPU's
 
 
 def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[], None]) -> float:
-    """Measure the TFLOP/s of products of square matrices.
+    """Measure how many TFLOP/s this rank's device reaches in products of square matrices.
 
     The matrices are in bfloat16 on CUDA and in float32 on a CPU. This code has not run on a
     GPU yet.
@@ -46,12 +46,13 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
-    """Return a finding that names GPUs which are slower than the others.
+    """Compare the speeds of all ranks. The verdict is warn if a GPU is much slower than the median.
 
-    Speeds of ranks on CPUs are shown but not judged, because they share caches and memory.
+    The speeds of CPU ranks are shown but not judged, because ranks of a node share caches and
+    memory.
 
     Args:
-        tflops: TFLOP/s of each rank; 0 if not measured.
+        tflops: TFLOP/s of each rank; 0 for a rank that was not measured.
         everyone: Facts of all ranks.
     """
     check = "matrix products"
@@ -63,13 +64,16 @@ def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding
     gpu = everyone[0].gpu
     peak = known_peak_tflops(gpu.name) if gpu else None
     if peak:
-        found += f", {usual / peak:.0%} of the peak of {peak:.0f}"
+        found += f", median {usual / peak:.0%} of the peak of {peak:.0f}"
     slow = [
         f"rank {facts.rank} ({facts.host}) {speed:.0f}"
         for speed, facts in zip(tflops, everyone, strict=True)
         if facts.gpu and 0 < speed < LEAST_OF_MEDIAN * usual
     ]
     if slow:
-        remedy = "leave these nodes out: every rank waits for the slowest; see the row of clocks"
+        remedy = (
+            "leave these nodes out, because all ranks wait for the slowest one; the row of clocks "
+            "may show why they are slow"
+        )
         return warned(check, f"{found}; slow: {', '.join(slow)}", remedy)
     return passed(check, found)

@@ -1,8 +1,8 @@
 """Uses every communicator of a layout, checks its results, and measures its bandwidth.
 
-Bandwidth is the bus bandwidth of nccl-tests: the bytes that a rank must send, over the time of the
-call. All groups of an axis of the mesh, for example all TP groups, are measured at the same time,
-because they also communicate at the same time in training.
+Bandwidth is the bus bandwidth of nccl-tests: the bytes that a rank must send, divided by the time
+of the call. All groups of an axis of the mesh, for example all TP groups, are measured at the same
+time, because they also communicate at the same time in training.
 
 **This code has not run with NCCL yet.** With Gloo, bandwidth is shown but not judged, because it
 depends on other work of the CPU cores.
@@ -26,22 +26,22 @@ from wlb.parallel.mesh import used_groups
 from wlb.spec import ExchangeChoice
 
 WORLD = "world"
-# The collective that is measured on an axis of the mesh: the one that the axis uses most. On axes
-# that are not named here it is the all-gather.
+# The collective that is measured on each axis of the mesh, which is the one that training uses most
+# on that axis. The all-gather is measured on axes that are not named here.
 OPS = {WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
 OPS |= dict.fromkeys(LINKS, Collective.P2P)
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
-"""Size in bytes of the buffer that is sent, in a quick and in a full examination."""
-REPEATS = (5, 20)  # number of measured calls in a quick and in a full examination
+"""Size in bytes of a call's buffer, by kind of device: in a quick and in a full examination."""
+REPEATS = (5, 20)  # number of timed calls in a quick and in a full examination
 ROWS = " rows"
-"""Suffix of an axis' name for the measurement of its all-to-all.
+"""Suffix that an axis' name gets if its all-to-all is measured.
 
-Over the axis "cp", the all-to-all exchanges only the keys that ranks need."""
-# A GPU's communicator is slow if its bandwidth is below this share of the profile's.
+CP ranks use an all-to-all to exchange only the rows of keys and values that they need."""
+# A communicator of GPUs is slow if its bandwidth is below this share of the profile's bandwidth.
 LEAST_OF_PROFILE = 0.5
 REMEDY = (
-    "NCCL_DEBUG=INFO shows the transport; compare with nccl-tests, see NCCL_SOCKET_IFNAME and "
-    "NCCL_IB_HCA, and leave out nodes that stay slow"
+    "check the transport with NCCL_DEBUG=INFO and the interfaces in NCCL_SOCKET_IFNAME and "
+    "NCCL_IB_HCA, compare with nccl-tests, and leave out nodes that stay slow"
 )
 
 
@@ -55,23 +55,23 @@ class GroupTiming:
     # The measured collective. An all-to-all of equal parts is recorded as an all-gather, because a
     # rank must send equally many bytes in both.
     op: Collective
-    size_bytes: int  # size of the buffer
-    # Total seconds of the first calls of all checked collectives. First calls connect the ranks.
+    size_bytes: int  # size of the buffer in the timed calls
+    # Seconds that the first calls of all checked collectives took together. They connect the ranks.
     first_s: float
     latency_s: float  # seconds of a call with a buffer of 8 bytes
     seconds: float  # seconds of a call with a buffer of size_bytes
-    is_right: bool  # whether the results of all calls were right
+    is_right: bool  # whether all checked results were right
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that a rank must send per second of a call: the bus bandwidth of nccl-tests."""
+        """Bus bandwidth as in nccl-tests: bytes that a rank must send, per second of the call."""
         return self.size_bytes * self.op.wire_share(len(self.ranks)) / self.seconds
 
 
 def measure_groups(patient: Patient) -> list[GroupTiming]:
-    """Measure each of this rank's communicators in turn. A collective call.
+    """Measure each of this rank's communicators, one after the other. A collective call.
 
-    The list is empty without a mesh.
+    The result is empty if `patient` has no mesh.
     """
     if patient.mesh is None:
         return []
@@ -84,14 +84,14 @@ def measure_groups(patient: Patient) -> list[GroupTiming]:
 
 
 def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
-    """Measure the all-to-all of a communicator with parts of equal size, and check its result.
+    """Measure and check an all-to-all in which every rank sends equally many bytes to every rank.
 
-    CP ranks use it to exchange only the keys and values that they need.
+    CP ranks use all-to-alls to exchange only the keys and values that they need.
 
     Args:
         axis: Name of the axis of the mesh.
         group: The communicator.
-        patient: Inputs of the check.
+        patient: The run, this rank's device and the facts of all ranks.
     """
     device, count, is_full = patient.device, group.size(), not patient.is_quick
     size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
@@ -119,12 +119,12 @@ def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> Group
 
 
 def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
-    """Measure the collective that a communicator uses most, and check its result.
+    """Measure the collective that training uses most on a communicator, and check its result.
 
     Args:
         axis: Name of the axis of the mesh.
         group: The communicator.
-        patient: Inputs of the check.
+        patient: The run, this rank's device and the facts of all ranks.
     """
     device, count = patient.device, group.size()
     op = OPS.get(axis, Collective.ALL_GATHER)
@@ -154,9 +154,10 @@ def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> Grou
 def _call(
     op: Collective, group: dist.ProcessGroup, size: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], bool]]:
-    """Return a function that calls the collective once, and a function that checks its result.
+    """Return a function that calls the collective `op` once, and one that checks its result.
 
-    `size` is the size of the buffer in bytes.
+    The checking function returns whether the result is right. `size` is the size of the buffer in
+    bytes.
     """
     rank, count = dist.get_rank(group), group.size()
     if op == Collective.ALL_REDUCE:
@@ -179,9 +180,9 @@ def _call(
 def _shift(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Return a function that sends `sent` to the next rank and receives from the previous one.
+    """Return a function that sends `sent` to the next rank of the group's ring.
 
-    The ranks of the group form a ring. What is received is written to `received`.
+    It also receives the previous rank's tensor into `received`.
     """
     rank, count = dist.get_rank(group), group.size()
     following, before = (dist.get_global_rank(group, (rank + i) % count) for i in (1, -1))
@@ -196,7 +197,7 @@ def _shift(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the mean seconds of `repeats` calls, after a first call that is not timed."""
+    """Return the mean seconds of a call, over `repeats` calls that follow an untimed first call."""
     call()
     synchronize(device)
     began = time.perf_counter()
@@ -207,7 +208,7 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; does nothing on a CPU."""
+    """Wait until a GPU has finished its work. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -220,7 +221,8 @@ def link_findings(
     Args:
         timings: Measurements of all ranks.
         everyone: Facts of all ranks.
-        profile: Profile with whose bandwidths the measured ones are compared; None compares none.
+        profile: The profile whose bandwidths are compared with the measured ones; None compares
+            nothing.
     """
     by_axis: dict[str, list[GroupTiming]] = {}
     for timing in timings:
@@ -239,17 +241,18 @@ def link_findings(
 def _axis_finding(
     axis: str, found: list[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> Finding:
-    """Judge the communicators of one axis of the mesh.
+    """Judge the communicators of one axis of the mesh, given all ranks' measurements `found`.
 
-    Wrong results are a fail. On GPUs, a bandwidth far below the profile's is a warning.
+    The verdict is fail if a result was wrong. On GPUs it is warn if the slowest communicator's
+    bandwidth is far below the profile's (`LEAST_OF_PROFILE`).
     """
     check, groups = f"communicator {axis}", {timing.ranks for timing in found}
     wrong = {timing.ranks for timing in found if not timing.is_right}
     if wrong:
         where = "; ".join(f"ranks {ranges(r)} on {_hosts(r, everyone)}" for r in sorted(wrong))
         remedy = (
-            "do not train on these nodes; find the broken link with NCCL_P2P_DISABLE=1 or "
-            "NCCL_IB_DISABLE=1"
+            "do not train on these nodes; to find the broken link, repeat with NCCL_P2P_DISABLE=1 "
+            "or NCCL_IB_DISABLE=1"
         )
         return failed(check, f"WRONG results from {where}", remedy)
     slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
@@ -258,7 +261,7 @@ def _axis_finding(
         f"{_call_of(slow)}: "
         f"{slow.bytes_per_s / 1e9:.2f} to "
         f"{fast.bytes_per_s / 1e9:.2f} GB/s, 8 bytes in {_most(found, 'latency_s') * 1e6:.0f} us, "
-        f"created in {_most(found, 'first_s'):.2f} s"
+        f"first calls in {_most(found, 'first_s'):.2f} s"
     )
     if profile is None:
         return passed(check, text)
@@ -271,9 +274,10 @@ def _axis_finding(
 
 
 def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
-    """Return the bandwidth (bytes/s) that the profile predicts for the call, latency included.
+    """Return the bandwidth (bytes/s) that the profile predicts for a measured call.
 
-    It is defined like `GroupTiming.bytes_per_s`, so that the two can be compared.
+    The value can be compared with `GroupTiming.bytes_per_s`. It includes the latency of the call,
+    except for an all-to-all between nodes, for which the bandwidth of their links is returned.
     """
     count, span = len(timing.ranks), max(timing.ranks) - min(timing.ranks) + 1
     if timing.axis.endswith(ROWS) and span > profile.ranks_per_node:

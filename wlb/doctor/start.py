@@ -34,14 +34,14 @@ MOST_LOCAL_RANKS = 16
 
 If the layout has more ranks, this process examines the machine alone. The value is chosen so that
 a login node, which is not meant for computing, can bear so many processes."""
-# Remedy for ranks that do not answer: what the user can do.
+# What the user can do if ranks do not answer.
 LOOK = "see the logs of these ranks' nodes (srun's output, dmesg), or leave the nodes out"
-# Names of two stages of an examination.
+# Names of the first two stages of an examination.
 START = "start"
 FIRST_COLLECTIVE = "first collective"
 HOST = socket.gethostname()
-# Remedy for a check that raised an error: what the user can do.
-CRASHED = "the check itself failed, which is a bug of wlb; report it with this line"
+# What the user can do if a check raised an error.
+CRASHED = "report this line as a bug of wlb: the check itself failed"
 Show = Callable[[Sequence[Finding]], None]
 
 # Checks that each rank makes on its node without other ranks, in the order of the table.
@@ -61,11 +61,10 @@ NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
 class Options(NamedTuple):
     """What an examination measures, and how it shows its findings."""
 
-    is_quick: bool  # make fewer and smaller measurements, in about ten seconds
-    # Seconds that a stage of the examination, such as making communicators, may take.
+    is_quick: bool  # whether to make fewer and smaller measurements, in about ten seconds
+    # Seconds that each stage of the examination may take, such as making the communicators.
     limit_s: float
-    # Function that prints findings, called on rank 0. It must be picklable, because it is sent to
-    # local ranks.
+    # Function that prints findings. It must be picklable, because it is sent to local ranks.
     show: Show
 
 
@@ -73,30 +72,31 @@ class Options(NamedTuple):
 class RankReport:
     """Findings and measurements of one rank."""
 
-    findings: list[Finding] = field(default_factory=list[Finding])  # results of its checks
-    # Measurements of the rank's communicators.
+    # Results of the checks that this rank made.
+    findings: list[Finding] = field(default_factory=list[Finding])
+    # Measurements of this rank's communicators, one each.
     timings: list[network.GroupTiming] = field(default_factory=list[network.GroupTiming])
-    tflops: float = 0.0  # speed of matrix products; 0 if not measured
-    # Seconds from the rank's start until the last rank came to the first collective.
+    tflops: float = 0.0  # TFLOP/s in matrix products; 0 if not measured
+    # Seconds from this rank's start until the last rank had started (`wait_for_all`).
     wait_s: float = 0.0
 
 
 def examine(spec: RunSpec, options: Options) -> bool:
     """Examine the machines for a run, and show the findings.
 
-    Under torchrun or Slurm, the ranks that they started are examined. Otherwise local ranks are
-    started if this machine has enough devices for the layout. If it has not, this process alone
-    examines the machine and skips the checks between ranks.
+    Under torchrun or Slurm, the processes that the launcher started are the ranks. Otherwise local
+    ranks are started, if this machine has enough devices for the layout. If it has too few, this
+    process alone examines the machine and skips the checks between ranks.
 
     Args:
         spec: The run.
         options: What to measure, and how to show the findings.
 
     Returns:
-        Whether no check failed, the same on all ranks.
+        Whether no check had the verdict fail. All ranks return the same value.
 
     Raises:
-        UserError: If the layout does not fit the number of ranks that were started.
+        UserError: If the layout does not fit the number of ranks that the launcher started.
     """
     world = worlds.discover()
     if world is not None:
@@ -111,9 +111,10 @@ def examine(spec: RunSpec, options: Options) -> bool:
 
 
 def _filled(spec: RunSpec, world_size: int) -> RunSpec:
-    """Fill in the data-parallel size, and a vocabulary size for estimates of memory.
+    """Fill in the run's data-parallel size, and a vocabulary size for the estimates of memory.
 
-    The vocabulary size is read from the run's token store if there is one.
+    The vocabulary size comes from `model.vocab_size`, else from the run's token store, else from
+    `data.bpe_vocab_size`.
     """
     spec = resolve_dp(spec, world_size)
     size = spec.model.vocab_size
@@ -136,7 +137,7 @@ def _device_kind(spec: RunSpec, world: World) -> tuple[str, str]:
 
 
 def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
-    """Make one rank's part of the examination. All ranks call it together.
+    """Examine the machines on one rank. All ranks call this function together.
 
     Args:
         world: This rank's place among the processes of the launcher.
@@ -144,14 +145,16 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
         options: What to measure, and how to show the findings.
 
     Returns:
-        Whether no check failed on any rank.
+        Whether no check had the verdict fail on any rank.
     """
     kind, problem = _device_kind(spec, world)
     device = worlds.rank_device(world, kind)
     report = RankReport()
 
     def show_late(stage: str, late: Sequence[int]) -> None:
-        found = f"{_who(late, world)} did not end {stage!r} within {options.limit_s:g} s"
+        found = (
+            f"{_who(late, world)} did not finish the stage {stage!r} within {options.limit_s:g} s"
+        )
         options.show([*report.findings, failed("hanging ranks", found, LOOK)])
 
     limit = StageLimit(world.rank, options.limit_s, show_late)
@@ -163,21 +166,21 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
     if world.world_size > 1:
         try:
             worlds.init(world, device, timeout_s=options.limit_s)
-        # Two possible causes: the limit on open files is too low, or the port is taken.
+        # The limit on open files is too low, or the port is taken.
         except UserError as error:
             options.show([failed("rendezvous", f"{HOST}: {error}", LOOK)])
             return False
-        # Ranks that cannot connect get torch's DistError, which is a RuntimeError, or a plain
-        # RuntimeError from Gloo.
+        # If ranks cannot connect, torch raises DistError, which is a RuntimeError, and Gloo raises
+        # a plain RuntimeError.
         except RuntimeError as error:
             if world.rank == 0:
                 options.show([_failed_rendezvous(error, world)])
             return False
-        # Let collectives time out later than stages. When a stage takes too long, the late ranks
-        # are named; the error of a collective does not name them.
+        # Let collectives time out later than stages, because only the error of a stage names the
+        # late ranks.
         limit_collectives(options.limit_s + 2 * GRACE_S)
         limit.join()
-        # This stage is empty. A rank that does not end it has not joined the process group.
+        # This empty stage shows which ranks have joined the process group.
         with limit.stage(START):
             pass
     try:
@@ -191,7 +194,7 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
         if world.rank:
             raise
         stage, late = limit.missing()
-        found = f"{_who(late, world)} did not end {stage!r}: {_line(error)}"
+        found = f"{_who(late, world)} did not finish the stage {stage!r}: {_line(error)}"
         options.show([*report.findings, failed("communication", found, LOOK)])
         return False
     finally:
@@ -199,20 +202,20 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
 
 
 def _who(late: Sequence[int], world: World) -> str:
-    """Return words that name the late ranks and can be the subject of a sentence."""
+    """Return the late ranks in words, for a sentence such as "rank 3 did not finish it"."""
     if len(late) == world.world_size > 1:
         return f"all {world.world_size} ranks, some of which wait for the others,"
     return f"rank {ranges(late)}"
 
 
 def _line(error: Exception) -> str:
-    """Return the class of an error and the first line of its text."""
+    """Return a line with the class of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
 
 def _failed_rendezvous(error: RuntimeError, world: World) -> Finding:
-    """Return a failed finding which says that the ranks could not connect to each other."""
-    remedy = "check that all ranks started and reach the first node's address (GLOO_SOCKET_IFNAME)"
+    """Return a finding, with the verdict fail, that the ranks could not connect to each other."""
+    remedy = "check that all ranks started and can reach the first node (GLOO_SOCKET_IFNAME)"
     found = f"{world.world_size} ranks did not connect: {_line(error)}"
     return failed("rendezvous", found, remedy)
 
@@ -226,22 +229,22 @@ def _examined(
     limit: StageLimit,
     report: RankReport,
 ) -> bool:
-    """Make all checks in stages, and let rank 0 show the findings.
+    """Make all checks, in stages. Rank 0 shows the findings at the end.
 
-    The stages gather facts of all ranks, build the mesh, check each node, check connections, check
-    kernels, and gather the reports.
+    The stages gather the facts of all ranks, build the mesh, check each node, check the connections
+    between ranks, check kernels, and gather the ranks' reports.
 
     Args:
         world: This rank's place among the processes of the launcher.
         spec: The run.
         device: This rank's device.
-        problem: Why the run cannot have the device that it asks for; "" if it can.
+        problem: Why `device` is not the device that the run asks for; "" if it is.
         options: What to measure, and how to show the findings.
         limit: Limits the time of each stage.
-        report: Gets this rank's findings and measurements.
+        report: The record to which this rank's findings and measurements are added.
 
     Returns:
-        Whether no check failed on any rank, the same on all ranks.
+        Whether no check had the verdict fail on any rank. All ranks return the same value.
     """
     with limit.stage("facts of all ranks"):
         mine = replace(_tried_facts(world, device, problem), kernels=_kernels_of(spec, device))
@@ -252,8 +255,7 @@ def _examined(
     patient = Patient(
         spec=spec, world=world, device=device, is_quick=options.is_quick, everyone=tuple(everyone)
     )
-    # Every rank compares the facts of all ranks, so all ranks decide the same about building a
-    # mesh.
+    # Every rank compares the facts of all ranks, so all ranks agree on whether to build a mesh.
     unequal = [gpu.equal_software(everyone), gpu.equal_gpus(everyone)]
     if world.world_size > 1 and not is_failed(unequal[1:]):
         with limit.stage("making the communicators"):
@@ -290,10 +292,10 @@ def _examined(
 
 
 def _kernels_of(spec: RunSpec, device: torch.device) -> str:
-    """Return the names of the kernels that would compute the run on this rank.
+    """Return the names of the kernels that would compute the run on this rank, as text.
 
-    Ranks compare them, because all should use the same. If no kernel can compute the run, the
-    reason is returned.
+    If no kernel can compute the run, the text says why. The texts of all ranks are compared,
+    because all ranks should use the same kernels.
     """
     try:
         fused = ", fused" if fused_of(spec, device).fused else ""
@@ -315,9 +317,9 @@ def _tried_facts(world: World, device: torch.device, problem: str) -> Facts:
 
 
 def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> None:
-    """Make the checks in which ranks communicate, and add their results to `report`.
+    """Make the checks in which ranks communicate, and add the results to `report`.
 
-    All ranks must make all of these checks, because ranks would wait forever for one that does not.
+    Every rank must make all of these checks. The others would wait for a rank that left one out.
     """
     with limit.stage("clock skew"):
         report.findings += times.clock_skew(patient)
@@ -328,7 +330,7 @@ def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> N
 
 
 def _not_started(spec: RunSpec) -> list[Finding]:
-    """Return a finding which says that one process alone could not check connections between ranks.
+    """Return a finding that the checks between ranks were skipped, because one process ran alone.
 
     The list is empty if the layout has only one rank.
     """
@@ -351,7 +353,7 @@ def _not_started(spec: RunSpec) -> list[Finding]:
 def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
     """Check the GPU's clocks while it multiplies matrices.
 
-    The speed of the matrix products is measured at the same time and stored in `report`.
+    The speed of the matrix products is measured too, also on a CPU, and stored in `report`.
     """
 
     def under_load(meanwhile: Callable[[], None]) -> None:
@@ -361,7 +363,7 @@ def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
 
     finding = gpu.clocks(patient, under_load)
     if not report.tflops:
-        # The check of clocks was skipped, so the speed was not measured yet.
+        # The clocks could not be checked, so `under_load` was not called. Measure the speed now.
         under_load(lambda: None)
     return finding
 
@@ -369,10 +371,10 @@ def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
 def _tried(
     one: Callable[[Patient], Finding | list[Finding]], patient: Patient, name: str = ""
 ) -> list[Finding]:
-    """Make the check `one` and return its findings, or a finding that it raised an error.
+    """Make the check `one` and return its findings. If it raises an error, return it as a finding.
 
     So an error in one check does not prevent the other checks. `name` is the name of the check in
-    that finding; "" takes the function's name.
+    the finding about an error; with "" it is the name of the function.
     """
     try:
         found = one(patient)
@@ -382,7 +384,7 @@ def _tried(
 
 
 def _gathered(report: RankReport, world: World) -> list[RankReport]:
-    """Return the reports of all ranks on rank 0; other ranks get a list that they must not use."""
+    """Gather the reports of all ranks on rank 0. The result has no meaning on other ranks."""
     if world.world_size == 1:
         return [report]
     gathered: list[RankReport] = [report] * world.world_size
@@ -393,12 +395,12 @@ def _gathered(report: RankReport, world: World) -> list[RankReport]:
 def _joined(
     reports: Sequence[RankReport], patient: Patient, compared: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the rows of the table: the findings of all ranks, and findings that compare ranks.
+    """Return the rows of the table: joined findings of all ranks, and findings that compare ranks.
 
     Args:
         reports: Reports of all ranks.
-        patient: Inputs of the checks.
-        compared: Findings of checks that have compared ranks already.
+        patient: The run, this rank's device and the facts of all ranks.
+        compared: Findings of the checks that have already compared the ranks' facts.
     """
     everyone = patient.everyone
     hosts = [facts.host for facts in everyone]
@@ -409,13 +411,16 @@ def _joined(
         found += notes + network.link_findings(timings, everyone, profile)
         found.append(times.late_finding([report.wait_s for report in reports], hosts))
     elif patient.world.world_size > 1:
-        found.append(skipped("communicators", "not measured: ranks have different devices"))
+        found.append(skipped("communicators", "not measured, because ranks have different devices"))
     found.append(load.speed_finding([report.tflops for report in reports], everyone))
     return found
 
 
 def _profile(patient: Patient) -> tuple[KernelProfile | None, list[Finding]]:
-    """Return the run's kernel profile and no finding, or None and a finding that says why."""
+    """Return the run's kernel profile and an empty list.
+
+    If the profile cannot be loaded, return None and a list with a finding that says why.
+    """
     kind = patient.device.type
     try:
         return workload_for(with_backend(patient.spec, kind), kind).profile, []
@@ -430,5 +435,5 @@ def _profile(patient: Patient) -> tuple[KernelProfile | None, list[Finding]]:
 
 
 def counts(findings: Sequence[Finding]) -> dict[Verdict, int]:
-    """Count the findings with each verdict."""
+    """Return the number of findings with each verdict."""
     return {verdict: sum(f.verdict == verdict for f in findings) for verdict in Verdict}
