@@ -302,7 +302,7 @@ def test_refusals() -> None:
     ):
         packer(s_max=0.5)
     with pytest.raises(
-        ValueError, match="a step has at most 16384 tokens, and a global batch 16384"
+        ValueError, match="a step has at most 16384 tokens, and a global batch has 16384"
     ):
         packer(step_tokens=1.0)
     with pytest.raises(ValueError, match=r"step_tokens must .* Raise packing.step_tokens"):

@@ -104,15 +104,15 @@ def test_padding_is_kept_too(store: str, tmp_path: Path) -> None:
     [
         (
             "data.num_windows=8",
-            "packing.packs was made with 4 micro-batches per step, but the run has 8; make",
+            "packing.packs was made with num_micro_batches = 4, but the run has 8; make",
         ),
         (
             "data.context_window=512",
-            "packing.packs was made with 256 tokens of a context window, but the run has",
+            "packing.packs was made with context_window = 256, but the run has",
         ),
         (
             "packing.method=random_padding",
-            "packing.packs was made with separate layout, but the run has padded",
+            "packing.packs was made with layout = separate, but the run has padded",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What all packing policies share: their protocol, their options, and the making of a plan.
+"""What all packing policies share: their interface, their options and their base class.
 
 A policy is a pure function `push(batch, carry) -> (plans, carry)`. All state that it keeps between
 global batches is in `carry`, so a checkpoint needs to store nothing else. `push(None, carry)` marks
@@ -49,7 +49,7 @@ Pushed = tuple[tuple[PackingPlan, ...], Carry]
 
 
 class Packer(Protocol):
-    """A packing policy for N micro-batches a step."""
+    """Interface of a packing policy, which makes steps of N micro-batches each."""
 
     policy: ClassVar[str]  # its name in the configuration
 
@@ -155,7 +155,12 @@ class PackerOptions:
 
 
 def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
-    """Return the cost of each piece in ns, as integers; raise UserError if a cost is invalid."""
+    """Check the costs of pieces in ns, and return them as integers, shape [num_pieces].
+
+    Raises:
+        UserError: If there is not one cost for each piece, or if a cost is negative, infinite or
+            too large.
+    """
     raw = np.asarray(cost_ns)
     if raw.shape != (len(pieces),):
         raise UserError(
@@ -272,7 +277,7 @@ class PolicyPacker:
             shuffle: Whether to put the pieces of a micro-batch in a random order.
         """
         work, length = self.options.workloads(pieces), pieces.length
-        # The tokens of all later steps still wait after a step, and so do the tokens that no step
+        # The tokens that wait after a step are those of all later steps, and those that no step
         # trains.
         tokens = [sum(int(length[members].sum()) for members in rows) for rows in steps]
         held = num_waiting_tokens + sum(tokens) - np.cumsum(tokens, dtype=np.int64)
@@ -423,10 +428,11 @@ ONE_PRICE = PriceRange()
 
 
 def comparable(ends: IntArray) -> list[list[int]]:
-    """Scale work at both ends of a price range so that the sums over all pieces are equal.
+    """Scale work at both ends of a price range, so that both ends have the same total.
 
-    After this, a micro-batch's loads at both ends are shares of the step's work and can be
-    compared: the larger one says how slow the micro-batch can be. A single price needs no scaling.
+    Scaled work is a share of the step's work, so a micro-batch's work at one end can be compared
+    with its work at the other end. The larger value says how slow the micro-batch can be. A single
+    price needs no scaling.
 
     Args:
         ends: Work of each piece in ns at each end, shape [num_ends, n].

@@ -135,7 +135,7 @@ def _checked(lengths: IntLike, capacity: int) -> IntArray:
     if (row := first_true(checked > capacity)) is not None:
         raise UserError(
             f"document {row} has {checked[row]} tokens, but a bin has at most {capacity}; cut long "
-            "documents first (split_long), or raise the capacity"
+            "documents first with wlb.plan.split_long, or raise the capacity"
         )
     return checked
 
@@ -178,7 +178,7 @@ def _best_fit(lengths: IntArray, capacity: int, *, window: int) -> Bins:
             key = is_open.pop(at)
         else:
             if len(is_open) == window:
-                is_open.pop(0)  # close the fullest bin
+                is_open.pop(0)  # close the fullest bin, which is the first one
             key = capacity << shift | num_bins
             num_bins += 1
         bins.append(key & mask)
@@ -249,8 +249,8 @@ class _BestFitGroups:
     def __init__(self, capacity: int) -> None:
         # of_room[r] is a heap of the groups whose bins have r free tokens each.
         self.of_room: dict[int, list[Group]] = {}
-        # has_room[r] is 1 if some group has r tokens of room. It is a bytearray, because
-        # `bytearray.find` searches as fast as C's memchr.
+        # has_room[r] is 1 if some group has r tokens of room. The type is bytearray, because its
+        # method `find` searches as fast as C's memchr.
         self.has_room = bytearray(capacity + 1)
         self.max_room = 0  # no group has more room than this
 

@@ -154,11 +154,12 @@ class BoundedPacker(PolicyPacker):
     Its carry has the waiting documents in slot 0, in arrival order. `push` usually returns one step
     for each global batch. The exceptions are:
 
-    - No step, if fewer documents than micro-batches wait, or if too few tokens wait: less than half
-      a global batch, or, if the batch brought no document, less than a whole one.
-    - Several steps, until at most `most_held_tokens` tokens wait. This happens when a document of
-      many windows arrives: all its tokens come in one batch, and the next batches are empty,
-      because its tokens count as theirs.
+    - No step, if less than half a global batch of tokens waits. If less than a whole global batch
+      waits, a step also requires that the batch brought documents, and that at least as many
+      documents wait as a step has micro-batches.
+    - Several steps, until at most the tokens of max_delay / 2 global batches wait (but at least of
+      two). This happens when a document of many windows arrives. All its tokens come in one batch,
+      and the next batches bring no documents, so that batches have N x C tokens on average.
     - At the end of the data, as many steps as it takes. The last batch is packed together with
       everything that waits, so that nothing is left to flush.
     """
@@ -186,7 +187,7 @@ class BoundedPacker(PolicyPacker):
             raise UserError(
                 "packing.step_tokens must allow more tokens than a global batch has, or delayed "
                 f"documents could never be trained: a step has at most {step_tokens} tokens, and a "
-                f"global batch {brought} ({brought // window} x {window}). Raise "
+                f"global batch has {brought} ({brought // window} x {window}). Raise "
                 "packing.step_tokens, or raise packing.s_max above the context window"
             )
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
@@ -217,7 +218,7 @@ class BoundedPacker(PolicyPacker):
         return max(2, self.max_delay // 2) * self.options.tokens_per_step
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` with what waits, and return the steps that can be made and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of steps, and the new carry."""
         limit = min(self.s_max, self.limits.step_tokens)
         check_fits(carry.pieces, limit, name="s_max or step_tokens")
         step = carry.next_step
@@ -246,7 +247,7 @@ class BoundedPacker(PolicyPacker):
         return tuple(plans), self._carry(waiting, step + len(plans))
 
     def _flushed(self, waiting: Pieces, step: int) -> tuple[PackingPlan, ...]:
-        """Return plans that train all `waiting` pieces; `step` is the index of the first one."""
+        """Return plans that train all `waiting` pieces; `step` is the index of the first plan."""
         plans: list[PackingPlan] = []
         while len(waiting):
             plan, waiting = self._step(waiting, step + len(plans), flush=True)
@@ -468,11 +469,11 @@ class WaitingDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Choices of the outliers that a step trains ("releases"); all other outliers are held back.
+    """Candidates for the next step. Each says which outliers the step trains (releases).
 
-    Outliers are numbered as `WaitingDocuments` sorts them, from most to least work. A candidate
-    releases the outliers [first, end) and [tail, num_outliers). All arrays have shape
-    [num_candidates].
+    A candidate holds back all other outliers. Outliers are numbered as `WaitingDocuments` sorts
+    them, from most to least work. A candidate releases the outliers [first, end) and [tail,
+    num_outliers). All arrays have shape [num_candidates].
     """
 
     first: IntArray  # first outlier of the interval [first, end)
@@ -520,7 +521,7 @@ class Candidates:
 
 
 def _candidates(waiting: WaitingDocuments) -> Candidates:
-    """List the candidates that fit a step; their intervals begin where size classes begin."""
+    """List the candidates that fit into a step. Intervals of outliers begin with a size class."""
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     starts = np.append(waiting.class_starts, num_outliers)
@@ -642,9 +643,10 @@ def _crowded(
     """Return a lower bound on the slowest micro-batch's work if S_max leaves little room.
 
     Suppose that the k outliers with most work have a micro-batch each. The other N - k
-    micro-batches hold at most S_max tokens each, so what does not fit into them is added to these
-    k. The bound is computed for two choices of k, and the larger result is returned: all released
-    outliers at the beginning of the order (at most N), and those of the first size class.
+    micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must go to
+    these k. Two values of k are tried: the number of consecutive outliers that are released at the
+    beginning of the order (at most N), and how many of these are in the first size class. The
+    larger of the two bounds is returned.
 
     Args:
         waiting: The waiting documents.
@@ -681,9 +683,9 @@ def _skewed(
     It may be that no packing is balanced at both ends. Suppose that the k outliers with most work
     have a micro-batch each. If few ordinary documents are added to these micro-batches, they are
     the slowest ones when attention is expensive. If many are added, they are the slowest ones when
-    attention is cheap. The function tries three amounts of ordinary documents: none, and those with
-    which these k micro-batches have the mean work at one end of the range. It takes the amount with
-    the lowest cost.
+    attention is cheap. The function tries three amounts of ordinary documents for these k
+    micro-batches: none, as many as bring them to the mean work at the low end of the range, and as
+    many as bring them to the mean work at the high end. The lowest of the three costs is returned.
 
     Args:
         waiting: The waiting documents.
@@ -809,9 +811,10 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
-    """Find consecutive ordinary documents with at least `work`, but as little more as possible.
+    """Find consecutive ordinary documents with at least `work` ns, but as little more as possible.
 
-    Ordinary documents are sorted by descending work, so an interval that begins later has less.
+    Ordinary documents are sorted by descending work, so an interval that begins later has less
+    work.
 
     Args:
         waiting: The waiting documents.
@@ -1036,7 +1039,7 @@ class _Packing:
 
     @property
     def slowest(self) -> list[int]:
-        """Load of each micro-batch, the larger one of its loads at all prices, shape [N]."""
+        """Load of each micro-batch: the largest of its loads at all prices, shape [N]."""
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:
@@ -1078,7 +1081,7 @@ class _Packing:
         return best
 
     def _highest(self, top: int, j: int, d: int, e: int | None) -> int:
-        """Return the larger load of micro-batches `top` and j, over all prices, after an exchange.
+        """Return the largest load of micro-batches `top` and j, at any price, after an exchange.
 
         Args:
             top: The slowest micro-batch.

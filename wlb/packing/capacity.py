@@ -1,7 +1,8 @@
-"""Policy `capacity`: whole documents in bins of limited tokens, as fine-tuning libraries pack them.
+"""Policy `capacity`: packs whole documents into bins of at most `capacity` tokens.
 
-Waiting and arriving documents are packed into bins of at most `capacity` tokens. N bins make a
-step. Documents in bins that fill no step wait and are packed with the next batch.
+Fine-tuning libraries pack in this way. Waiting and arriving documents are packed together. N bins
+make a step. If bins are left over that do not make a whole step, their documents wait and are
+packed again with the next batch.
 
 - Decreasing methods sort the documents by length before packing, and train the fullest bins first.
   The steps of one packing come in a random order, because otherwise training would go from long to
@@ -11,8 +12,8 @@ step. Documents in bins that fill no step wait and are packed with the next batc
 
 Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftover documents are
 placed before new ones, and their bins are trained first. So at most N bins wait, and they wait only
-until the next packing that makes steps. With best_fit, such a packing is only certain to train the
-oldest document. Work is not balanced.
+until the next packing that makes steps. For best_fit this is certain only for the oldest document;
+others may wait longer. Work is not balanced.
 Cost: that of `pack_bins`.
 """
 
@@ -29,10 +30,10 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, convert_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPacker(PolicyPacker):
-    """Packs whole documents into bins of limited tokens.
+    """Packs whole documents into bins with a limit on tokens.
 
-    In its carry, slot 0 has documents that were left over when steps were made last. Slot i has the
-    documents of the i-th batch that arrived since then.
+    In its carry, slot 0 has the documents that were left over by the last packing that made steps.
+    Slot i has the documents of the i-th batch that arrived after that packing.
     """
 
     policy: ClassVar[str] = "capacity"
@@ -68,7 +69,7 @@ class CapacityPacker(PolicyPacker):
         return self.options.context_window if self.capacity is None else self.capacity
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
         # Count the delay from the step in which a loader without packing would train this batch.
         # Such a loader would first make one step of each batch that waits.
@@ -109,8 +110,8 @@ class CapacityPacker(PolicyPacker):
 
         Args:
             bins: The bins.
-            num_leftover: Number of documents at the beginning that were left over before. Bins with
-                such documents come first.
+            num_leftover: The first `num_leftover` documents were left over by an earlier packing.
+                Bins with such documents come first.
         """
         if self.method.keeps_order:
             return np.arange(bins.num_bins)

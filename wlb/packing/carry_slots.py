@@ -49,5 +49,5 @@ class CarrySlots(Enum):
 
 
 def _changes(slot: IntArray, sign: int) -> BoolArray:
-    """Return a mask of pieces whose slot is above (sign 1) or below (sign -1) the one before."""
+    """Return a mask of pieces whose slot is above (1) or below (-1) that of the piece before."""
     return np.diff(slot, prepend=slot[:1]) * sign > 0

@@ -2,9 +2,8 @@
 
 It implements the baselines RandomSampling and GroupByLength of Kundu et al. (2024), "Enhancing
 Training Efficiency Using Packing with Flash Attention". With `Layout.SEPARATE` it is the online
-mini-batch packing of the same paper. GroupByLength works as in Hugging Face's trainer: the
-documents of 50 steps are sorted from long to short. Here these are consecutive documents of the
-shuffled stream.
+mini-batch packing of the same paper. GroupByLength works as in Hugging Face's trainer: it takes the
+documents of the next 50 steps from the shuffled stream, and sorts them from long to short.
 
 Guarantees: every micro-batch has exactly `examples` documents, except in the flush. Only documents
 longer than the window are cut. Cost: a sort of the waiting documents.
@@ -46,7 +45,7 @@ class ExamplesPacker(PolicyPacker):
         return self.examples * self.num_micro_batches
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
         check_fits(carry.pieces, self.options.context_window, name="the context window")
         arrived = self.options.arrived(batch, carry.next_step)
         pieces = Pieces.concat(carry.pieces, arrived)

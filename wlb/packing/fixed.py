@@ -66,8 +66,8 @@ class Window:
 class FixedPacker(PolicyPacker):
     """Packs W global batches at a time into micro-batches of exactly C tokens.
 
-    Its carry has the documents that are not packed yet. Slot 1 marks pieces that were held back
-    once already (`take_tokens`).
+    Its carry has the documents that are not packed yet. Slot 1 has the pieces that an earlier call
+    of `take_tokens` held back, and slot 0 has all others.
     """
 
     policy: ClassVar[str] = "fixed"
@@ -78,7 +78,7 @@ class FixedPacker(PolicyPacker):
         convert_to_ints(self, window_batches=1)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` with what waits, and return the steps that are full and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))
@@ -100,7 +100,7 @@ class FixedPacker(PolicyPacker):
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
         """Pack `pieces` into `num_micro_batches` windows of C tokens.
 
-        Subclasses may override this with another method.
+        Subclasses override this method to pack in another way.
         """
         return greedy(
             pieces,
@@ -172,7 +172,8 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # At least one document is long enough: the one in which the first `size` tokens end.
+            # At least one document is longer than the surplus: the one in which the first `size`
+            # tokens end.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])
@@ -273,9 +274,11 @@ class _LeastWorkFirst:
     """
 
     def __init__(self, num: int, capacity: int) -> None:
-        self.room, self.work = [capacity] * num, [0] * num  # tokens and ns, by micro-batch
+        # Free tokens of each micro-batch, and its work so far in ns.
+        self.room, self.work = [capacity] * num, [0] * num
         self.by_work = [(0, j) for j in range(num)]  # heap of (work, micro-batch)
-        self.parked: list[tuple[int, int]] = []  # heap of (-room, micro-batch)
+        # Heap of (-room, micro-batch) of those with too little room for the last document.
+        self.parked: list[tuple[int, int]] = []
 
     def add(self, length: int, work: int) -> Iterator[tuple[int, int]]:
         """Place a document and yield (first token, micro-batch) of each of its parts.

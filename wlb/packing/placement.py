@@ -72,8 +72,8 @@ class _Placement:
 
     Args:
         lengths: Tokens of each document.
-        one: Work of each document.
-        two: Work of each document at a second price.
+        one: Work of each document at the first price of attention.
+        two: Work of each document at the second price. Equal to `one` if there is one price.
         num: Number of micro-batches.
         s_max: Most tokens of a micro-batch.
     """
@@ -130,7 +130,8 @@ class _Placement:
         """Place documents of equal length and work at once, and return how many were placed.
 
         Each goes to the micro-batch that then has least work. The method stops before the first
-        document that does not fit there, because that one goes by the second rule (fewest tokens).
+        document that does not fit there, because such a document goes to the micro-batch with the
+        fewest tokens instead.
 
         Args:
             first: Index of the first document.
@@ -167,8 +168,8 @@ def runs_of(*columns: Sequence[int], num_bins: int) -> Iterator[tuple[int, int]]
     Args:
         columns: Properties of the n documents, such as lengths and work, shape [n] each. Documents
             are equal if they are equal in all properties.
-        num_bins: Number of bins into which the documents will be placed. A run must have at least
-            twice as many documents, and at least LEAST.
+        num_bins: Number of bins into which the documents will be placed. A run is worth placing at
+            once if it has at least 2 * num_bins documents, and at least LEAST.
     """
     least = max(LEAST, 2 * num_bins)
     if len(columns[0]) < least:

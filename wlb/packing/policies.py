@@ -1,4 +1,4 @@
-"""Makes the packer that a run's [packing] section names, with S_max and T from device memory.
+"""Makes the packer that a run's [packing] section names, and limits S_max and T by memory.
 
 `packer_for` is the only place that maps a policy's name to its class and options.
 """

@@ -1,7 +1,8 @@
 """Packs made offline: `wlb pack` packs one epoch and saves it, and runs train from the file.
 
 These are the offline methods of Kundu et al. (2024), Section 3.2. For every step of an epoch, the
-file lists which documents of the token store each micro-batch has. A run reads it twice:
+file lists which documents of the token store each micro-batch has. Two classes use the file in
+training:
 
 - `PackedBatches` is the source of global batches: each has the documents of one step.
 - `SavedPacker` divides these documents into the saved micro-batches.
@@ -57,7 +58,7 @@ class Packs:
     lengths: int  # hash of the lengths of the store's documents, to recognise the store
 
     def __post_init__(self) -> None:
-        """Refuse packs that have a document twice, or whose offsets do not divide all documents."""
+        """Refuse packs with a document twice, or with offsets that do not give whole steps."""
         check_minimum("rows", self.rows, 0)
         if (i := first_true(np.diff(np.sort(self.rows)) == 0)) is not None:
             raise UserError(
@@ -182,13 +183,13 @@ class Packs:
                 "packs of this store with `wlb pack`"
             )
         for name, ours, theirs in (
-            ("micro-batches per step", options.num_micro_batches, self.num_micro_batches),
-            ("tokens of a context window", options.context_window, self.context_window),
+            ("num_micro_batches", options.num_micro_batches, self.num_micro_batches),
+            ("context_window", options.context_window, self.context_window),
             ("layout", str(options.layout), str(self.layout)),
         ):
             if ours != theirs:
                 raise UserError(
-                    f"packing.packs was made with {theirs} {name}, but the run has {ours}; make "
+                    f"packing.packs was made with {name} = {theirs}, but the run has {ours}; make "
                     "the packs again with `wlb pack` for this run, or give the run the same value"
                 )
 
@@ -202,7 +203,7 @@ class PackedBatches(SourceBatches):
         Args:
             packs: The saved packs.
             source: The token store of which they were made.
-            epochs: How often they are trained. 0 = without end.
+            epochs: How often the packs are trained. 0 = without end.
         """
         super().__init__(source)
         self.packs, self.epochs = packs, epochs

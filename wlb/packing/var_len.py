@@ -122,7 +122,7 @@ class VarLenPacker(PolicyPacker):
             )
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` with what waits, and return the steps that can be made and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of steps, and the new carry."""
         longest = min(self.s_max - self.literal, self.step_tokens or self.s_max)
         name = "s_max or step_tokens" if self.step_tokens else "s_max"
         check_fits(carry.pieces, longest, name=name)

@@ -7,10 +7,10 @@ and any number of a class's tokens may go to a micro-batch.
 - `items_of` makes the program. If the greedy packing cuts a long piece, the program places the
   parts as separate pieces.
 - `placed` turns a solution into micro-batches of whole documents. It places the short documents,
-  the longest first. Each goes to the micro-batch with most headroom. The headroom is the time by
-  which the slowest micro-batch of the same step takes longer. It is divided by the number of free
-  tokens if micro-batches must become full. With document lengths that are fitted to the paper, the
-  result is 0.03 to 0.14% above the lower bound.
+  the longest first. Each goes to the micro-batch with most headroom. The headroom of a micro-batch
+  is the time by which the slowest micro-batch of its step takes longer. If micro-batches must
+  become full, the headroom is divided by the number of free tokens. With document lengths that are
+  fitted to the paper, the packing costs 0.03 to 0.14% more than the lower bound.
 
 Documents are cut only for windows of a fixed length, and then at most num_micro_batches - 1 times.
 """
@@ -55,12 +55,12 @@ class Items:
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """Return how much less than the lower bound a packing with cuts can cost at most, in ns.
+        """Return the most by which cuts can bring a packing's cost below the lower bound, in ns.
 
         The program's lower bound holds for packings that cut no piece. A packing with cuts can cost
-        less, but only by the cost of the pieces that it cuts. The result holds for all packings
-        that cut at most num_micro_batches - 1 pieces, if none of these pieces is more expensive
-        than the most expensive one that `window` cuts.
+        less than the bound, at most by the cost of the pieces that it cuts. The result holds for
+        packings that cut at most num_micro_batches - 1 pieces, none of which is more expensive than
+        the most expensive piece that `window` cuts.
 
         Args:
             window: A packing of the pieces.
@@ -212,7 +212,8 @@ class _MostHeadroomFirst:
             limits_ns: For each micro-batch, the cost of the slowest one of its step.
         """
         self.may_cut = shape.may_cut
-        self.room = [shape.capacity] * shape.num_micro_batches  # free tokens, by micro-batch
+        # Free tokens of each micro-batch.
+        self.room = [shape.capacity] * shape.num_micro_batches
         self.headroom = limits_ns
 
     def add(self, length: int, cost: int) -> Iterator[tuple[int, int]]:
@@ -241,5 +242,5 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return micro-batch j's headroom, divided by its free tokens if it must become full."""
+        """Return micro-batch j's headroom in ns, or ns a free token if it must become full."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

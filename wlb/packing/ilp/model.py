@@ -143,8 +143,8 @@ class Solution:
 
     assignment: Assignment | None  # None if the solver found nothing
     bound_ns: int  # no solution of the program has an objective below this
-    # "optimal" (within the limit for the gap), "feasible" (the time was up before that),
-    # "nothing_found" or "infeasible"
+    # How the solver ended: "optimal" (within the limit for the gap), "feasible" (the time limit
+    # came first), "nothing_found" or "infeasible".
     status: str
 
 
@@ -264,10 +264,11 @@ class _PulpProgram:
         """Exclude solutions that differ from others only in the numbering of micro-batches.
 
         - With one step, piece i may only go to micro-batches 0 to i.
-        - With several steps, step s must cost at least as much as step s + 1. So the lower bounds
-          `step_floors_ns` can be added too.
+        - With several steps, step s must cost at least as much as step s + 1.
 
-        A further constraint on the order of micro-batches inside a step made solvers slower.
+        After this, step s is the s-th slowest step, whose cost is at least `step_floors_ns[s]`.
+        These lower bounds are added too. A further constraint on the order of micro-batches inside
+        a step made solvers slower.
         """
         if self.problem.num_steps == 1:
             for i, row in enumerate(self.x):

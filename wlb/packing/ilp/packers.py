@@ -50,7 +50,7 @@ bounds are accurate to 1e-6, so smaller gaps may be rounding errors."""
 class IlpOptions:
     """Options of packing by integer linear programming."""
 
-    solver: Solver = Solver.HIGHS  # the program that solves it
+    solver: Solver = Solver.HIGHS  # the solver program
     objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
     time_limit_s: float = 10.0  # time limit of the solver for the micro-batches packed together
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
@@ -87,7 +87,7 @@ class IlpReport:
 
     solver: Solver  # the solver that was used
     # How the solver ended: "optimal" (within gap_limit, with short documents as a fluid),
-    # "feasible" (the time was up before that), "nothing_found", or "infeasible", which would be an
+    # "feasible" (the time limit came first), "nothing_found", or "infeasible", which would be an
     # error of the solver.
     status: str
     objective_ns: int  # objective of the packing that was returned
@@ -121,7 +121,7 @@ ReportSink = Callable[[IlpReport], None]
 def solve_fixed(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int
 ) -> tuple[Window, IlpReport]:
-    """Pack `pieces` into windows of C tokens by the solver (Eq. 1).
+    """Pack `pieces` into windows of C tokens with the ILP solver (Eq. 1 of the paper).
 
     Args:
         pieces: The pieces to pack.
@@ -143,7 +143,7 @@ def solve_fixed(
 def solve_var_len(
     pieces: Pieces, *, options: PackerOptions, ilp: IlpOptions, num_micro_batches: int, s_max: int
 ) -> tuple[Window, IlpReport]:
-    """Pack `pieces` whole into micro-batches of at most S_max tokens by the solver (Eq. 2).
+    """Pack `pieces` whole into micro-batches of at most S_max tokens with the ILP solver (Eq. 2).
 
     Args:
         pieces: The pieces to pack.
@@ -212,7 +212,7 @@ def _solve(
     capacity: int,
     may_cut: bool,
 ) -> tuple[Window, IlpReport]:
-    """Improve the packing `start` of `pieces` by the solver, and return the better of the two.
+    """Pack `pieces` with the solver; return `start` if the solver finds no better packing.
 
     Args:
         pieces: The pieces to pack.
@@ -227,11 +227,12 @@ def _solve(
     num, per_step = len(start.rows), options.num_micro_batches
     if num < 1 or num % per_step:
         raise UserError(
-            f"the start has {num} micro-batches, but their number must be a multiple of "
-            f"num_micro_batches = {per_step}, the number of a step; pack whole steps"
+            f"{num} micro-batches cannot be packed, because they do not make whole steps of "
+            f"{per_step} micro-batches; use a multiple of {per_step}"
         )
     if ilp.objective == Objective.MAX:
-        per_step = num  # the maximum over all micro-batches is the sum for one large step
+        # If all micro-batches form one step, the sum over steps is the maximum over all of them.
+        per_step = num
     shape = Shape(num_micro_batches=num, per_step=per_step, capacity=capacity, may_cut=may_cut)
     below = ilp.below(options.context_window)
     items = items_of(pieces, start, shape=shape, divisible_below=below, cost=cost)
@@ -271,7 +272,7 @@ def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpFixedPacker(FixedPacker):
-    """Packs W global batches into windows of C tokens by the solver (`solve_fixed`).
+    """Packs W global batches into windows of C tokens with the ILP solver (`solve_fixed`).
 
     The division into steps and the carry are the same as in `FixedPacker`.
     """
@@ -283,7 +284,7 @@ class IlpFixedPacker(FixedPacker):
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
-        """Pack `pieces` into `num_micro_batches` windows of C tokens by the solver."""
+        """Pack `pieces` into `num_micro_batches` windows of C tokens with the ILP solver."""
         window, report = solve_fixed(
             pieces, options=self.options, ilp=self.ilp, num_micro_batches=num_micro_batches
         )
@@ -294,7 +295,7 @@ class IlpFixedPacker(FixedPacker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpVarLenPacker(PolicyPacker):
-    """Packs W batches into W steps by the solver (Eq. 2); the steps come in a seeded random order.
+    """Packs W batches into W steps with the ILP solver (Eq. 2); steps come in a random order.
 
     Batches without documents do not count towards W, and steps without documents are left out. If
     the greedy packing cannot place a document, it is left over, and is placed first when the next W
@@ -336,7 +337,7 @@ class IlpVarLenPacker(PolicyPacker):
     def _steps(
         self, pieces: Pieces, num_leftovers: int, num_steps: int, step: int
     ) -> tuple[tuple[PackingPlan, ...], Pieces]:
-        """Pack pieces into steps by the solver.
+        """Pack pieces into steps with the ILP solver.
 
         Args:
             pieces: The pieces to pack.

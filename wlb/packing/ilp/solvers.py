@@ -65,7 +65,7 @@ class Outcome:
 
 def modeller() -> Any:
     """Return the module `pulp`, or raise UserError if it is not installed."""
-    return _module("pulp", "an ILP is modelled in the package")
+    return _module("pulp", "packing by integer linear programming")
 
 
 def run(problem: Any, solver: Solver, limits: SolverLimits) -> Outcome:
@@ -91,13 +91,13 @@ def _module(name: str, purpose: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"{purpose} {name}, but that package is not installed; install it with `pip install "
-            f"{name}`"
+            f"{purpose} needs the package {name}, which is not installed; install it with `pip "
+            f"install {name}`"
         ) from error
 
 
 def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
-    highspy: Any = _module("highspy", 'solver = "highs" is the package')
+    highspy: Any = _module("highspy", 'solver = "highs"')
     # HiGHS has one pool of threads for the process, and refuses to run with a number of threads
     # that differs from the last run's. Resetting the pool permits another number.
     highspy.Highs.resetGlobalScheduler(True)

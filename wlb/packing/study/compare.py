@@ -39,8 +39,8 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     """
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
-        # 0 means as many micro-batches as a global batch has windows, which is the same number. The
-        # other variants have 0, so write 0 here too; otherwise the run's policy would be listed
+        # The run sets the number that 0 stands for: as many micro-batches as a global batch has
+        # windows. Write 0 as the other variants do; otherwise the run's policy would be listed
         # twice.
         base = replace(base, num_micro_batches=0)
     own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)

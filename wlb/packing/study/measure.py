@@ -1,9 +1,9 @@
 """Measures a policy on a stream of global batches: balance, delay, tokens and packing time.
 
 The imbalance of a step is the slowest micro-batch over the mean. It is computed for the predicted
-forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. In the mean
-over steps, a slow step that takes long counts no more than a short one. So each mean comes with a
-time-weighted ratio.
+forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. In a mean
+over steps, a step that takes long counts no more than a fast step. So each mean comes with a
+time-weighted ratio, in which steps count in proportion to their time.
 
 The delay of a token is counted in steps. It is the index of the step that trains the token, minus
 the index of the step that was next when its global batch arrived. If this is negative, the token
@@ -267,8 +267,8 @@ def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict
         pieces: The pieces of these plans, in the same order.
 
     Returns:
-        The number of tokens by delay in steps, and the fields of `PackingSummary` about delay by
-        name.
+        The number of tokens with each delay (0, 1, ... steps), and the fields of `PackingSummary`
+        about delay by name.
     """
     step = np.repeat([plan.step for plan in plans], [len(plan.pieces) for plan in plans])
     late = step - pieces.arrival_step

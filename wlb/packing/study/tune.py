@@ -4,8 +4,9 @@ It tries the number and values of queue thresholds, S_max and T for Algorithm 1,
 the delay price for `bounded`. It recommends the setting with the least imbalance within a budget of
 mean delay (0.5 steps, the paper's figure), or the one with the least delay if none is within it.
 
-The result also has the Pareto front: the settings that no other dominates in time-weighted
-imbalance, mean, 99th percentile and maximum of delay, and variation of the tokens of a step.
+The result also has the Pareto front: the settings for which no other setting is at least as good in
+all of OBJECTIVES. These are time-weighted imbalance, the mean, 99th percentile and maximum of the
+delay, and how much the tokens of a step vary.
 Cost: each setting packs the sample once, in 0.1 s for 160 steps of 240 documents.
 """
 
@@ -59,8 +60,8 @@ class TuningGrid:
         none = [p for p in self.prices if not 0 < p < float("inf")]
         if none:
             raise UserError(
-                f"prices has {none[0]}, but each value must be finite and above 0; give factors of "
-                "the default delay price, such as 0.5 or 2"
+                f"prices has {none[0]}, but each value must be finite and above 0; give factors by "
+                "which to multiply the default delay price, such as 0.5 or 2"
             )
         bad = [t for t in self.thresholds if not 0 < t <= 1]
         if bad:
@@ -71,13 +72,13 @@ class TuningGrid:
         check_at_least("max_queues", self.max_queues, 0)
 
     def sections(self, spec: RunSpec) -> Iterator[PackingSection]:
-        """Yield the [packing] sections to try: the run's, with all combinations of values."""
+        """Yield the [packing] sections to try: the run's with each combination of values."""
         num_micro_batches = spec.num_micro_batches
         base = spec.packing.ungrouped
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:
-                    # N micro-batches of S_max tokens stay below this T, so it would change nothing.
+                    # N micro-batches of S_max tokens never exceed this T, so it would change nothing.
                     continue
                 capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
                 if Policy.VAR_LEN in self.policies:
@@ -204,8 +205,8 @@ noise of the sample. Among such settings the one with least delay is recommended
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
     """Return the Pareto front of the settings that were tried, and recommend one of them.
 
-    Recommended is the setting with the least imbalance among those whose mean delay is within the
-    budget. If there is none, it is the one with the least mean delay.
+    The recommended setting has the least imbalance among those whose mean delay is within the
+    budget. If no setting is within the budget, the one with the least mean delay is recommended.
 
     Args:
         points: The settings that were tried, with their results.
@@ -221,13 +222,13 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
     if tried and not trained:
         raise UserError(
             "no setting trained a step before the data ended, because all documents waited until "
-            "the flush; give more global batches, or lower thresholds"
+            "the flush; give more global batches, or thresholds that are lower"
         )
     if not tried:
         raise UserError(
-            "no setting can be tried: either every T is at least S_max, or no S_max has room for "
-            "a global batch; give smaller values of T (step_tokens), or larger values of S_max "
-            "(s_max)"
+            "no setting can be tried: every T (step_tokens) is so large that S_max limits a step "
+            "first, or no setting has room for a global batch in a step; give smaller values of "
+            "step_tokens, or larger values of s_max"
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
