@@ -33,7 +33,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class SavedTensors(NamedTuple):
-    """The inputs and results of a forward call that its backward needs."""
+    """The inputs and results of a forward call that the backward call needs."""
 
     q_THD: Tensor
     k_SGD: Tensor

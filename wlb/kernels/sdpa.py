@@ -6,8 +6,8 @@ so results are exact; padding adds at most 41% of work. With a sliding window, s
 blocks of queries. A key row may be copied several times, for example for several blocks. The
 gradients of its copies are then added up in float32, in a fixed order.
 
-Shapes: B segments of Q query and K key rows in a class; P rows of all padded batches; N rows of the
-tensor (of queries or keys) from which they are copied, the source rows.
+Shapes: B segments of Q query and K key rows in a class; P rows of all padded batches; N source
+rows, which are the rows of the tensor of queries or keys that is copied into the batches.
 """
 
 from collections.abc import Iterator
@@ -119,8 +119,9 @@ class _Classes:
         """Return the log-sum-exp of each class's padded queries, [B, H, Q]; padding has infinity.
 
         With infinity, the softmax weights of padded queries are zero in backward. Repeating the
-        log-sum-exp of the segment's first row, as `pad` does, could make them infinite, because
-        padded queries attend to more keys than the first row. The gradients would then be NaN.
+        log-sum-exp of the segment's first row, as `pad` does, could make these weights infinite,
+        because padded queries attend to more keys than the first row. The gradients would then be
+        NaN.
         """
         rows = self.queries
         if rows.take_P is not None:

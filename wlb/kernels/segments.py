@@ -2,8 +2,9 @@
 
 The offsets exist twice: on the device for kernels, and on the host for backends that loop over
 segments. So no backend has to wait for the device. A custom op can take only tensors and numbers,
-so the host's offsets cannot be passed to it. Inside an op they are looked up in a dictionary whose
-keys are the device tensors (`Segments.of`). An entry lives as long as its tensor cu_seqlens_q.
+so the host's offsets cannot be passed to it. Inside an op the host's offsets are looked up in a
+dictionary whose keys are the device tensors (`Segments.of`). An entry lives as long as its tensor
+cu_seqlens_q.
 """
 
 from collections.abc import Callable, Sequence

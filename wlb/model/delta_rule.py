@@ -2,8 +2,8 @@
 
 Each head has a state S, a matrix of shape [k_dim, v_dim] that stores values under keys. Each token
 changes the state in two steps. First the state is multiplied by exp(g), the decay. Then the value
-that the state stores under the token's key is moved towards the token's value, by the fraction beta
-of the difference between both values. The token's query reads its output from the new state:
+that the state stores under the token's key is moved towards the token's value, by a fraction beta
+of the difference of the two values. The token's query reads its output from the new state:
 
     S <- exp(g) S;    S <- S + k beta (v - k^T S)^T;    o = q^T S
 

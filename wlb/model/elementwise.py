@@ -72,7 +72,7 @@ def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tenso
 class _AroundZero(torch.autograd.Function):
     """`_around_zero` as an autograd function that saves the rows in x's dtype.
 
-    Plain autograd would save them in float32, which takes twice the memory.
+    Plain autograd would save the rows in float32, which takes twice the memory of bfloat16.
     """
 
     @staticmethod
@@ -205,8 +205,8 @@ def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, fused: bool
     """Compute SwiGLU or GeGLU (tanh approximation): activation(gate) * up, all [T, F].
 
     Only gate and up are saved for backward. Autograd would also save activation(gate), a further
-    tensor of the MLP's width. Backward recomputes it in the same dtype, so gradients are equal to
-    the bit. Under torch.compile the compiler chooses what is saved.
+    tensor of the MLP's width. Backward recomputes activation(gate) in the same dtype, so gradients
+    are the same to the bit. Under torch.compile the compiler chooses what is saved.
 
     Args:
         gate_TF: Output of the gate projection.

@@ -5,8 +5,9 @@ forward, `there` sends rows to the experts and brings their outputs back. In bac
 the outputs' gradients to the experts and brings the rows' gradients back. Experts are divided into
 stages, so that the rows of one stage travel while another stage is computed.
 
-Autograd must not see rows that are still in transfer. It sees an empty tensor in their place, and
-the rows themselves are in a `Trip`, which frees each part when it has been read.
+Autograd must not see rows that are still in transfer. Autograd sees an empty tensor in place of
+these rows. The rows themselves are in a `Trip`, which frees each part of them when it has been
+read.
 
 Shapes: as in `wlb.model.expert_layer`.
 """

@@ -333,9 +333,9 @@ class MixtureMlp(nn.Module):
     def _needs_outputs(self) -> bool:
         """Whether this pass must compute the outputs of experts.
 
-        A first pass must. A recomputation needs them only if a later operator saves them for
-        backward. Only the norm at the end of the branch does so, and it is recomputed only with the
-        whole layer, not with the layer's second half.
+        A first pass must compute them. A recomputation must compute them only if a later operator
+        saves them for backward. The only such operator is the norm at the end of the branch, which
+        is recomputed only together with the whole layer.
         """
         first = self._first
         if first is None or not first.is_over:
@@ -345,8 +345,8 @@ class MixtureMlp(nn.Module):
     def passes(self, *, whole_layer: bool) -> tuple[Any, Any]:
         """Return the two contexts that torch's checkpoint wants from its `context_fn`.
 
-        The first one surrounds the first forward pass, and the second one the recomputation.
-        Together they make the recomputation use the experts that the first pass chose (see
+        The first one surrounds the first forward pass, and the second one the recomputation. With
+        these contexts the recomputation uses the experts that the first pass chose (see
         `FirstPass`).
 
         Args:

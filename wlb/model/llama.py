@@ -32,8 +32,8 @@ class Attend(Protocol):
     """Attention over a micro-batch's rows, in three calls so that communication can overlap.
 
     A layer calls `begin` with k and v, computes q while the exchange of keys runs, and passes the
-    result of `begin` to `attend`. It passes the second result of `attend` to `add`, the layer's
-    last operation. The layer's backward begins with that operation, so the exchange of k and v for
+    result of `begin` to `attend`. The layer passes the second result of `attend` to `add`, its last
+    operation. The layer's backward begins with that operation, so the exchange of k and v for
     backward can start early.
     """
 

@@ -4,8 +4,8 @@ Only this file fixes the order of these steps:
 
 1. Make the modules on the meta device.
 2. Replace each parameter by its tensor-parallel shard, still without storage. Divide the experts.
-3. Wrap layers in activation recompute. FSDP's hooks are outside of it, so they run once per layer
-   in forward and not again when backward recomputes the layer.
+3. Wrap layers in activation recompute. FSDP's hooks are outside the recompute, so they run once per
+   layer in forward and not again when backward recomputes the layer.
 4. Compile each layer with torch.compile, which also traces the recompute. In layers with experts
    only attention is compiled.
 5. Apply FSDP2 over dp x cp.

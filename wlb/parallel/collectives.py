@@ -1,6 +1,6 @@
 """Collectives that gather, scatter or exchange rows, and `agree`, which compares ranks' arguments.
 
-All are functional ops: they return new tensors.
+The collectives are functional ops: they return new tensors.
 
 The ops of `torch.ops._c10d_functional` have the same names in torch 2.11 to 2.13, and torch.compile
 can trace them. Raw c10d calls inside a traced autograd.Function silently give zero gradients on

@@ -7,10 +7,10 @@ rank gets. In a linear-attention layer only the MLP is compiled, because the num
 recurrence depends on the longest document.
 
 Lengths are the only symbolic sizes. A run compiles one graph for training and one for evaluation of
-each kind of layer. It compiles one more if a rank can have a single row (torch specialises on size
-1), and one more if FSDP's hooks pass views between layers. CUDA graphs are not used, because each
-length would need its own. Zero-bubble schedules are not supported: they keep tensors in a queue
-after compiled code has freed or reused its memory.
+each kind of layer. It compiles another one if a rank can have a single row (torch specialises on
+size 1), and another one if FSDP's hooks pass views between layers. CUDA graphs are not used,
+because each length would need its own. Zero-bubble schedules are not supported: their queue of
+weight gradients keeps tensors whose memory compiled code has already freed or reused.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,11 +1,11 @@
 """Data parallelism: FSDP2 over dp x cp, with gradients summed instead of averaged.
 
 The loss is already divided by the number of targets of the step on all ranks, so gradients only
-need to be added up. They are reduced once per step, after the last micro-batch. Until then
-parameters stay gathered (see `gathered_once` in `pipeline`). With `fsdp.reshard_after_forward` they
-are dropped after each pass and gathered for the next one, which saves memory and costs traffic.
-With HSDP (`fsdp.shard_size`) gradients are reduce-scattered within each copy of the parameters and
-then summed over copies.
+need to be added up. Gradients are reduced once per step, after the last micro-batch. Until then
+parameters stay gathered (see `gathered_once` in `pipeline`). With `fsdp.reshard_after_forward`
+parameters are instead dropped after each pass and gathered for the next one, which saves memory and
+costs traffic. With HSDP (`fsdp.shard_size`) gradients are reduce-scattered within each copy of the
+parameters and then summed over copies.
 """
 
 from collections.abc import Iterable, Mapping
@@ -169,7 +169,8 @@ def widen_gradients(stage: nn.Module) -> None:
     """Accumulate the gradients of a weight-gradient pass in float32, FSDP's dtype of reductions.
 
     FSDP does this itself after a module's backward pass. The weight-gradient passes of zero-bubble
-    schedules run later, and without this call several of them would add up in bfloat16.
+    schedules run later. Without this call, the gradients of several such passes would be added up
+    in bfloat16.
     """
     for module in stage.modules():
         if not isinstance(module, FSDPModule):
@@ -186,10 +187,11 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
     """Add up the gradients of parameters that several TP ranks hold (tp > 1).
 
     Call it once, after a step's last backward pass. A rank's norms see only 1/tp of the rows, and a
-    copy of a KV head sees only some of its query heads, so each rank has one term of a gradient's
-    sum. Norms and copied KV heads are declared as replicated (`TensorParallelOps.norm`), so that
-    FSDP does not make one all-reduce per parameter. Instead one all-reduce here adds up the
-    gradients of all norms, and another one those of all copied KV heads.
+    copy of a KV head sees only some of its query heads, so each rank has only one term of the
+    gradient, which is a sum over ranks. Norms and copied KV heads are declared as replicated
+    (`TensorParallelOps.norm`), so that FSDP does not make one all-reduce per parameter. Instead one
+    all-reduce here adds up the gradients of all norms, and another one those of all copied KV
+    heads.
 
     Args:
         parameters: This rank's parameters by name. Their gradients are changed in place.
@@ -212,8 +214,8 @@ def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tenso
 
     The sum of the shares over all ranks of the run is the squared norm. Each element counts once:
     parameters that several ranks hold (over tp, or in HSDP copies) count on the first of these
-    ranks only. Because one sum over the world suffices, it can share an all-reduce with other
-    values.
+    ranks only. Because one sum over all ranks suffices, the caller can add it to an all-reduce of
+    other values.
     """
     counted = [
         local_tensor(p.grad)

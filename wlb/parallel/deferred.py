@@ -40,15 +40,15 @@ class WeightQueue:
         Args:
             parameters: The weights.
             compute: Returns this rank's gradient of each weight, given the result of `begin`.
-            begin: Starts a collective whose result `compute` needs. None if it needs none. `begin`
-                is called before the previous entry is computed, so that the collective runs
-                meanwhile.
+            begin: Starts a collective whose result `compute` needs. None if `compute` needs no
+                collective. `begin` is called before the previous entry of the queue is computed, so
+                that the collective runs during that computation.
         """
         if any(parameter.requires_grad for parameter in parameters):
             self._waiting.append((parameters, begin, compute))
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue; returns a function that computes its gradients and accumulates them."""
+        """Empty the queue; returns a function that computes and accumulates the gradients."""
         waiting, self._waiting = self._waiting, []
 
         def begin_next() -> Tensor | None:

@@ -52,7 +52,7 @@ class Executor:
     Args:
         spec: Configuration of the run.
         mesh: The ranks.
-        progress: Is informed of each pass as it begins (`wlb.parallel.observe`).
+        progress: Is told of each pass when the pass begins (`wlb.parallel.observe`).
         timer: Times the passes.
         draws: Whether to draw initial weights; False leaves them uninitialised (`build_stages`).
     """

@@ -103,10 +103,11 @@ class StagedTrip:
     """One round trip of rows to experts on other ranks, in stages, by all-to-alls.
 
     Implements `wlb.model.expert_dispatch.Trip`. Buffers that are being sent need no reference here:
-    the result of an all-to-all keeps them alive until it is waited for.
+    the result of an all-to-all keeps its input alive until somebody waits for the result.
 
-    The trip has no reference to the `StagedWay` that contains it. In a reference cycle both would
-    live until the next garbage collection, which a run starts only every 50 steps.
+    The trip has no reference to the `StagedWay` that contains it. In a reference cycle, the trip's
+    tensors would stay in memory until the next garbage collection, which a run starts only every 50
+    steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, choice: "_Choice") -> None:
@@ -381,8 +382,8 @@ class ExpertAllToAll:
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Wait for `arriving_E`, and copy the numbers of rows to the host.
 
-        On a GPU both happen on the side stream, while the current stream computes. The returned
-        event says when the copy is complete.
+        On a GPU the wait and the copy happen on the side stream, while the current stream computes.
+        The returned event says when the copy is complete.
 
         Args:
             arriving_E: Number of rows from each rank for each of this rank's experts, still in

@@ -2,12 +2,12 @@
 
 An EP group has `parallel.ep` ranks, which are neighbours in (dp, cp, tp) order. Each rank has an
 equal part of a layer's experts. Ranks of different EP groups that have the same experts shard them
-by FSDP, which also adds up their gradients; with HSDP (`fsdp.shard_size`) it does so within each
-copy of the parameters and then over copies.
+by FSDP, which also adds up their gradients. With HSDP (`fsdp.shard_size`) FSDP adds gradients up
+within each copy of the parameters and then over copies.
 
 In each layer the ranks of an EP group first tell each other how many rows they send, and then send
-rows and scores (`wlb.parallel.expert_exchange`). They run the same schedule, so they make the same
-calls in the same order, even a rank without rows.
+rows and scores (`wlb.parallel.expert_exchange`). All ranks of an EP group run the same schedule, so
+they make the same calls in the same order. A rank without rows makes these calls, too.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,10 +1,10 @@
 """Make Gloo process groups use one worker thread each, and connect ranks at their first message.
 
-By default torch starts two worker threads per group. Two workers corrupt the heap: both write the
-name of their last collective into one string without a lock (`ProcessGroupGloo::runLoop`, torch
-2.13.0; no upstream issue known). After minutes a rank dies with SIGSEGV or SIGABRT, which
-tests/parallel/gloo_race.py reproduces. torch ignores `pg_options` for Gloo, so we wrap the
-constructor of the groups. This file imports nothing else of wlb.
+By default torch starts two worker threads per group. Two workers corrupt the heap: both workers
+write the name of their last collective into the same string without a lock
+(`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known). After minutes a rank dies with
+SIGSEGV or SIGABRT, which tests/parallel/gloo_race.py reproduces. torch ignores `pg_options` for
+Gloo, so we wrap the constructor of the groups. This file imports nothing else of wlb.
 """
 
 from collections.abc import Callable, Sequence

@@ -33,7 +33,8 @@ def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
 
     For each kind, every rank is in exactly one group: with a neighbour in its pipeline, or alone.
     Ranks that are alone must make a group too. torch names a group by the number of groups that the
-    rank has made so far, and both members of a later group must arrive at the same name.
+    rank has made so far, so ranks that later make a group together must have made equally many
+    groups before.
     """
     pp = parallel.pp
     if pp == 1:

@@ -65,7 +65,7 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
     """Reduce a CPU tensor over all ranks, in place.
 
     The longest chain of messages that wait for each other has 2 * log2(ranks) messages. In Gloo's
-    all-reduce, which is a ring, it would have 2 * (ranks - 1).
+    all-reduce, which is a ring, the longest chain would have 2 * (ranks - 1) messages.
 
     Args:
         x: Tensor with the same shape on all ranks.

@@ -6,7 +6,8 @@ receive is posted and drops it after the backward pass. Every rank knows the len
 so no shapes are sent. Each link between two pipeline ranks has its own communicator
 (`wlb.parallel.mesh`).
 
-All overridden methods are private to torch. tests/parity checks them on each supported version.
+All overridden methods are private to torch. tests/parity checks on each supported version of torch
+that they still fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -191,9 +192,9 @@ class LateWeights(ScheduleInterleavedZeroBubble):
     """An interleaved zero-bubble schedule that runs weight-gradient passes later than torch's.
 
     Pipeline rank r begins weight-gradient passes after `r * weight_delay` input-gradient passes;
-    from then on it runs one of each in turn. torch's schedule is `weight_delay = 1`. If attention
-    dominates the backward pass, weight-gradient passes are short, and a rank must save up more of
-    them to fill its idle time at the end of a step.
+    from then on it alternates between both kinds of passes. torch's schedule is `weight_delay = 1`.
+    If attention dominates the backward pass, weight-gradient passes are short, and a rank must save
+    up more of them to fill its idle time at the end of a step.
     """
 
     def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:

@@ -238,8 +238,8 @@ class _GatherRows(torch.autograd.Function):
 class _FanProduct(torch.autograd.Function):
     """Linear layer `i` of several layers with the same input, which `_GatherRows` has gathered.
 
-    Saves only the weight and x_SC, which all layers share. Its backward gives the gradient of its
-    output to `fan` instead of returning gradients.
+    Saves only the weight and x_SC, which all layers share. In backward, this function gives its
+    output's gradient to `fan` and returns no gradients.
     """
 
     @staticmethod

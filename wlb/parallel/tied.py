@@ -1,4 +1,4 @@
-"""Tied embeddings in a pipeline: keeps the embedding and the head, which is its copy, equal.
+"""Tied embeddings in a pipeline: keeps the head equal to the embedding, of which it is a copy.
 
 The first pipeline rank has the embedding, and the last one has the head, a copy of it. After a
 step's last backward pass the two ranks exchange their gradients, and both add them in the same

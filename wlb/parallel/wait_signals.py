@@ -27,9 +27,9 @@ def ended_by_signals(*, was_asked: bool = False) -> Iterator[None]:
     """End this process `ANSWER_S` after SIGTERM, SIGINT or SIGUSR1, if the block still runs then.
 
     torch waits for other ranks in C++, for minutes or hours, and Python's signal handlers run only
-    afterwards. But when a signal arrives, Python at once writes its number to a socket
-    (`signal.set_wakeup_fd`), which a thread here reads. The context has no effect outside the main
-    thread.
+    afterwards. But when a signal arrives, Python writes the signal's number to a socket at once
+    (`signal.set_wakeup_fd`), and a thread of this context reads the socket. The context has no
+    effect outside the main thread.
 
     Args:
         was_asked: Whether such a signal arrived before the block. The process then ends `ANSWER_S`

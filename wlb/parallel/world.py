@@ -270,8 +270,8 @@ def select_device(device: torch.device) -> None:
 def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """Make a pool with one thread, named after `name`, whose current device is `device`.
 
-    The current device of a new thread is GPU 0. If it made a stream or event there, each rank would
-    create a CUDA context of about 0.5 GiB on that one GPU.
+    The current device of a new thread is GPU 0. If the thread made a stream or event on GPU 0,
+    every rank of the node would create a CUDA context of about 0.5 GiB on that GPU.
     """
     return ThreadPoolExecutor(
         1, thread_name_prefix=name, initializer=select_device, initargs=(device,)
@@ -283,7 +283,8 @@ def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterato
     """Run the block with torch.distributed, which starts before it and ends after it.
 
     After an exception, only Gloo groups are destroyed on CUDA. Destroying an NCCL group would wait
-    for collectives that this rank's GPU has started, and other ranks may never join them.
+    for collectives that this rank's GPU has started, and other ranks may never join these
+    collectives.
 
     Args:
         world: This process among all ranks.
@@ -309,9 +310,9 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
 
     Because `device_id` is given, torch makes the NCCL communicator of all ranks immediately, and
     makes the mesh's groups from it with one ncclCommSplit per axis. This was read in the sources of
-    torch 2.11 and 2.13; it has not run here on a GPU. All transfers of a group then share its
-    communicator and stream and wait for each other, so each link between two pipeline ranks has a
-    separate group (`wlb.parallel.mesh`).
+    torch 2.11 and 2.13; it has not run here on a GPU. All transfers of a group then share the
+    group's communicator and stream and wait for each other, so each link between two pipeline ranks
+    has a separate group (`wlb.parallel.mesh`).
 
     All Gloo groups are destroyed when Python exits, because a Gloo worker that is still alive then
     can abort the process (https://github.com/pytorch/pytorch/issues/65237). NCCL groups are left
@@ -375,8 +376,8 @@ _OLD_NAMES = {
 def set_cuda_defaults() -> None:
     """Set each variable of `CUDA_DEFAULTS` that is not set yet. Call it before CUDA is initialised.
 
-    Child processes inherit the variables. torch's CUDA allocator reads its variable when it first
-    allocates memory.
+    Child processes inherit the variables. torch's CUDA allocator reads PYTORCH_ALLOC_CONF when it
+    first allocates memory.
     """
     _set_unless_given(CUDA_DEFAULTS)
 

@@ -153,8 +153,8 @@ def _rows_like(dk_KGD: Tensor, _: Tensor, inverse_UR: Tensor) -> Tensor:
 def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
     """Return the gradients of rows of K and V, [R, 2, G, D]: for each row the sum over its copies.
 
-    The sums are in float32 (float64 for float64) and in a fixed order, and equal those of the plain
-    torch code to the bit.
+    The sums are in float32 (float64 for float64 inputs) and in a fixed order, and equal those of
+    the plain torch code to the bit.
 
     Args:
         dk_KGD: Gradient of each key.

@@ -1,7 +1,7 @@
 """Choose whether a run uses the fused kernels for RoPE, gated MLPs, norms and key gradients.
 
 These operators spend their time on memory accesses and kernel launches, not on arithmetic. Fused
-kernels need fewer of both; this folder's README counts them.
+kernels access memory less often and need fewer launches; this folder's README has the numbers.
 """
 
 import functools

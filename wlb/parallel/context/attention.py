@@ -6,8 +6,8 @@ variable-length kernel then computes all local spans in one call. With `cp.overl
 are several calls, and the first one reads local keys only, so it needs no exchange.
 
 In forward, `begin` starts the exchange, which hides behind the query projection. In backward, `add`
-starts it at the layer's end, where it hides behind the MLP. No layer loops over documents or waits
-for the device.
+starts the exchange at the layer's end, where it hides behind the MLP. No layer loops over documents
+or waits for the device.
 
 Shapes: T local rows, S packed tokens, G key/value heads and H query heads of this TP rank, D head
 size.

@@ -1,4 +1,4 @@
-"""Context parallelism of linear attention: gives spans what they need of the tokens before them.
+"""Context parallelism of linear attention: gives each span what it needs of the tokens before it.
 
 A span that starts inside a document needs two things from the tokens before it, so each layer has
 two exchanges. The first one brings the last few rows before the span, which the convolution reads.

@@ -255,9 +255,9 @@ def gather_kv_again(
     """Start to receive K and V of other ranks a second time, during backward.
 
     Args:
-        grad_SC: Any gradient of the backward pass. Its values are not read. It makes the gather
-            depend on the backward pass; otherwise the compiler would run the gather in forward and
-            keep the result.
+        grad_SC: Any gradient of the backward pass. Its values are not read. This argument makes the
+            gather depend on the backward pass; otherwise the compiler would run the gather in
+            forward and keep the result.
         k_TGD: Local keys.
         v_TGD: Local values.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
@@ -477,8 +477,8 @@ def _stage_backward(
         fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
 
     Returns:
-        dQ, and dK and dV as one tensor [R, 2, G, D]. The latter is in float32, unless the kernel
-        read keys from the buffer of rows and returned the gradients of its rows.
+        dQ, and dK and dV as one tensor [R, 2, G, D]. The tensor is in float32, unless the kernel
+        read keys from the buffer of rows and returned the gradients of the buffer's rows.
     """
     is_own = stage.transfer == Transfer.OWN
     kv = torch.stack(local, 1) if is_own else _collectives.wait_tensor(left.pop(0))

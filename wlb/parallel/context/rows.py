@@ -1,8 +1,8 @@
 """One rank's part of a K/V exchange: what it sends and receives, and which rows attention reads.
 
-Attention of a micro-batch has one call for each stage of the exchange. The first call is causal
-and has all queries. A later call has only the queries that see keys of its stage; all these keys
-come before the queries, so it needs no mask. The results of the calls are merged. The stages have
+Attention of a micro-batch has one call for each stage of the exchange. The first call is causal and
+has all queries. A later call has only the queries that see keys of its stage; all these keys come
+before the queries, so the call needs no mask. The results of the calls are merged. The stages have
 one of three forms:
 
     gather                one stage: an all-gather, then one attention call over all keys
