@@ -78,7 +78,7 @@ class TuningGrid:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max * num_micro_batches / spec.num_windows:
-                    # N micro-batches of S_max tokens never exceed this T, so it would change nothing.
+                    # N micro-batches of S_max tokens stay below this T, so this T has no effect.
                     continue
                 capped = replace(base, s_max=s_max, step_tokens=step_tokens, hold=0)
                 if Policy.VAR_LEN in self.policies:
