@@ -14,7 +14,7 @@ rank's part of the document has at most a given share of the mean work of a rank
 
 Five shares are tried, and the plan with the best predicted time is taken. Further candidates are:
 
-- the plan of `hybrid`, so that `balanced` is never predicted to be slower than it,
+- the plan of `hybrid`, so that `balanced` is never predicted to be slower than `hybrid`,
 - the plans of `by_need`, if the exchange may transfer only the keys that ranks need,
 - the plans of `few_cuts`, for models with linear-attention layers.
 
@@ -53,7 +53,7 @@ _Span = tuple[int, int, int, int]
 def balanced(
     lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
 ) -> ShardingPlan:
-    """Shard a micro-batch so that each document is on few ranks; try many plans, take the fastest.
+    """Return the fastest of many plans in which each document of a micro-batch is on few ranks.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
@@ -80,14 +80,15 @@ def balanced(
 def _assigned(
     pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float
 ) -> ShardingPlan:
-    """Assign documents so that a rank's part of one has at most `share` of a rank's mean work.
+    """Make a plan in which each document is cut into parts of limited work.
 
     Args:
         pieces: Tokens of each document, shape [num_pieces].
         order: Indices of the documents by descending length.
         cp: Number of CP ranks.
         cost: Predicts the times of attention.
-        share: Most work of a rank's part of a document, as a share of the mean work of a rank.
+        share: Most work that a rank may have of one document, as a share of the mean work of a
+            rank.
     """
     ordered = pieces[order]
     # Predicted times are interpolated in a table, where a longer document may be predicted to be
@@ -152,7 +153,7 @@ class _AssignedDocuments:
         self.load = load.sum(0).tolist()
 
     def over_some(self, who: IntArray, num_ranks: int) -> None:
-        """Cut each of these documents among the least loaded ranks that have room for a part.
+        """Cut each document of `who` among the `num_ranks` least loaded ranks with room for a part.
 
         Args:
             who: The documents to assign.
@@ -173,11 +174,11 @@ class _AssignedDocuments:
                 self.room[r] -= size
 
     def whole(self, who: IntArray, work: IntArray) -> None:
-        """Assign each of these documents whole to the least loaded rank that has room.
+        """Assign each document of `who` whole to the least loaded rank that has room for it.
 
         Args:
             who: The documents to assign.
-            work: Predicted time of every document in ns, not only of these.
+            work: Predicted time of each document of the micro-batch in ns, shape [num_pieces].
         """
         columns = (self.ordered[who].tolist(), work[who].tolist())
         at = 0
@@ -188,13 +189,13 @@ class _AssignedDocuments:
             if stop:
                 at += self._equal(who[first:stop].tolist(), columns[0][first], columns[1][first])
 
-    def _whole(self, document: int, size: int, part: int) -> None:
+    def _whole(self, document: int, size: int, time_ns: int) -> None:
         """Assign a document whole to the least loaded rank with room for its tokens.
 
         Args:
             document: The document.
             size: Tokens of the document.
-            part: Predicted time of the document in ns.
+            time_ns: Predicted time of the document.
         """
         with_room = [r for r in range(self.cp) if self.room[r] >= size]
         if not with_room:
@@ -202,34 +203,34 @@ class _AssignedDocuments:
             return
         best = min(with_room, key=self.load.__getitem__)
         self.spans.append((document, 0, size, best))
-        self.load[best] += part
+        self.load[best] += time_ns
         self.room[best] -= size
 
-    def _equal(self, documents: list[int], size: int, part: int) -> int:
+    def _equal(self, documents: list[int], size: int, time_ns: int) -> int:
         """Assign equal documents whole, as `_whole` would, until one does not fit.
 
         Args:
             documents: The documents.
             size: Tokens of each document.
-            part: Predicted time of each document in ns.
+            time_ns: Predicted time of each document.
 
         Returns:
             The number of documents that were assigned.
         """
-        if not fits_64_bits(self.load, part, len(documents)):
+        if not fits_64_bits(self.load, time_ns, len(documents)):
             return 0
         room = [tokens // size for tokens in self.room]
-        target = least_loaded(self.load, part, len(documents), room=room)
+        target = least_loaded(self.load, time_ns, len(documents), room=room)
         self.spans += [
             (document, 0, size, r) for document, r in zip(documents, target.tolist(), strict=False)
         ]
         for r, count in enumerate(np.bincount(target, minlength=self.cp).tolist()):
-            self.load[r] += count * part
+            self.load[r] += count * time_ns
             self.room[r] -= count * size
         return target.size
 
     def fill(self) -> None:
-        """Cut the documents that did not fit, and give the parts to the ranks with most room."""
+        """Cut the documents that fit on no rank, and give the parts to the ranks with most room."""
         for document in self.left:
             at, size = 0, int(self.ordered[document])
             while at < size:

@@ -1,4 +1,4 @@
-"""Lower bounds for any sharding: on the rows that one of the ranks receives, and on the time.
+"""Lower bounds for any sharding: on the rows that some rank must receive, and on the time.
 
 A row has the key and value of one token. Both bounds look at the longest document alone. The rank
 with its last token needs the keys of all its tokens, but has at most a rank's share of the
@@ -32,7 +32,8 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
         slack: Consider only shardings in which no rank has more than 1 + slack times the mean
-            number of query-key pairs. Then more rows must be received. None considers all.
+            number of query-key pairs. In such shardings ranks must receive more rows. None
+            considers all shardings.
     """
     pieces = checked_lengths(lengths, cp)
     if not pieces.size:
@@ -54,8 +55,8 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 def _least_rows_of(reach: FloatArray, length: int) -> int:
     """Return how many rows of a document at least one rank must receive from others.
 
-    A rank that needs `reach[j]` rows and receives R of them has the other reach[j] - R rows itself.
-    All ranks together cannot have more rows than the document.
+    If rank j needs `reach[j]` rows and receives R of them, it must have the other reach[j] - R rows
+    itself. Together, the ranks cannot have more rows than the document. So R has a lower bound.
 
     Args:
         reach: Rows of the document that each rank needs, in descending order, shape [cp].

@@ -7,7 +7,7 @@ linear-attention layers need a summary of the tokens before each span that is cu
 - A document is cut among nodes only if one node cannot take all of it (`nodes`). If attention hides
   the exchange, groups of several nodes are tried in the same way.
 - While documents are divided, the time of a part is only estimated. So each candidate is made
-  several times: ranks that are slow in the last plan get less work in the next one.
+  several times, and each time the ranks that are slow in the last plan get less work.
 
 Candidates differ in how much work of a long document one rank may have (more work means less to
 send, but longer attention), and in which documents may be cut among nodes.
@@ -96,10 +96,11 @@ def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[Sharding
     """Return plans in which each rank has few cut documents, for models with linear attention.
 
     For each rank, about four cuts are made: two in a document that is cut symmetrically, so that
-    the rank gets its share of the work, and two so that it gets its number of tokens. If longer
-    documents may be cut into consecutive tokens (`LONGEST_RUNS`), there are fewer cuts, but work is
-    less equal. Which plan is best is decided by its predicted time. For micro-batches that are
-    nearly filled by one document, `_runs_behind` gives more plans.
+    the rank gets its share of the work, and two so that it gets its number of tokens. Cutting a
+    document into consecutive tokens instead takes fewer cuts, but makes work less equal. The plans
+    differ in the longest document that is cut in this way (`LONGEST_RUNS`). The caller takes the
+    plan with the least predicted time. For micro-batches that are nearly filled by one document,
+    `_runs_behind` gives more plans.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
@@ -250,11 +251,11 @@ def spans_of(
 ) -> RankedSpans:
     """Choose which tokens each rank gets, given how many it gets of each document.
 
-    1. If a document is whole, or cut into parts of consecutive tokens, the parts already say which
-       tokens they have.
+    1. If a document lies on one rank, or is cut into parts of consecutive tokens, the parts already
+       say which tokens they have.
     2. A document that is cut symmetrically is cut from its two ends inwards, so that each rank gets
-       a part near either end. The parts of a group's ranks lie next to each other, and among these
-       the larger ones lie further outside.
+       tokens near both ends. Ranks of the same group get adjacent tokens. Within a group, ranks
+       with more tokens get those nearer to the ends.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
@@ -282,12 +283,13 @@ def spans_of(
 def _from_the_ends(
     piece: int, length: int, sizes: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int, int]]:
-    """Cut a document from its ends inwards; each rank gets half of its tokens from either end.
+    """Cut a document from both ends inwards. The last rank gets the middle.
 
     Args:
         piece: Index of the document.
         length: Tokens of the document.
-        sizes: (rank, tokens that it gets), from the outermost rank to the innermost.
+        sizes: (rank, number of tokens) of each rank, from the outermost to the innermost. A rank
+            gets about half of its tokens from either end.
 
     Returns:
         Spans (piece, start, stop, rank).

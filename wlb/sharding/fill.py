@@ -1,4 +1,4 @@
-"""Fills ranks with documents one after the other, each with its share of the tokens and the work.
+"""Fills one rank after the other with documents, up to its share of the tokens and the work.
 
 The work per token of a document is called its density. A long document is denser than a short one.
 So each rank gets both kinds:
@@ -37,7 +37,7 @@ class FillCut(IntEnum):
     """How a document is cut."""
 
     WHOLE = 0
-    """It is not cut."""
+    """The document is not cut."""
     SYMMETRIC = 1
     """Each part takes tokens from both ends of what is left of the document. So all parts have
     about the same work per token."""
@@ -65,7 +65,7 @@ class FillPart:
         """Remove tokens from this part, and return them as a part with equal work per token.
 
         Args:
-            size: Number of tokens.
+            size: Number of tokens to remove.
             cut: How both parts are cut, for their field `cut`.
         """
         self.size -= size
@@ -87,13 +87,14 @@ class HeadWork:
         self._ns: list[float] = (forward + backward).astype(np.float64).tolist()
 
     def of(self, size: int) -> float:
-        """Return the work in ns of a document's first `size` tokens, rounded up to whole tiles."""
+        """Return the work in ns of a document's first tokens: `size`, rounded up to whole tiles."""
         return self._ns[-(-size // TILE)]
 
     def take_run(self, part: FillPart, size: int) -> FillPart:
         """Remove the first `size` tokens from `part`, and return them as a part of its own.
 
-        It has less work per token than the rest, because later tokens attend to more keys.
+        The removed tokens have less work per token than the rest, because later tokens attend to
+        more keys.
         """
         stop = part.start + size
         run = replace(part, size=size, cut=FillCut.RUN)
@@ -176,7 +177,7 @@ def fill(
 def _dense(
     pool: list[FillPart], room: int, work: float, options: FillOptions, *, most: float
 ) -> list[FillPart]:
-    """Take the documents with most work per token, until a rank can reach its share of the work.
+    """Take documents with most work per token, until light ones can bring a rank to its share.
 
     The rest of the rank will later be filled with the documents that have least work per token. The
     function stops as soon as these would bring the rank exactly to its share of the work.

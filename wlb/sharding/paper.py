@@ -244,8 +244,8 @@ def cheapest(
       other ranks.
 
     It excludes linear layers and all-gathers, because they take the same time on all ranks and in
-    all plans. Of equally fast plans, the first is taken, or, unless the exchange is "gather", the
-    one that transfers fewest rows.
+    all plans. Of equally fast plans, the one that transfers fewest rows is taken. With "gather",
+    where all plans transfer the same rows, the first one is taken.
 
     Args:
         plans: Candidates, all for the same number of ranks.
@@ -332,15 +332,16 @@ def shard(
         cost: Predicts the times by which plans are compared. It is a `WorkloadModel`, or any other
             form of cost that `wlb.balance.balance_step` takes, such as the path of a config.json.
             Costs of whole samples are not accepted, because strategies need the times of parts.
-        remainder: How tokens that are left over by equal chunks are assigned in per_document, and
-            in adaptive if it takes per_document: "merged" or "one_by_one".
+        remainder: How `per_document` assigns the tokens that equal chunks leave over: "merged" or
+            "one_by_one". The strategy "adaptive" passes it on to `per_document`.
         exchange: How ranks get each other's keys: "gather", "needed", or "auto" for the faster one.
 
     Returns:
         The plan, with each rank's predicted attention time.
 
     Raises:
-        UserError: If the strategy or the cost is unknown, or the strategy lacks this remainder.
+        UserError: If the strategy or the cost is unknown, or if `remainder` is "one_by_one" with a
+            strategy that has no such option.
         ValueError: If the plan would lose or repeat a token.
     """
     # Import these two files here, because they import this file.
