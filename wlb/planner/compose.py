@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-# These rooms import their names on first use, so that planning a list of lengths loads few of them.
+# These rooms import their files on first use, so that planning a list of lengths loads few files.
 from wlb import cost as prices
 from wlb import data, packing, planner, sharding
 from wlb.cost import LLAMA2_7B, WorkloadModel
@@ -251,8 +251,8 @@ class Planner:
     def steps(self, state: PlannerState | None = None) -> Iterator[StepPlan]:
         """Yield the plans of all steps from `state` to the end of the data.
 
-        If a run has reached the end of its data, its state can be resumed with a planner of more
-        epochs.
+        If a run has reached the end of its data, its state can be resumed by a planner whose source
+        has more epochs.
 
         Args:
             state: The state to begin at. None = the start of the run.
@@ -380,14 +380,14 @@ class Planner:
             next_step=state.next_step,
         )
         # The removed plans may have been made by the flush at the end of the data. Reset
-        # `exhausted`, so that the end is pushed to the packer once more.
+        # `exhausted`, so that the packer is told once more that the data has ended.
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
-        """Read the next global batch and push it, or the end of the data, to both packers.
+        """Read the next global batch, or notice the end of the data, and tell both packers.
 
         Returns:
-            The state with the plans that the packers made of it.
+            The state after the batch, with the new plans of both packers.
         """
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
@@ -416,10 +416,11 @@ class Planner:
 
 
 def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
-    """Return the carry so that `packer` can use it, even if another policy made it.
+    """Return a carry that `packer` can use, with the pieces of `carry`.
 
-    Only the policy that made a carry understands its slots, and arrival steps that are after the
-    next step. For another policy, both are reset.
+    Only the policy that made a carry understands its slots, and arrival steps later than the next
+    step. If `packer` has another policy, all slots are set to 0, and such arrival steps are set to
+    the next step.
     """
     if carry.policy == packer.policy:
         return carry
@@ -449,7 +450,7 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
 
 
 def _source_of(lengths: IntLike) -> data.LengthSource:
-    """Return a source of documents with these lengths; it has no tokens, which suffices to plan."""
+    """Return a source of documents that have lengths but no tokens, which plans do not need."""
     array = int_array("lengths", lengths)
     # Pass the caller's values rather than the converted integers, so that the source can refuse
     # floats that the conversion has rounded.

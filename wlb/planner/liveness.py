@@ -123,7 +123,8 @@ class SignsOfLife:
 
         Args:
             descriptor: File descriptor of the pipe.
-            event: select.POLLIN to wait until it can be read, select.POLLOUT until written.
+            event: select.POLLIN to wait until the pipe can be read, select.POLLOUT to wait until
+                it can be written.
 
         Raises:
             PlannerLost: If there was no sign of life for `silence_s` seconds.

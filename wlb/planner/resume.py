@@ -36,8 +36,8 @@ def check_planner_state(
 
     Args:
         state: The loaded state.
-        source: The planner's source of global batches. If it is no `AccountedStream`, it is not
-            checked which documents were read.
+        source: The planner's source of global batches. If the source is not an `AccountedStream`,
+            the function does not check which documents were read.
         packers: Packers of the planner. Their policies are accepted besides the policies of wlb.
     """
     try:
@@ -100,8 +100,8 @@ def _check_metrics(metrics: StepMetrics) -> None:
             valid = type(number) in (int, float) and math.isfinite(number) and number >= 0
             if not valid or number > 2.0**63:
                 raise UserError(
-                    f"{field.name} = {value!r} in baseline_made must be finite numbers from 0 to "
-                    "2^63"
+                    f"the saved metrics of the usual loader have {field.name} = {value!r}, but all "
+                    "numbers must be finite and from 0 to 2^63"
                 )
 
 
@@ -127,9 +127,9 @@ def _check_steps(state: PlannerState) -> None:
     made = [metrics.step for metrics in state.baseline_made]
     if made != sorted(set(made)) or (made and made[-1] >= state.baseline.next_step):
         raise UserError(
-            f"the planner state contradicts itself: of the usual loader, with which the run is "
-            f"compared, steps {made} were made, and the next one is {state.baseline.next_step}. "
-            "The numbers must increase and end before the next one; resume from another checkpoint"
+            f"the usual loader, with which the run is compared, has planned the steps {made}, but "
+            f"its next step is {state.baseline.next_step}; the numbers of planned steps must "
+            "increase and be below the next step"
         )
 
 
@@ -182,7 +182,8 @@ def _check_once(pieces: Pieces) -> None:
 def _check_arrival(pieces: Pieces, last: int) -> None:
     if (i := first_true((pieces.arrival_step < 0) | (pieces.arrival_step > last))) is not None:
         raise UserError(
-            f"{pieces[i]} must have arrived in a step from 0 to {last}, the last step that was read"
+            f"{pieces[i]} must have arrived in a step from 0 to {last}, the last step for which "
+            "documents were read"
         )
 
 

@@ -49,7 +49,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 they have written a checkpoint. They end the process afterwards."""
 _BEAT_S = 0.25
 """Seconds after which a planner process touches its file again, to show that it is alive."""
-_DIED = "the planner process of this node has died"
+_DIED = (
+    "the planner process of this node has died; see its error above, if it printed one, and resume "
+    "from the last checkpoint with --resume"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,7 @@ class PlannerProcess:
             raise
 
     def _hand_over(self, job: bytes, signs: SignsOfLife) -> None:
-        """Send the job to the process, and wait until it listens.
+        """Send the job to the process, and wait until the process accepts connections.
 
         Args:
             job: The pickled `PlanningJob`.
@@ -128,7 +131,7 @@ class PlannerProcess:
 
         Raises:
             PlannerLost: If the process shows no sign of life.
-            PlanningError: If it ends before it listens.
+            PlanningError: If the process ends before it accepts connections.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -252,8 +255,9 @@ class PlanClient:
             steps_ahead: 1 for the step that `next` will return, 2 for the one after it, and so on.
 
         Returns:
-            None if there is no such step, or if it could not be planned. The error is raised by
-            `next` when its step is due, so steps before it still run.
+            The plan of the step, and the plan of this rank's pipeline. None if there is no such
+            step, or if it could not be planned. In that case `next` raises the error when the step
+            is due, so that the steps before it still run.
         """
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
@@ -294,7 +298,7 @@ class PlanServer:
         """Wait until all clients, the ranks of this node, have connected.
 
         Args:
-            job: What the process has to do, including the number of clients.
+            job: The job of the process, including the number of clients.
             listener: The socket at which the process listens.
         """
         self.job = job
