@@ -164,7 +164,7 @@ REFUSED = {
     "wait": (([3, 4],), {"wait": "never"}, "wait = 'never' is unknown"),
     "passes": (([3, 4],), {"passes": "back"}, "passes = 'back' is unknown"),
     "degree": (([3, 4],), {"dynamic_cp": 3}, "dynamic_cp = 3 must be a power of two"),
-    "too wide": (([3, 90],), {"dynamic_cp": 2}, "90 tokens must fit into dynamic_cp = 2"),
+    "too wide": (([3, 90],), {"dynamic_cp": 2}, "90 tokens is too long for dynamic_cp = 2"),
 }  # fmt: skip
 
 

@@ -165,13 +165,13 @@ class StepBalance:
         return "\n".join([*lines, f"imbalance {self.imbalance:.4f}, bound {self.lower_bound:.4f}"])
 
     def _blocks(self, mini_batch: int) -> list[IntArray]:
-        """Return the indices of the samples of each block of a mini-batch."""
+        """Return the sample indices of each block of a mini-batch, in ascending order of blocks."""
         used = np.unique(self.blocks[mini_batch]).tolist()
         return [self.order[self.offsets[b] : self.offsets[b + 1]] for b in used]
 
     @property
     def _mean(self) -> float:
-        """Predicted time that a rank computes in this step, the mean over ranks."""
+        """Mean over ranks of the predicted time that a rank computes in this step."""
         times = (float(self.time(k).sum()) for k in range(self.num_mini_batches))
         return sum(times) / self.num_ranks
 

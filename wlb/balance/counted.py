@@ -4,9 +4,8 @@ A bin is one rank's micro-batch, and a slot is the set of bins that run at the s
 a sample, or samples that must share a micro-batch.
 
 1. In each slot, the bins with most samples go to the ranks with fewest samples so far.
-2. While ranks have unequal numbers, a unit moves from the rank with most samples to the rank with
-   fewest: the unit with least work. Among the bins that have room for it, it goes to the bin that
-   lacks most work.
+2. While ranks have unequal numbers of samples, the rank with most samples gives its unit with least
+   work to the rank with fewest. Of the bins with room, the one that lacks most work gets the unit.
 """
 
 import numpy as np

@@ -64,7 +64,7 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
         if num > units.work.size:
             raise UserError(
                 f"{rules.name}: {units.work.size} samples or atoms are too few for {num} "
-                f"micro-batches over {ranks} ranks, because each micro-batch needs at least one; "
+                f"micro-batches on each of {ranks} ranks, because each micro-batch needs at least one; "
                 "give more samples, or raise max_tokens"
             )
         level = max(total / (ranks * num), float(units.work[0]) / most)
@@ -77,8 +77,8 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
         if rules.num is not None:
             raise UserError(
                 f"{rules.name}: {units.tokens.sum():.0f} tokens do not fit into {num} "
-                f"micro-batches over {ranks} ranks of max_tokens = {rules.cap} each; raise "
-                "num_micro_batches or max_tokens"
+                f"micro-batches on each of {ranks} ranks, with at most max_tokens = {rules.cap} in "
+                "each; raise num_micro_batches or max_tokens"
             )
         num += rules.multiple
 
@@ -101,8 +101,9 @@ def _check(units: Units, rules: Rules, most: int) -> None:
         )
     if (i := first_true(units.tokens > rules.cap * most)) is not None:
         raise UserError(
-            f"{rules.name}: a sample of {units.tokens[i]:.0f} tokens must fit into dynamic_cp = "
-            f"{most} ranks of max_tokens = {rules.cap} each; raise dynamic_cp or max_tokens"
+            f"{rules.name}: a sample of {units.tokens[i]:.0f} tokens is too long for dynamic_cp = "
+            f"{most} ranks, each with at most max_tokens = {rules.cap}; raise dynamic_cp or "
+            "max_tokens"
         )
 
 
@@ -192,7 +193,8 @@ def _fill(
     out = np.zeros(units.work.size, np.int64)
     for unit in np.lexsort((-units.work, -need)).tolist():
         after = time + units.work[unit] / degree
-        # A block with more ranks than a unit needs takes it only if its time stays within `level`.
+        # A block with more ranks than the unit needs may take the unit only if the block's time
+        # stays within `level`.
         wide = (degree > need[unit]) & (after > level)
         bad = (degree < need[unit]) | (room < units.tokens[unit]) | wide
         after[bad] = np.inf
@@ -258,10 +260,11 @@ def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) ->
 def _grid(
     work: FloatArray, block_of: IntArray, degree: FloatArray, ranks: int
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Decide which ranks form each block in which micro-batch, and number blocks in this order.
+    """Decide which ranks form each block in which micro-batch, and renumber the blocks.
 
-    Blocks are sorted by descending number of ranks. Because these are powers of two, the blocks
-    fill the ranks of one micro-batch after the other without a gap.
+    Blocks are sorted by descending number of ranks, then by descending time, and are renumbered in
+    this order. Because numbers of ranks are powers of two, the blocks fill the ranks of one
+    micro-batch after the other without a gap.
 
     Args:
         work: Work of each unit.
@@ -271,7 +274,7 @@ def _grid(
 
     Returns:
         The block of each rank and micro-batch, shape [num_ranks, num_micro_batches], the number of
-        ranks of each block, and the block of each unit.
+        ranks of each block, and the block of each unit. All of these use the new numbers.
     """
     load = np.bincount(block_of, work, degree.size) / degree
     order = np.lexsort((-load, -degree))

@@ -51,17 +51,17 @@ class SharedBins:
     index. Values are integers in float64.
     """
 
-    work: FloatArray  # work of each unit, shape [num_units + 1]
-    tokens: FloatArray  # tokens of each unit, shape [num_units + 1]
-    samples: FloatArray  # number of samples of each unit, shape [num_units + 1]
-    # Indices of each bin's units, ascending, filled up with `num_units`, shape [num_bins, columns].
-    # There are more columns than any bin has units.
+    work: FloatArray  # work of each unit, then 0 for "no unit", shape [num_units + 1]
+    tokens: FloatArray  # tokens of each unit, then 0 for "no unit", shape [num_units + 1]
+    samples: FloatArray  # samples of each unit, then 0 for "no unit", shape [num_units + 1]
+    # Indices of each bin's units, ascending, then `num_units` in all further columns, shape
+    # [num_bins, columns]. There are more columns than any bin has units.
     members: IntArray
     rank: IntArray  # rank of each bin, shape [num_bins]
 
     @classmethod
     def of(cls, units: tuple[FloatArray, FloatArray, FloatArray], bin_of: IntArray, rank: IntArray):
-        """Make bins of units.
+        """Make the record from the bin of each unit.
 
         Args:
             units: Work, tokens and samples of each unit, with a last entry of 0.
@@ -90,13 +90,14 @@ class SharedBins:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """The first (or second) bin of every pair of bins that exchange units, and what it offers."""
+    """One side of all pairs of bins that exchange units: either the first or the second bins."""
 
     bins: IntArray  # the bins, shape [num_pairs]
     members: IntArray  # all units of each bin (`SharedBins.members`), shape [num_pairs, columns]
     columns: IntArray  # where in `members` the offered units are, shape [num_pairs, TAKEN]
     units: IntArray  # the units that are offered, shape [num_pairs, TAKEN]
-    kept: IntArray  # number of units minus TAKEN; above 0 if some are not offered, [num_pairs]
+    # Number of units of each bin minus TAKEN; above 0 if some units are not offered. [num_pairs]
+    kept: IntArray
 
 
 def redistribute(
@@ -118,7 +119,8 @@ def redistribute(
         excess: Work of each bin minus its target, shape [num_bins].
         cap: Most tokens of a bin.
         spare: How many samples each bin may gain (first row) and lose (second row), shape
-            [2, num_bins]. None = any number. Two bins of the same rank are not limited by it.
+            [2, num_bins]. None = any number. This does not limit exchanges between two bins of the
+            same rank.
         turn: Index of the round. Bins with more than four units offer other units in each round.
 
     Returns:
@@ -161,7 +163,7 @@ def redistribute(
 def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
     """Choose the units that bins offer for exchange in a round.
 
-    They are spread evenly over the bin's units, which are sorted by work.
+    The offered units are spread evenly over the bin's units, which are sorted by work.
 
     Args:
         bins: All bins.
@@ -178,7 +180,7 @@ def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
 
 
 def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> BoolArray:
-    """Return which ways to divide units leave a bin without any, a mask of shape [num_pairs, 256].
+    """Return a mask, shape [num_pairs, 256], of the divisions that leave a bin without a unit.
 
     Args:
         bins: All bins.
@@ -195,7 +197,7 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
 def _breaks_counts(
     bins: SharedBins, a: _Side, b: _Side, units: IntArray, spare: FloatArray
 ) -> BoolArray:
-    """Return which ways to divide units give a rank too many or too few samples.
+    """Return a mask of the divisions of units that give a rank too many or too few samples.
 
     Args:
         bins: All bins.

@@ -102,7 +102,9 @@ def fill(
 def _most_room(
     work: FloatArray, tokens: FloatArray, level: FloatArray, cap: int
 ) -> IntArray | None:
-    """Assign each unit to the bin furthest below its level; if full, to the one with fewest tokens.
+    """Assign each unit to the bin that is furthest below its level and has room.
+
+    If such a bin is not found quickly, the bin with the fewest tokens is taken.
 
     Two heaps find these bins. Their entries are updated when they reach the top.
 
@@ -202,7 +204,7 @@ def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
 
 
 def fill_empty(bin_of: IntArray, work: FloatArray, group: IntArray) -> None:
-    """Move a unit into each empty bin: the one with least work of the bin that has most units.
+    """Move one unit into each empty bin: the bin with most units gives its unit with least work.
 
     Args:
         bin_of: Bin of each unit, changed in place.

@@ -223,7 +223,7 @@ def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
 
 
 def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) -> IntArray:
-    """Order each rank's bins by descending work, so that bins of similar work run at the same time.
+    """Sort each rank's bins by descending work, so that bins of similar work run together.
 
     Args:
         work: Work of each unit.
@@ -290,9 +290,9 @@ def assign_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bo
         work: Work of each item, shape [num_items].
         samples: Number of samples of each item, shape [num_items].
         num: Number of parts.
-        counts: False: in each block, the item with most work goes to the part with least work so
-            far, and so on. True: it goes to the part with fewest samples so far, and among equal
-            ones to the part with least work.
+        counts: If False, the item with most work in a block goes to the part with least work so
+            far, the next item to the part with the next least work, and so on. If True, parts are
+            sorted by their number of samples first, and by work only if these are equal.
 
     Returns:
         The part of each item, shape [num_items].
@@ -319,6 +319,6 @@ def _check_counts(held: FloatArray, rules: Rules) -> None:
     if held.min() < least or held.max() > most:
         raise UserError(
             f"{rules.name}: equal_counts requires {least} to {most} samples on each rank, but "
-            f"groups and atoms give ranks {held.min():.0f} to {held.max():.0f}; raise count_slack, "
-            "or give groups of equal size"
+            f"groups and atoms give ranks {held.min():.0f} to {held.max():.0f} samples; raise "
+            "count_slack, or give groups of equal size"
         )

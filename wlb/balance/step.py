@@ -257,7 +257,7 @@ def _assignment(
         parts: The assignment of each mini-batch.
         request: The arguments of `balance_step`.
         costs: Predicted cost of each sample, in the unit of the argument `cost`.
-        work: The same, rounded to integers in another unit.
+        work: The same costs, scaled and rounded to integers (`whole`).
         cp: Number of ranks of a CP group.
         model: Predicts the work of parts of samples. None if `cost` is no workload model.
     """
