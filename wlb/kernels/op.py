@@ -147,7 +147,7 @@ _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """Return the context in which a kernel is called; it does nothing if there is no observer."""
+    """Return the observer's context for a kernel call, or without an observer an empty context."""
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 

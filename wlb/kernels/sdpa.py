@@ -108,7 +108,7 @@ class _Classes:
     keys: _Rows  # how rows of keys and of values are copied into these batches
 
     def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
-        """Return the padded queries of each class, [B, H, Q, D].
+        """Return the padded queries of each class of segments, [B, H, Q, D].
 
         Padding has the value `fill`. With None it repeats the first row of its segment.
         """
@@ -131,7 +131,7 @@ class _Classes:
         return self._batch(lse_HT.t(), [c.num_queries for c in self.classes])
 
     def batch_keys(self, x_SGD: Tensor) -> list[Tensor]:
-        """Return the padded keys or values of each class, [B, G, K, D]."""
+        """Return the padded keys or values of each class of segments, [B, G, K, D]."""
         return self._batch(self.keys.pad(x_SGD), [c.num_keys for c in self.classes])
 
     def _batch(self, padded: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -253,7 +253,7 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
 def _forward_elsewhere(
     c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a class's output, and zeros, on a device other than the CPU.
+    """Return the output of a class of segments, and zeros, on a device other than the CPU.
 
     torch chooses the kernel. The zeros are in place of the log-sum-exp, which torch does not
     return. Key heads are repeated, because the only float32 kernel whose memory is linear in the
@@ -267,7 +267,7 @@ def _forward_elsewhere(
 
 
 def _backward_elsewhere(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Return a class's gradients on a device other than the CPU.
+    """Return the gradients of a class of segments on a device other than the CPU.
 
     Autograd recomputes forward and differentiates it. The output's gradient must be zero for
     padding.
@@ -294,7 +294,7 @@ def _autograd() -> Iterator[None]:
 
 
 def _unbatch(parts: list[Tensor]) -> Tensor:
-    """Concatenate the padded rows of all classes, [P, H, ...], from [B, H, rows, ...] per class."""
+    """Concatenate the batches [B, H, rows, ...] of all classes of segments to rows [P, H, ...]."""
     rows = [x.transpose(1, 2).flatten(0, 1) for x in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 

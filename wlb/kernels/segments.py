@@ -74,7 +74,7 @@ PLAIN = Scores()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Where the segments of one attention call begin and end; make it with `from_offsets`."""
+    """Where the segments of one attention call begin and end. Use `from_offsets` to make it."""
 
     cu_seqlens_q: torch.Tensor  # int32 on the device, shape [num_segments + 1]
     cu_seqlens_k: torch.Tensor  # int32 on the device, shape [num_segments + 1]

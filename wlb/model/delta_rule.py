@@ -317,11 +317,11 @@ class PackagedRule(NamedTuple):
     Spans that need a summary are computed twice: once for the summary, once for the outputs.
     """
 
-    q_TGK: Tensor
-    k_TGK: Tensor
-    v_THV: Tensor
-    g_TH: Tensor
-    beta_TH: Tensor
+    q_TGK: Tensor  # queries of G key heads, normalised and scaled
+    k_TGK: Tensor  # keys, normalised
+    v_THV: Tensor  # values
+    g_TH: Tensor  # logarithm of each token's decay
+    beta_TH: Tensor  # fraction by which each token's value replaces the stored value
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:

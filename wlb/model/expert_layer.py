@@ -317,7 +317,7 @@ class MixtureMlp(nn.Module):
 
         Args:
             x_TC: Rows without padding.
-            rows: As in `forward`.
+            rows: Says which rows are real, as in `forward`.
         """
         first = self._first
         if first is not None and first.is_over:

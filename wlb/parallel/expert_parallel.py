@@ -61,8 +61,8 @@ def divide_experts(
     Args:
         stage: The stage.
         mesh: The ranks.
-        queue: Takes the computation of experts' weight gradients, which then runs later. With None
-            it runs in backward.
+        queue: Holds the computation of experts' weight gradients until a later pass. With None
+            backward computes them.
         num_stages: Number of stages of each all-to-all.
     """
     side = torch.cuda.Stream() if mesh.device.type == "cuda" and mesh.parallel.ep > 1 else None

@@ -296,8 +296,8 @@ class TensorParallelOps(Ops):
     Args:
         group: The tp group.
         padded_vocab_size: Vocabulary entries, padded to a multiple of tp.
-        queue: Takes the computation of linear layers' weight gradients, which then runs later. With
-            None it runs in backward.
+        queue: Holds the computation of linear layers' weight gradients until a later pass. With
+            None backward computes them.
     """
 
     def __init__(

@@ -207,7 +207,7 @@ class DeviceChoice(NamedTuple):
     """The kind of device that all ranks use, and why."""
 
     kind: str  # "cpu" or "cuda"
-    reason: str  # a sentence for the log
+    reason: str  # for the log, such as "2 GPUs for 2 ranks on this machine"
 
 
 def choose_device(

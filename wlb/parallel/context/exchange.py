@@ -125,7 +125,7 @@ def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Te
 
     Args:
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
-        layout: Kinds of the stages (`FlatExchange.layout`).
+        layout: Each stage's kind of transfer (`FlatExchange.layout`).
 
     Returns:
         The stages in the order of their attention calls, and `RankExchange.returned`.

@@ -51,7 +51,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
-    """Return the stages that have a transfer, which are all except the call over local keys."""
+    """Return the stages that have a transfer: all except the one that reads only local keys."""
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]
 
@@ -68,7 +68,7 @@ def _start(
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
         numbers: Sizes of all stages (`FlatExchange.numbers`). They are on the host, so reading how
             many rows go to each rank does not wait for the device.
-        layout: Kinds of the stages (`FlatExchange.layout`).
+        layout: Each stage's kind of transfer (`FlatExchange.layout`).
         group_name: Name of the CP group.
     """
     stages = _travelling(tensors, layout)
@@ -155,8 +155,8 @@ def gather_kv(
         k_TGD: Local keys.
         v_TGD: Local values.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
-        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
-        layout: Kinds of the stages (`FlatExchange.layout`).
+        numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
+        layout: Each stage's kind of transfer (`FlatExchange.layout`).
         group_name: Name of the CP group.
         fused: Let a Triton kernel add up the gradients that return in backward.
 
@@ -165,7 +165,7 @@ def gather_kv(
         gradients of the local K and V. Each stage has a slot for the gradients that other ranks
         send back. Together the slots of all stages have T rows for an all-gather, or N rows for a
         `needed` exchange, where a row has one gradient from each rank that received it. The last
-        slot, [T, 2, G, D], is for the gradients from the call over local keys.
+        slot, [T, 2, G, D], is for the gradients from the attention call over local keys.
     """
     # The backward of this op waits for the gradients. Autograd runs the nodes of later operations
     # first. Therefore the model projects Q after this op: the backward of that projection then runs
@@ -198,8 +198,8 @@ def receive_kv_gradient(
 
     Args:
         returning: Gradients of the rows sent in each stage, still in transfer.
-        own_T2GD: Gradients from the call over local keys, which are added last. None without such
-            a call.
+        own_T2GD: Gradients from the attention call over local keys, which are added last. None
+            without such a call.
         returned_WT: `RankExchange.returned`, which says where the gradients of each local row are.
             They are added in float32, in the order of stages and ranks. None for an all-gather,
             whose gradients arrive already added up.
@@ -261,8 +261,8 @@ def gather_kv_again(
         k_TGD: Local keys.
         v_TGD: Local values.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
-        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
-        layout: Kinds of the stages (`FlatExchange.layout`).
+        numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
+        layout: Each stage's kind of transfer (`FlatExchange.layout`).
         group_name: Name of the CP group.
 
     Returns:
@@ -413,8 +413,8 @@ def context_attend(
         v_TGD: Local values.
         begun: Both results of `gather_kv`, concatenated: the buffers in transfer, then the slots.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
-        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
-        layout: Kinds of the stages (`FlatExchange.layout`).
+        numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
+        layout: Each stage's kind of transfer (`FlatExchange.layout`).
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
@@ -469,7 +469,7 @@ def _stage_backward(
     Args:
         stage: The stage of the call.
         segments: Segments of the call.
-        local: Local k and v, read by the call over local keys.
+        local: Local k and v. Only the stage without a transfer reads them.
         left: Received rows of this stage and of the stages after it. This function removes the
             first entry, unless the stage reads local keys.
         of_queries: For all queries: gradient of the output, q, output and log-sum-exp.
@@ -537,8 +537,8 @@ def context_attend_backward(
             op must gather the rows.
         arriving: Received rows of each stage. If empty, this op gathers K and V.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
-        numbers: Sizes of all stages, on the host (`FlatExchange.numbers`).
-        layout: Kinds of the stages (`FlatExchange.layout`).
+        numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
+        layout: Each stage's kind of transfer (`FlatExchange.layout`).
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
@@ -547,7 +547,8 @@ def context_attend_backward(
     Returns:
         dQ, and a list of gradients of K and V in float32. First comes one tensor for each transfer:
         the gradients that return to this rank, still in transfer, which only `receive_kv_gradient`
-        may read. If there is a call over local keys, the last entry has their gradients.
+        may read. If there is an attention call over local keys, the last entry has the gradients of
+        these keys.
     """
     q_THD, out_THD, lse_HT, *local = saved
     left = list(arriving)
