@@ -47,10 +47,11 @@ def merely_slow() -> dict[int, list[RankMessage]]:
 def test_the_proof_says_which_transfer_waits_for_which() -> None:
     (problem,) = prove(merely_slow(), world_size=3).problems
     assert problem == (
-        "transfers in pp (0, 1, 2) could be held up by earlier transfers of the same rank (1 "
-        "cases): rank 1 first posts its recv with rank 2 (step 0, wlb/recv.py:1), which its peer "
-        "may not have posted yet, and then its send with rank 0 (step 0, wlb/send.py:1); give each "
-        "pair of ranks a separate communicator"
+        "transfers in pp (0, 1, 2) may have to wait for an earlier transfer of the same rank, "
+        "because a communicator runs transfers in order (number of such transfers: 1); rank 1 "
+        "first posts its recv with rank 2 (step 0, wlb/recv.py:1), which its peer may not have "
+        "posted yet, and then its send with rank 0 (step 0, wlb/send.py:1); give each pair of "
+        "ranks a separate communicator"
     )
 
 
@@ -135,8 +136,8 @@ def test_ranks_that_take_different_links_do_not_pair_up() -> None:
     found = {0: [transfer("send", 1, "rows", even)], 1: [transfer("recv", 0, "rows", odd)]}
     problems = prove(found, world_size=2).problems
     assert [problem.partition(":")[0] for problem in problems] == [
-        "transfer 0 from rank 0 to rank 1 in pp_even (0, 1) does not pair up",
-        "transfer 0 from rank 0 to rank 1 in pp_odd (0, 1) does not pair up",
+        "transfer 0 from rank 0 to rank 1 in pp_even (0, 1) does not match",
+        "transfer 0 from rank 0 to rank 1 in pp_odd (0, 1) does not match",
     ]
 
 

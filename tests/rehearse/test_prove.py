@@ -80,9 +80,9 @@ def overtaken(found: Programs) -> None:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (dropped, "collective 0 of tp (0, 1) differs"),
+        (dropped, "the ranks disagree on collective 0 of tp (0, 1)"),
         (other_shape, "collective 0 of world"),
-        (short_send, "does not pair up"),
+        (short_send, "does not match"),
         (swapped, "deadlock"),
         (overtaken, "deadlock"),
     ],
@@ -107,8 +107,8 @@ def test_ranks_agree_on_rows_of_an_all_to_all() -> None:
     found[4].append(all_to_all((8, 3), (8, 4)))
     (problem,) = prove(found, world_size=2).problems
     assert problem == (
-        "all-to-all of cp (4, 6) does not pair up: rank 4 sends 4 rows to rank 6, which receives "
-        "5, in step 0 at wlb/a.py:1"
+        "the ranks disagree on an all-to-all of cp (4, 6): rank 4 sends 4 rows to rank 6, which "
+        "expects 5 rows, in step 0 at wlb/a.py:1"
     )
     # Nothing is known about a rank that was not rehearsed.
     assert prove({4: found[4]}, world_size=2).problems == []
@@ -161,4 +161,4 @@ def test_transfers_of_one_communicator_wait_for_each_other() -> None:
     found[2][:2] = [found[2][1], found[2][0]]  # the last receives first
     (problem,) = prove(found, world_size=3).problems
     assert "deadlock" not in problem
-    assert "could be held up" in problem
+    assert "may have to wait for an earlier transfer" in problem

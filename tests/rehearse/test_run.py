@@ -105,16 +105,16 @@ FOUR_STAGES = ("parallel.pp=4", "model.num_layers=8")
 PLANTED = {
     "index_on_the_cpu": ("context/op.py", "0"),
     "wrong_dtype": ("UserError: k has shape", "0"),
-    "no_event_of_the_input_stream": ("without waiting for it", "0"),
+    "no_event_of_the_input_stream": ("without waiting for", "0"),
     "no_record_stream": ("call record_stream", "0"),
-    "no_event_of_the_checkpoint": ("before its copy", "0"),
+    "no_event_of_the_checkpoint": ("before the copy", "0"),
     "memory_that_was_not_planned": ("runs out of", "0"),
-    "one_rank_drops_a_collective": ("differs", "0,1,2,3"),
+    "one_rank_drops_a_collective": ("the ranks disagree on collective", "0,1,2,3"),
     "one_rank_swaps_two_transfers": (
-        "from rank 0 to rank 4 in pp_even (0, 4) does not pair up",
+        "from rank 0 to rank 4 in pp_even (0, 4) does not match",
         "0,4",
     ),
-    ONE_COMMUNICATOR: ("could be held up", "0,4,8,12"),
+    ONE_COMMUNICATOR: ("may have to wait for an earlier transfer", "0,4,8,12"),
 }
 """What is said of each fault, and the ranks that it takes."""
 HOST_WAIT = "host_wait_in_every_norm"

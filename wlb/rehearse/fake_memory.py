@@ -105,8 +105,8 @@ class Footprint:
             self._known[raw] = record
             weakref.finalize(raw, self._free, record).atexit = False
         if record.size != size:
-            # FSDP creates a storage once and later resizes it to allocate and free memory. So
-            # record the line that resizes.
+            # FSDP creates a storage once, and later resizes it to allocate or free its memory. So
+            # record the line that resizes the storage instead of the line that created it.
             if size and record.number:
                 record.where = called_from(3)
             self._resize(record, size)
@@ -134,9 +134,10 @@ class Footprint:
         record = self.add(tensor)
         if record.writer != stream.id and stream.seen[record.writer] < record.written:
             raise RehearsalFault(
-                f"{stream.name} uses {_text(tensor)}, which {GPU.streams[record.writer].name} "
-                f"wrote (allocated at {record.where}), without waiting for it: record an event "
-                f"there and wait for it here"
+                f"{stream.name} uses {_text(tensor)} (allocated at {record.where}) without waiting "
+                f"for {GPU.streams[record.writer].name}, which wrote it; record an event on "
+                f"{GPU.streams[record.writer].name} after the write, and make {stream.name} wait "
+                f"for this event"
             )
         record.uses[stream.id] = stream.seen[stream.id] + 1
 
@@ -151,21 +152,21 @@ class Footprint:
         for other, count in record.uses.items():
             if other != stream.id and stream.seen[other] < count:
                 raise RehearsalFault(
-                    f"{stream.name} writes {_text(tensor)} while {GPU.streams[other].name} may "
-                    f"still use it (allocated at {record.where}): wait for that stream first"
+                    f"{stream.name} writes {_text(tensor)} (allocated at {record.where}) while "
+                    f"{GPU.streams[other].name} may still use it; make {stream.name} wait for "
+                    f"{GPU.streams[other].name} before the write"
                 )
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def made(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that the next kernel of `stream` fills a new tensor, which has no content yet."""
+        """Note that the next kernel of `stream` writes the first content of a new tensor."""
         record = self.add(tensor)
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def landed(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that the latest transfer on `stream` fills a tensor.
+        """Note that the latest transfer on `stream` fills a tensor, and record an event after it.
 
-        The event is recorded now, so that `wait_for` waits for this transfer but not for later
-        transfers.
+        With this event, `wait_for` waits for this transfer but not for later transfers.
         """
         self.add(tensor).done = FakeEvent().record(stream)
 
@@ -178,17 +179,20 @@ class Footprint:
             stream.wait_stream(GPU.streams[record.writer])
 
     def record_stream(self, tensor: Any, stream: FakeStream) -> None:
-        """Replace Tensor.record_stream: memory is not reused before work of `stream` has ended."""
+        """Note that `stream` uses a tensor, so its memory is not reused before that work has ended.
+
+        This replaces Tensor.record_stream.
+        """
         self.add(tensor).recorded_streams.add(stream.id)
 
     def restart_peak(self) -> tuple[int, dict[str, int]]:
-        """Measure the peak from now on, and return the previous peak for `keep_peak`."""
+        """Start a new measurement of the peak, and return the previous peak for `keep_peak`."""
         before = self.peak, self.at_peak
         self.peak, self.at_peak = self.now, dict(self.by_kind)
         return before
 
     def keep_peak(self, peak: int, at_peak: dict[str, int]) -> None:
-        """Restore the peak that `restart_peak` returned, if it is higher than the present peak."""
+        """Restore a peak that `restart_peak` returned, unless the present peak is higher."""
         if peak > self.peak:
             self.peak, self.at_peak = peak, at_peak
 
@@ -242,17 +246,21 @@ class Footprint:
         unfinished = self._unfinished.pop(owner.id, ())
         for stream, count, text in unfinished:
             if owner.seen[stream] < count:
-                # Record the fault and do not raise: in a callback of the garbage collector an
-                # exception would only be printed.
+                # Record the fault instead of raising it, because Python would only print an
+                # exception that is raised in a callback of the garbage collector.
                 error = (
-                    f"{text} were freed while {GPU.streams[stream].name} may still use them, and "
-                    f"{owner.name} allocates without having waited for it: wait for that stream "
-                    f"first, or call record_stream"
+                    f"{text} were freed while {GPU.streams[stream].name} may still use this "
+                    f"memory, and {owner.name} now allocates and may get the same memory; make "
+                    f"{owner.name} wait for {GPU.streams[stream].name} before that allocation, or "
+                    f"call record_stream on the tensor"
                 )
                 GPU.faults.append(StreamFault(GPU.step, GPU.op, called_from(3), error))
 
     def _kind_of(self, tensor: Any) -> str:
-        """Return the kind of memory of a new tensor, which the functions on the stack show."""
+        """Return a new tensor's kind of memory, which follows from the functions that allocate it.
+
+        These functions are found on the Python call stack.
+        """
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):
             kind = _kind_by_code(frame.f_code)

@@ -8,9 +8,9 @@ posts transfer A with one peer, and then transfer B with another peer:
     rank 2:  post B   wait for B        B cannot start before A, and A waits for rank 1
 
 This costs nothing if no rank can reach its wait for B before rank 1 has posted A. Vector clocks
-show whether the order of the ranks' messages guarantees this for all possible times of passes and
-transfers. If it does not, A could hold up B. How long it would do so depends on times, which this
-module does not compute.
+show whether the order of the ranks' messages guarantees this, however long passes and transfers
+take. If the order does not guarantee it, A could hold up B. For how long depends on times, which
+this module does not compute.
 
 Two transfers with the same peer cannot hold up each other. Both ranks post them in the same order
 and from one stream, so B is never ready at both ends before A.
@@ -63,13 +63,13 @@ def held_up(programs: Programs) -> list[HeldUp]:
             assert message.communicator is not None
             before = posted[message.communicator]
             for peer, indices in before.items():
-                # Message i runs after earlier transfers with this peer, except those of the same
-                # batch. The latest of them is enough to check.
+                # Transfer i runs after all earlier transfers with this peer that are in another
+                # batch. It is enough to check the latest of them.
                 first = next((j for j in reversed(indices) if _stands_before(program, j, i)), None)
                 if peer == message.op or first is None:
                     continue
                 _, posts = other_end[rank, first]
-                # Check whether a rank can wait for message i before the peer has surely posted
+                # Report transfer i if a rank may wait for it before the peer has posted its end of
                 # `first`.
                 if any(known.get(peer, posts) < posts for known in waits.get((rank, i), ())):
                     out.append(HeldUp(rank, message.communicator, program[first], message))
@@ -79,14 +79,23 @@ def held_up(programs: Programs) -> list[HeldUp]:
 
 
 def _stands_before(program: Sequence[RankMessage], j: int, i: int) -> bool:
-    """Return whether message j must run before the later message i: they share no batch."""
+    """Return whether transfer i of a rank has to wait for its earlier transfer j.
+
+    Transfer i need not wait if NCCL starts both in the same batch.
+
+    Args:
+        program: Messages of the rank, of which i and j are indices.
+        j: Index of the earlier transfer.
+        i: Index of the later transfer.
+    """
     return program[j].batch < 0 or program[j].batch != program[i].batch
 
 
 def _other_ends(programs: Programs) -> dict[End, End]:
     """Return a map from each end of a transfer to its other end.
 
-    The i-th send from one rank to another in a communicator belongs to the i-th receive there.
+    In a communicator, the i-th send from one rank to another belongs to the i-th receive that the
+    other rank posts for this pair.
     """
     ends: dict[tuple[int, int, Communicator, str], list[int]] = defaultdict(list)
     for rank, program in programs.items():
@@ -102,11 +111,11 @@ def _other_ends(programs: Programs) -> dict[End, End]:
 
 
 class _Clocks:
-    """Computes vector clocks: which messages of other ranks are surely issued when a wait ends.
+    """Computes vector clocks, which say what other ranks have surely issued when a wait ends.
 
     A rank issues its messages in order. It stops only at a wait, until both ends of the awaited
     transfer are posted. Collectives do not stop a rank here, because they may be asynchronous and
-    the waits for them are not recorded. So other ranks may in fact have issued more messages than
+    waits for collectives are not recorded. So other ranks may really have issued more messages than
     a clock says, but never fewer.
     """
 
@@ -114,11 +123,11 @@ class _Clocks:
         self.programs, self.other_end = programs, other_end
         self._row = {rank: i for i, rank in enumerate(programs)}
         self._at = dict.fromkeys(programs, 0)
-        # Rank -> its vector clock, shape [num_ranks]: for every rank the index of the last message
-        # that has surely been issued.
+        # Rank -> its vector clock, shape [num_ranks]. The clock has, for every rank, the index of
+        # the last message that this rank has surely issued.
         self._clock = {rank: np.full(len(programs), -1, np.int64) for rank in programs}
-        # End of a transfer -> clock of its rank when it was posted. A wait of the other rank reads
-        # and removes the entry.
+        # End of a transfer -> vector clock that the posting rank had then. The wait of the other
+        # rank reads and removes the entry.
         self._posts: dict[End, IntArray] = {}
         # End of a transfer that is not posted yet -> ranks that wait for it.
         self._waiting: dict[End, list[int]] = defaultdict(list)
@@ -129,9 +138,9 @@ class _Clocks:
         """Run all ranks to the end, and return which messages are surely issued at each wait.
 
         Returns:
-            For each end of a transfer, a list with one dict for each wait for this transfer. The
-            dict maps a member of the communicator to the index of the member's last message that
-            has surely been issued when the wait ends.
+            End of a transfer -> one dict for each wait for this transfer. The dict maps each member
+            of the communicator to the index of the last message that the member has surely issued
+            when the wait ends.
         """
         ready = deque(self.programs)
         while ready:
@@ -139,7 +148,11 @@ class _Clocks:
         return self._waits
 
     def _advance(self, rank: int) -> list[int]:
-        """Run a rank up to a wait that cannot end yet, and return ranks whose waits can end now."""
+        """Run a rank until it meets a wait that cannot end yet.
+
+        Returns:
+            Other ranks whose waits can now end.
+        """
         program, woken = self.programs[rank], list[int]()
         while self._at[rank] < len(program):
             i = self._at[rank]
@@ -156,12 +169,12 @@ class _Clocks:
     def _wait(self, rank: int, index: int) -> bool:
         """Return whether a wait can end, because both ends of the transfer are posted.
 
-        If so, the clock of the waiting rank rises at least to the clock that the other end had when
-        it was posted.
+        If so, raise the clock of the waiting rank to at least the clock that the other rank had
+        when it posted its end.
 
         Args:
             rank: Rank that waits.
-            index: Index of the awaited send or receive in its program.
+            index: Index of the awaited send or receive among the messages of `rank`.
         """
         other = self.other_end.get((rank, index))
         if other is None:

@@ -40,10 +40,10 @@ class Rehearsal:
 
     job: Job  # the same for all ranks
     planner: Planner  # the planner that made `plans`, and that shards them
-    plans: list[StepPlan]  # the rehearsed steps, and further steps that the loop looks ahead to
+    plans: list[StepPlan]  # the rehearsed steps, then two steps that the loop looks ahead to
 
     def items(self, pipeline: int) -> list[tuple[StepPlan, PipelinePlan]]:
-        """Return the plan of each step, with the part of it that pipeline `pipeline` executes."""
+        """Return (plan of the step, plan of pipeline `pipeline`) for each step."""
         return [(plan, self.planner.shard(plan, pipeline)) for plan in self.plans]
 
 
@@ -85,8 +85,8 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
     plans = list(islice(planner.steps(), steps + 2))
     if len(plans) < steps:
         raise UserError(
-            f"the documents are enough for only {len(plans)} of --steps {steps}; lower --steps or "
-            f"raise data.epochs"
+            f"--steps {steps} is more than the {len(plans)} steps for which there are documents; "
+            f"lower --steps or raise data.epochs"
         )
     return Rehearsal(job, planner, plans)
 
@@ -98,14 +98,15 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
     cluster = replace(spec.cluster, memory_gib=cluster_gib(spec))
     training = replace(spec.training, steps=steps)
     planner = replace(spec.planner, baseline=False)
-    # One batch is enough, because all batches of an evaluation use the GPU in the same way, and
-    # rehearsing all of them would take longer than the steps.
+    # Rehearse only one batch of an evaluation, because all batches use the GPU in the same way, and
+    # rehearsing all of them would take longer than the training steps.
     evaluation = replace(spec.eval, steps=min(spec.eval.steps, 1))
     # Kernels of flash_linear_attention need the values of tensors, which fake tensors do not have.
     if spec.kernels.linear == LinearBackend.FLASH_LINEAR_ATTENTION:
         raise UserError(
-            f"kernels.linear = {spec.kernels.linear} cannot be rehearsed, because its kernels run "
-            f"only on GPUs; set kernels.linear = torch (which uses more kernels and more memory)"
+            f"kernels.linear = {spec.kernels.linear} cannot be rehearsed, because its kernels need "
+            f"the values of tensors, which a rehearsal does not have; set kernels.linear = torch "
+            f"for the rehearsal (it uses more kernels and more memory)"
         )
     kernels = replace(spec.kernels, linear=LinearBackend.TORCH)
     made = {"model": model, "run": run, "training": training, "planner": planner}

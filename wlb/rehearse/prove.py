@@ -1,16 +1,16 @@
 """Prove from the messages of rehearsed ranks that they match and cannot deadlock.
 
-Three things are checked, each only if the one before holds:
+Three properties are checked. Each is checked only if the previous one holds:
 
 1. Matching. The i-th collective of a communicator is the same on every member. In an all-to-all,
    each pair of members agrees on the number of rows. The i-th transfer from one rank to another
    has the same shape and dtype at both ends.
 2. Progress. All ranks reach the end of their messages, even if NCCL and torch block as much as they
-   may: a collective blocks a rank until all members have reached it; transfers that a rank posts in
-   one communicator run in this order (a batch of transfers runs together); a wait blocks the rank
-   until its transfer is done.
-3. No needless waits. A transfer never waits for another transfer only because both are in the same
-   communicator (`held_up.py`).
+   may. That is, a collective blocks a rank until all members have reached the collective. Transfers
+   run in the order in which a rank posts them in a communicator, except that the transfers of a
+   batch run together. A wait blocks the rank until the awaited transfer is done.
+3. No needless waits. A transfer never has to wait for another one just because both are in the same
+   communicator (see `held_up.py`).
 """
 
 from collections import defaultdict, deque
@@ -31,7 +31,7 @@ class Proof:
     """What was compared between ranks, and the problems that were found."""
 
     num_ranks: int  # number of rehearsed ranks
-    num_seen: int = 0  # number of communicators with collectives
+    num_seen: int = 0  # number of communicators in which a rehearsed rank issued a collective
     num_communicators: int = 0  # number of communicators whose members were all rehearsed
     num_collectives: int = 0  # number of collectives that were compared
     num_transfers: int = 0  # number of transfers whose two ends were compared
@@ -59,17 +59,18 @@ def prove(programs: Programs, *, world_size: int) -> Proof:
 
 
 def _check_held_up(programs: Programs, proof: Proof) -> None:
-    """Add a problem for each communicator in which a transfer could delay another one."""
+    """Add a problem for each communicator in which one transfer could delay another."""
     found: dict[Communicator, list[HeldUp]] = defaultdict(list)
     for one in held_up(programs):
         found[one.communicator].append(one)
     for where, cases in list(found.items())[:_MOST_PROBLEMS]:
         first = cases[0]
         proof.problems.append(
-            f"transfers in {_named(where)} could be held up by earlier transfers of the same rank "
-            f"({len(cases)} cases): rank {first.rank} first posts its "
-            f"{_transfer_text(first.first)}, which its peer may not have posted yet, and then its "
-            f"{_transfer_text(first.second)}; give each pair of ranks a separate communicator"
+            f"transfers in {_named(where)} may have to wait for an earlier transfer of the same "
+            f"rank, because a communicator runs transfers in order (number of such transfers: "
+            f"{len(cases)}); rank {first.rank} first posts its {_transfer_text(first.first)}, "
+            f"which its peer may not have posted yet, and then its {_transfer_text(first.second)}; "
+            f"give each pair of ranks a separate communicator"
         )
 
 
@@ -119,9 +120,9 @@ def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]])
                 received = theirs.received[where.ranks.index(sender)]
                 if sent != received:
                     return (
-                        f"all-to-all of {_named(where)} does not pair up: rank {sender} sends "
-                        f"{sent} rows to rank {receiver}, which receives {received}, in step "
-                        f"{messages[0].step} at {messages[0].where}"
+                        f"the ranks disagree on an all-to-all of {_named(where)}: rank {sender} "
+                        f"sends {sent} rows to rank {receiver}, which expects {received} rows, in "
+                        f"step {messages[0].step} at {messages[0].where}"
                     )
     return ""
 
@@ -134,17 +135,17 @@ def _differing(
     Args:
         where: Communicator of the collectives.
         first: One of the two ranks.
-        a: Its collectives, in order.
+        a: Collectives of rank `first`, in order.
         rank: The other rank.
-        b: Its collectives, in order.
+        b: Collectives of rank `rank`, in order.
     """
     for i in range(max(len(a), len(b))):
         one = a[i] if i < len(a) else None
         other = b[i] if i < len(b) else None
         if one is None or other is None or (one.op, one.what) != (other.op, other.what):
             return (
-                f"collective {i} of {_named(where)} differs: rank {first} issues {_text(one)}, "
-                f"rank {rank} {_text(other)}"
+                f"the ranks disagree on collective {i} of {_named(where)}: rank {first} issues "
+                f"{_text(one)}, but rank {rank} issues {_text(other)}"
             )
     return ""
 
@@ -171,7 +172,8 @@ def _match_transfers(programs: Programs, proof: Proof) -> None:
                 if len(proof.problems) < _MOST_PROBLEMS:
                     proof.problems.append(
                         f"transfer {i} from rank {pair[0]} to rank {pair[1]} in {_named(pair[2])} "
-                        f"does not pair up: sent is {_text(one)}, received {_text(other)}"
+                        f"does not match: the sender posts {_text(one)}, but the receiver posts "
+                        f"{_text(other)}"
                     )
                 break
 
@@ -194,7 +196,7 @@ class _Hosts:
     """Simulates how the hosts of all ranks issue their messages and wait for each other.
 
     Attributes:
-        at: Rank -> index of its next message.
+        at: Rank -> index of the rank's next message.
         ready: Ranks that may be able to issue their next message.
     """
 
@@ -202,11 +204,11 @@ class _Hosts:
         self.programs = programs
         self.at = dict.fromkeys(programs, 0)
         self.ready = deque(programs)
-        # Batches that a rank has posted in a communicator and that are not done yet, in order.
+        # (rank, communicator) -> batches that the rank has posted and that are not done, in order.
         self._posted: dict[tuple[int, Communicator], deque[_Batch]] = defaultdict(deque)
         # Transfers that are done, as (rank, index of the message).
         self._served: set[tuple[int, int]] = set()
-        # Members that have reached the current collective of a communicator.
+        # Communicator -> members that have reached its current collective.
         self._arrived: dict[Communicator, set[int]] = defaultdict(set)
 
     def advance(self, rank: int) -> None:
@@ -230,10 +232,11 @@ class _Hosts:
     def _arrive(self, rank: int, where: Communicator | None) -> bool:
         """Note that a rank has reached a collective of a communicator.
 
-        If all other members have reached it before, all members advance to their next message.
+        If all other members have already reached the collective, all members advance to their next
+        message.
 
         Returns:
-            Whether all members have reached the collective.
+            Whether all members have now reached the collective.
         """
         assert where is not None
         self._arrived[where].add(rank)
@@ -257,7 +260,7 @@ class _Hosts:
         self._serve(rank, message.communicator)
 
     def _serve(self, rank: int, where: Communicator) -> None:
-        """Complete transfers whose two ends are both next in line, until there are no more.
+        """Complete transfers that are next in line on both of their ranks, until none is left.
 
         Args:
             rank: Rank that has just posted a transfer.
@@ -277,17 +280,17 @@ class _Hosts:
     def _paired(
         self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
     ) -> list[int]:
-        """Complete a transfer if its other end is in the next batch of the peer.
+        """Complete a transfer if the peer's next batch has the other end of the transfer.
 
         Args:
-            rank: Rank of the transfer.
-            transfer: The transfer.
-            batch: Batch of the transfer.
+            rank: Rank that posted `transfer`.
+            transfer: The send or receive to complete.
+            batch: Batch of the rank that has `transfer`.
             where: Communicator of the transfer.
 
         Returns:
-            A list with the peer if the peer's next batch is now done, because then the peer's queue
-            must be checked, too. Otherwise an empty list.
+            [peer] if this ends the peer's next batch, because the peer's following batch may then
+            run, too. Otherwise [].
         """
         kind, peer, index = transfer
         others = self._posted[peer, where]
@@ -313,7 +316,7 @@ _Transfer = tuple[str, int, int]
 class _Batch:
     """Transfers of a rank that NCCL starts together."""
 
-    number: int  # `RankMessage.batch` of the transfers
+    number: int  # number that all transfers of the batch have in `RankMessage.batch`
     waiting: list[_Transfer] = field(default_factory=list)  # transfers that are not done yet
 
 

@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # let a tensor subclass such as DTensor unwrap its tensors first
+            return NotImplemented  # a subclass such as DTensor must first unwrap its tensors
         if not GPU.is_counting:
             return func(*args, **kwargs)
         try:
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         name: str = func._schema.name
         GPU.op = str(func)
         if name == "prim::device" and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # return early, because this is the most frequent operator
+            return args[0].fake_device  # return early, because no other operator is so frequent
         # 1. Operators on CPU tensors run as they are. Only messages between hosts are recorded.
         flat = [*_leaves(args, Tensor), *_leaves(kwargs, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
@@ -112,12 +112,12 @@ class Recorder(TorchDispatchMode):
             if name == "c10d::recv_":
                 flat[0].zero_()  # no other process sends data, so receive zeros
             return func(*args, **kwargs)
-        # 2. Composite operators are decomposed. Their parts reach this function again.
+        # 2. Composite operators are decomposed, and this function is called for each part.
         if name.startswith("wlb::") and name in OPDEFS and name not in ONE_KERNEL:
             with self:  # record the operators of its body
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         if name.startswith("aten::") and _has_kernel(func.name(), "CompositeImplicitAutograd"):
-            with self:  # inside custom ops, composite operators such as linear arrive undecomposed
+            with self:  # inside custom ops, torch does not decompose operators such as linear
                 return func.decompose(*args, **kwargs)
         # 3. The host waits if it needs a value, or a shape that depends on values.
         if name == "aten::_local_scalar_dense":
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
             return 0.0 if args[0].dtype.is_floating_point else 0
         if name in _SYNCHRONIZES:
             GPU.host_waits(f"{name}: the length of its result depends on values")
-        # 4. Everything else runs on fake tensors and is priced.
+        # 4. All other operators run on fake tensors, and their time and memory are recorded.
         with self.fakes:
             out = func(*args, **kwargs)
         if name != "prim::device":
@@ -216,9 +216,9 @@ class Recorder(TorchDispatchMode):
 
         Args:
             name: Name of the operator.
-            args: Its arguments.
-            ins: Tensors that it sends, or sends and receives.
-            outs: Tensors that it only receives.
+            args: Arguments of the operator.
+            ins: Tensors that the operator sends, or sends and receives.
+            outs: Tensors that the operator only receives.
         """
         op = name.split("::")[1]
         if name.startswith("c10d::"):
@@ -266,16 +266,17 @@ class Recorder(TorchDispatchMode):
         """Record a collective or transfer on the GPU: its time, its bytes and its use of tensors.
 
         Args:
-            where: Communicator.
+            where: Communicator of the operation.
             op: Name of the operation.
             ins: Tensors that are sent. They are also written if `outs` is empty.
             outs: Tensors that are received.
-            is_async: Whether it runs on the communicator's stream instead of the current stream.
+            is_async: Whether the operation runs on the communicator's stream instead of the current
+                stream.
             between: The two ranks of a send or receive; empty for a collective.
             splits: Numbers of rows of an all-to-all; None for other operations.
 
         Returns:
-            The stream that it runs on.
+            The stream on which the operation runs.
         """
         # Transfers between pipeline stages use several communicators, but count as one part.
         part = "pp" if between else where.axis
@@ -312,8 +313,8 @@ def _nccl_stream(where: Communicator) -> FakeStream:
 def _leaves(tree: Any, kind: Any) -> list[Any]:
     """Return all objects of type `kind` in nested tuples, lists and dicts.
 
-    This is several times faster than torch's pytree, and arguments and results of operators nest
-    in no other containers.
+    This is several times faster than torch's pytree. It is enough here, because arguments and
+    results of operators are nested in no other containers.
     """
     if isinstance(tree, kind):
         return [tree]
@@ -340,15 +341,15 @@ def _copies_between_hosts(name: str, args: tuple[Any, ...], out: Any) -> bool:
 
 
 def _host_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Record a copy between host and GPU.
+    """Record a copy between host and GPU, and whether the host waits for it.
 
     The host waits, unless the copy is asynchronous (non_blocking) and the host's memory is pinned.
 
     Args:
-        name: Name of the operator: copy_ or _to_copy.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        out: Its result.
+        name: Name of the operator: aten::copy_ or aten::_to_copy.
+        args: Arguments of the operator.
+        kwargs: Keyword arguments of the operator.
+        out: Result of the operator.
     """
     source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], out)
     is_up = target.device.type == "cuda"
@@ -361,7 +362,7 @@ def _host_copy(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
         # torch allocates the result in pinned memory, and the copy is the stream's next kernel.
         PINNED[host] = GPU.current.id, GPU.current.seen[GPU.current.id] + 1
     elif not is_pinned(host):
-        GPU.host_waits(f"copy {kind}, whose memory is not pinned")
+        GPU.host_waits(f"copy {kind}, because the host's memory is not pinned")
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -382,7 +383,7 @@ def check_copied(host: Tensor, event: FakeEvent | None) -> None:
     stream, count = PINNED.get(host) or (0, 0)
     if count > (0 if event is None else event.seen[stream]):
         raise RehearsalFault(
-            f"the host reads a tensor {tuple(host.shape)} before its copy on "
-            f"{GPU.streams[stream].name} has ended: record an event after the copy, and wait for "
-            f"it before reading"
+            f"the host reads a tensor of shape {tuple(host.shape)} before the copy that fills it "
+            f"on {GPU.streams[stream].name} has ended; record an event after the copy, and wait "
+            f"for this event before reading"
         )

@@ -31,13 +31,16 @@ def show(found: Rehearsed, console: Console) -> None:
 
 
 def verdict(found: Rehearsed) -> list[str]:
-    """Return sentences on faults, on requests that exceed the memory, and on what was proven."""
+    """Return sentences on faults, on requests that exceed the memory, and on what was proven.
+
+    Lines of faults begin with "FAULT", and lines of warnings with "warning".
+    """
     proof = found.proof
     lines: list[str] = []
     for result in found.ranks:
         shown, more = result.faults[:_MOST_FAULTS], len(result.faults) - _MOST_FAULTS
         lines += [f"FAULT: {fault}" for fault in shown]
-        lines += [f"FAULT: rank {result.rank} has {more} more, all in --json"] if more > 0 else []
+        lines += [f"FAULT: rank {result.rank} has {more} more in --json"] if more > 0 else []
     lines += [f"FAULT: {problem}" for problem in proof.problems]
     limit = gpu_budget(found.spec).reservable_bytes / GIB
     for result in found.ranks:
@@ -45,18 +48,18 @@ def verdict(found: Rehearsed) -> list[str]:
             if taken.failed_bytes:
                 is_fault = kind == "expandable"
                 lines.append(
-                    f"{'FAULT' if is_fault else 'warning'}: rank {result.rank} runs out of "
-                    f"{limit:.1f} GiB with {_segments(kind)}: {taken.failed_bytes / GIB:.2f} GiB "
-                    f"are requested when {taken.allocated_bytes / GIB:.1f} GiB are allocated "
-                    f"({taken.failed_at})"
+                    f"{'FAULT' if is_fault else 'warning'}: rank {result.rank} runs out of memory "
+                    f"with {_segments(kind)}: {limit:.1f} GiB can be reserved, but a request for "
+                    f"{taken.failed_bytes / GIB:.2f} GiB more does not fit when "
+                    f"{taken.allocated_bytes / GIB:.1f} GiB are allocated ({taken.failed_at})"
                 )
     if not found.faults and not proof.problems:
         whole = "no deadlock" if proof.is_complete else "no deadlock among the rehearsed ranks"
         lines.append(
-            f"{proof.num_ranks} of {found.spec.parallel.world_size} ranks: "
-            f"{proof.num_communicators} of {proof.num_seen} communicators have all their members "
-            f"here, {proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers "
-            f"match; {whole}"
+            f"{proof.num_ranks} of {found.spec.parallel.world_size} ranks were rehearsed: "
+            f"{proof.num_collectives:,} collectives and {proof.num_transfers:,} transfers match, "
+            f"all members of {proof.num_communicators} of {proof.num_seen} communicators were "
+            f"rehearsed, and there is {whole}"
         )
     return lines
 
@@ -112,7 +115,7 @@ def _memory(found: Rehearsed) -> Table:
 
 
 def _parts(found: Rehearsed) -> Table:
-    """Return a table of the last step of each rank, with a line for each part of the step."""
+    """Return a table with a row for each part of the last step of each rank."""
     title = f"Last step, priced by profile {found.spec.cost.profile!r}"
     numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
     table = new_table(title, labels=["rank", "part"], numbers=numbers)
@@ -138,15 +141,16 @@ def _parts(found: Rehearsed) -> Table:
 
 
 def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
-    """Return lines on how CP ranks exchange the keys of the longest micro-batch."""
+    """Return lines on how CP ranks exchange the keys of the last step's longest micro-batch."""
     found = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
     return [
-        f"keys of the longest micro-batch of the last step: {way}" for way in dict.fromkeys(found)
+        f"exchange of keys in the longest micro-batch of the last step: {way}"
+        for way in dict.fromkeys(found)
     ]
 
 
 def _graphs(ranks: Iterable[RankResult]) -> list[str]:
-    """Return a line on how many graphs each step compiled, or no line if there are none."""
+    """Return a line on how many graphs torch.compile made in each step; [] if it made none."""
     counts: Counter[int] = Counter()
     for result in ranks:
         for step in result.steps:
@@ -155,15 +159,15 @@ def _graphs(ranks: Iterable[RankResult]) -> list[str]:
         return []
     made = ", ".join(f"{count} in step {step}" for step, count in sorted(counts.items()) if count)
     return [
-        f"graphs of torch.compile: {made}; element-wise kernels are counted before inductor fuses "
-        f"them"
+        f"torch.compile made graphs: {made}; the element-wise kernels in the table are counted "
+        f"before inductor fuses them"
     ]
 
 
 def _host_waits(ranks: Iterable[RankResult]) -> list[str]:
     """Return a line for each place in the code where the host waits for the GPU.
 
-    The first step is left out, because it has waits that do not occur later.
+    Waits of the first step are left out, because some of them do not occur in later steps.
     """
     counts: Counter[tuple[str, str]] = Counter()
     left_ns: dict[tuple[str, str], float] = {}
@@ -176,8 +180,8 @@ def _host_waits(ranks: Iterable[RankResult]) -> list[str]:
                 counts[key] += 1
                 left_ns[key] = min(wait.left_ns, left_ns.get(key, wait.left_ns))
     return [
-        f"host waits for the device: {what} at {where}, {count / num_steps:g} times a step"
-        + (f"; the GPU has at least {left / 1e3:,.0f} us of work then" if left else "")
+        f"the host waits for the GPU {count / num_steps:g} times a step: {what} at {where}"
+        + (f"; the GPU then still has at least {left / 1e3:,.0f} us of work" if left else "")
         for (what, where), count in counts.most_common()
         for left in [left_ns[what, where]]
     ]
