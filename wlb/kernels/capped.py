@@ -1,7 +1,7 @@
 """Attention with capped scores by plain matrix products, for devices whose kernels have no caps.
 
 A cap replaces a score s by softcap * tanh(s / softcap), as in Gemma 2. Scores are computed in
-float32, or float64 for float64. A batch of segments is processed in parts, so that at most
+float32 (float64 for float64 inputs). A batch of segments is processed in parts, so that at most
 _MOST_SCORES scores are in memory at a time (or those of one segment, if these are more).
 Shapes: B segments of Q queries and K keys, H heads, D head size.
 """

@@ -439,8 +439,8 @@ def _rows(
     """Make the indices that copy source rows into padded batches.
 
     Args:
-        classes: For each class the padded length, and the starts and lengths of its segments. A
-            start is an index among the queries, or the keys, of all segments.
+        classes: For each class of segments the padded length, and the starts and lengths of the
+            segments. A start is an index among the queries, or the keys, of all segments.
         num_rows: N, the number of source rows.
         device: Device to which the indices are copied.
         row_of: Source row of each query or key. None if query or key i is source row i.

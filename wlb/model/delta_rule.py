@@ -196,7 +196,7 @@ class Chunks(NamedTuple):
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """Yield the chunks of each step: of all spans, or only of the spans selected by `of`."""
+        """Yield for each step the chunks of all spans in `of`: of a layout, or of selected spans."""
         chunks = self
         if isinstance(of, SpanMembers):
             # Selections are used only to compute states. States do not depend on queries, so leave
@@ -232,7 +232,7 @@ def chunks_of(
         k_THK: Keys, normalised.
         v_THV: Values.
         g_TH: Logarithm of the decay, at most 0.
-        beta_TH: Fraction by which the stored value is replaced by the new one.
+        beta_TH: Fraction by which each token's value replaces the stored value.
         layout: Which rows form which span.
     """
     q, k, v, g, beta = (layout.chunked(x) for x in (q_THK, k_THK, v_THV, g_TH, beta_TH))

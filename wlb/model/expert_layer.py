@@ -43,8 +43,8 @@ class ExpertRows:
     # Weight of one row in the auxiliary loss and the z-loss: 1 / (rows of the step on all ranks).
     # So both losses are means over all rows of a step, whether or not the rows have a label.
     row_weight: float = 1.0
-    # By layer, the number of rows that chose each expert, shape [E]. Layers fill it in during
-    # forward; a recomputed layer writes the same numbers once more.
+    # By layer, the number of rows that chose each expert, shape [E]. Layers store these numbers in
+    # forward; a recomputed layer stores the same numbers once more.
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
@@ -407,7 +407,7 @@ class MixtureMlp(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Update `balance` from the most recent step's `load`; call it after the optimizer."""
+        """Update `balance` from the last step's `load`; call this after the optimiser's update."""
         if self.load is None or self.spec.balance == ExpertBalance.NONE:
             return
         load = self.load.double()

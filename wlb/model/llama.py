@@ -409,7 +409,7 @@ class Llama(nn.Module):
         is_first: Whether the stage has the embedding.
         is_last: Whether the stage has the final norm, the head and the loss. With tied embeddings,
             the head is the embedding itself if the stage has both; otherwise it is a second
-            parameter, whose values `wlb.parallel.tied` keeps equal.
+            parameter, which `wlb.parallel.tied` keeps equal to the embedding.
         ops: How weights are applied. With None they are applied without parallelism.
         loss_chunk: Number of rows whose logits are in memory at a time.
     """

@@ -95,7 +95,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 def agree(
     declared: Mapping[str, Any], problem: Exception | None, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise the same error on all ranks if one rank has a problem or if their values differ.
+    """Raise the same error on all ranks if a rank has a problem or if values differ between ranks.
 
     This is a collective call. If a rank raised its error alone, the others would wait for it in
     their next collective. If there is no error, ranks exchange only 8 bytes each, on the group's

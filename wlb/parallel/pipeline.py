@@ -221,10 +221,11 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
 
 def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
-    """Return the actions with one FSDP gather per stage before its first pass in the step.
+    """Return the actions, changed so that FSDP gathers each stage's parameters once per step.
 
-    The stage's parameters are dropped after its last pass. torch's schedules keep the parameters of
-    at most three of a rank's stages at a time, and gather the others before each of their passes.
+    Of each stage's gathers only the first one stays, and of its drops of parameters only the last
+    one. torch's schedules keep the parameters of at most three of a rank's stages at a time, and
+    gather the others before each of their passes.
 
     Args:
         actions: The actions of one rank in a schedule, in order.

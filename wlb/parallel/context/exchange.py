@@ -47,7 +47,7 @@ class DeviceStage(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """R, the number of rows in which the call finds its keys (received rows or local rows)."""
+        """R, the number of rows (received or local) in which the attention call finds its keys."""
         return self.inverse_UR.shape[1]
 
     @property

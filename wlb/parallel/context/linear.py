@@ -57,7 +57,7 @@ class _SharedRows(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """Appends to local rows the rows that other ranks send; gradients return the same way."""
+    """Appends the rows that other ranks send to local rows; backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, pool: _SharedRows, group: str) -> Tensor:
@@ -103,8 +103,8 @@ class _Composition(NamedTuple):
         """Make the index tensors from the summaries that each span needs.
 
         Args:
-            found: For each span, the pool's indices of the summaries of earlier spans of its
-                document, in order; -1 fills the rest of a row (`RowsOf.found`).
+            found: For each span, the indices in the pool at which the summaries of earlier spans of
+                the same document are, in order. -1 fills the rest of a row (`RowsOf.found`).
             num_spans: Number of spans of the rank, including the span of padding if there is one.
             device: Where the index tensors are copied to.
         """
