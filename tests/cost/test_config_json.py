@@ -92,10 +92,10 @@ def test_the_line_says_kinds_and_active_parameters() -> None:
     model = counted_of({"model_type": "qwen3_next"}, "file")
     assert str(model) == (
         "qwen3_next: 48 layers (12 full attention, 36 linear or recurrent); 3.9B active of 79.7B "
-        "parameters; attention costs what everything else does in a document of 74,613 tokens"
+        "parameters; attention costs as much as everything else in a document of 74,613 tokens"
     )
     never = counted_of({"model_type": "mamba"}, "file")
-    assert str(never).endswith("attention never costs what everything else does")
+    assert str(never).endswith("attention never costs as much as everything else")
 
 
 @pytest.mark.parametrize("model_type", COUNTED)
@@ -166,14 +166,14 @@ def test_a_model_of_images_is_counted_by_its_text_config() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "t5"}, "'t5' is not counted.*cost=24576"),
+        ({"model_type": "t5"}, "'t5' is a family whose FLOPs wlb cannot count.*cost=24576"),
         ({"model_type": 3}, "model_type = 3 must be text"),
         ({"hidden_size": "8"}, "hidden_size = '8' must be an integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"vocab_size": 2**40}, "vocab_size = .* must be at most"),
         ({"model_type": "olmo3", "layer_types": ["full_attention"]}, "one entry for each of 2"),
         ({"model_type": "olmo3", "layer_types": ["lightning"] * 2}, "'lightning', .* be counted"),
-        ({"model_type": "lfm2_moe"}, "layer_types = .* must say the kind of each layer"),
+        ({"model_type": "lfm2_moe"}, "layer_types = .* must list the kind of each layer"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be at most num_local_experts"),
         ({"tie_word_embeddings": []}, "tie_word_embeddings"),
     ],

@@ -149,10 +149,11 @@ def test_a_run_says_what_does_not_match(monkeypatch):
 
     assert notes("NVIDIA H200").startswith("h200; ")
     assert "this machine has" not in notes("NVIDIA H200")
-    expected = "h100_runs; it was measured on NVIDIA H100 80GB HBM3, this machine has NVIDIA L4"
+    expected = "was measured on NVIDIA H100 80GB HBM3, but this machine has NVIDIA L4"
     assert expected in notes("NVIDIA L4")
+    assert notes("NVIDIA L4").startswith("h100_runs; ")
     told = notes("NVIDIA H200", attention=AttentionBackend.FLASH_ATTENTION_4)
-    assert "attention by flash_attention_4 is priced as torch_varlen" in told
+    assert "flash_attention_4 was not measured, so it is priced as torch_varlen" in told
 
 
 def test_pieces_beyond_what_was_measured_are_told():
@@ -160,7 +161,7 @@ def test_pieces_beyond_what_was_measured_are_told():
     assert not any("extrapolated" in note for note in mismatches(workload_for(spec, "cuda")))
     longer = load("7b_128k", ["data.context_window=524288"])
     pieces, products = [n for n in mismatches(workload_for(longer, "cuda")) if "extrapolated" in n]
-    assert "pieces of up to 524288 tokens are extrapolated: measured were" in pieces
+    assert "pieces of up to 524288 tokens is extrapolated, because only" in pieces
     assert "131072 keys" in pieces
     assert lacks(products, "matrix products", "262,144 tokens", "131,072") == []
     small = load("7b_128k", ["cost.profile=cpu"])

@@ -205,15 +205,15 @@ def test_times_of_another_dtype_are_told():
     spec = load("demo")
     assert spec.training.dtype == "float32"
     told = [mismatches(workload_of(spec, load_profile(name))) for name in ("h100", "cpu")]
-    assert "float32 is priced with times measured in bfloat16" in told[0]
+    assert "the run computes in float32, but is priced with times measured in bfloat16" in told[0]
     assert not any("is priced with times measured in" in note for note in told[1])
 
 
 def test_what_is_outside_the_profile_is_told():
     work = WORKLOADS["h100-cp2"]
     assert extrapolated(work, [1024, 131072, 1 << 20]).tolist() == [False, False, True]
-    assert any("heads a rank are outside" in note for note in mismatches(work))
-    assert any("a KV head" in note for note in mismatches(work))
+    assert any("query heads per rank, but only" in note for note in mismatches(work))
+    assert any("per KV head" in note for note in mismatches(work))
 
 
 def test_the_ends_of_the_model_are_priced_literally():

@@ -1,11 +1,11 @@
 """The price of an all-to-all: of keys and values between CP ranks, or of tokens' rows to experts.
 
-It is derived from the measured prices of other collectives, and was not measured itself:
+All-to-alls were not measured. Their price is derived from measured prices of other collectives:
 
 - The latency is that of an all-gather.
-- Inside a node rows move at the bandwidth of an all-gather.
-- Between nodes they use only the network link of the rank itself. (A ring all-gather also uses the
-  links of the other members on the node.)
+- Between ranks of one node, rows move at the bandwidth of an all-gather.
+- Between nodes, rows move at the bandwidth of a P2P transfer, because the rows of a rank use only
+  this rank's network link. (A ring all-gather also uses the links of the node's other members.)
 - A rank's transfers inside and between nodes are assumed to run one after the other, so the price
   is more likely too high than too low.
 """
@@ -39,7 +39,7 @@ def all_to_all_latency_ns(profile: KernelProfile, *, span_ranks: int) -> int:
 
     Args:
         profile: Prices.
-        span_ranks: Consecutive ranks over which the group is spread.
+        span_ranks: Number of consecutive ranks over which the members of the group are spread.
     """
     return profile.collective(Collective.ALL_GATHER, span_ranks=span_ranks).alpha_ns
 
@@ -62,7 +62,7 @@ def all_to_all_ns(
         shares_node: Whether the two ranks of each entry of `rows` share a node; its shape
             broadcasts to the shape of `rows`.
         row_bytes: Bytes of a row.
-        span_ranks: Consecutive ranks over which the group is spread.
+        span_ranks: Number of consecutive ranks over which the members of the group are spread.
         axes: Axes of `rows` along which the transfers of one rank are added up. Use (1,) if `rows`
             has the transfers of a single rank.
     """

@@ -28,7 +28,7 @@ from wlb.plan import FloatArray, IntArray, IntLike, UserError
 from wlb.plan.read_file import Fields, read_object
 
 RATIO = (
-    "give as cost, instead of the file, the length in tokens of a document at which attention "
+    "instead of the file, give as cost the length of a document in tokens at which attention "
     "costs as much as everything else, such as cost=24576"
 )
 """End of error messages about a model that cannot be counted: what the user can do instead."""
@@ -61,8 +61,8 @@ class CountedModel:
     model_type: str  # name of the family in config.json
     kinds: dict[str, int]  # number of layers of each kind in `KIND_NAMES`
     pairs: tuple[Pairs, ...]  # costs of a query-key pair, added up over layers with equal windows
-    token_flops: int  # forward FLOPs of a token in all layers and the head, besides query-key pairs
-    active: int  # parameters that compute one token, embeddings included
+    token_flops: int  # forward FLOPs of a token in all layers and the head, without query-key pairs
+    active: int  # number of parameters that one token uses, embeddings included
     total: int  # all parameters, embeddings included
     # Bytes of the float32 summaries of one span in all linear-attention layers.
     summary_bytes: int
@@ -98,9 +98,9 @@ class CountedModel:
             size = f"{_billions(self.active)} active of {size}"
         at = self.crossover
         ratio = (
-            "attention never costs what everything else does"
+            "attention never costs as much as everything else"
             if at is None
-            else f"attention costs what everything else does in a document of {at:,} tokens"
+            else f"attention costs as much as everything else in a document of {at:,} tokens"
         )
         return f"{self.model_type}: {self.layers} layers ({', '.join(kinds)}); {size}; {ratio}"
 
@@ -120,14 +120,14 @@ class CountedWorkload(FlopsWorkload):
     summary_ns: float = 0.0
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        """Return W_a of each piece in the mean of layers with and without a window, shape [n]."""
+        """Return W_a of each piece, as the mean over all layers of the model, shape [n]."""
         d = token_counts("lengths", lengths)
         return whole_ns(self.quadratic_ns * d * d + _attention(self.windows, d))
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         """Return forward and backward times of segments with q query rows and kv keys each.
 
-        They are the mean over layers with and without a window.
+        A time is the mean over all layers of the model, with and without a window.
         """
         rows, keys = segment_sizes(q, kv)
         both = 2 * self.quadratic_ns * tile_pairs(rows, keys, tile_rows=self.tile_rows)
@@ -144,7 +144,7 @@ def counted(path: str | Path) -> CountedModel:
     If the model also reads images or sound, only its language model is counted (`text_config`).
 
     Args:
-        path: The file, or its folder.
+        path: Path of the config.json, or of its folder.
 
     Raises:
         UserError: The file cannot be read, or its family, a kind of layer or a value is unknown.
@@ -180,7 +180,10 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
         return counted_of({**shared, **cast("dict[str, Any]", text)}, f"{where}: text_config")
     model_type = FLAT.get(model_type, model_type)
     if model_type not in FAMILIES:
-        raise keys.error("model_type", f"is not counted (counted: {', '.join(COUNTED)})")
+        raise keys.error(
+            "model_type",
+            f"is a family whose FLOPs wlb cannot count (it knows {', '.join(COUNTED)})",
+        )
     config = ConfigFields(keys, defaults_of(model_type))
     layers = FAMILIES[model_type](config)
     table = config.whole("hidden_size") * config.whole("vocab_size")
@@ -190,10 +193,10 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
 
 
 def counted_workload(path: str | Path) -> CountedWorkload:
-    """Return the workload of the model that a config.json describes.
+    """Return the workload of the mean layer of the model that a config.json describes.
 
     Args:
-        path: The file, or its folder (`counted`).
+        path: Path of the config.json, or of its folder.
     """
     return workload_of_model(counted(path))
 
@@ -201,17 +204,19 @@ def counted_workload(path: str | Path) -> CountedWorkload:
 def workload_of_model(
     model: CountedModel, *, flops_per_byte: float = FLOPS_PER_BYTE
 ) -> CountedWorkload:
-    """Return the workload of a counted model, for its mean layer.
+    """Return the workload of one layer of a model: the mean of the counted FLOPs of its layers.
+
+    The workload prices the exchange of keys as 0.
 
     Args:
-        model: The counts.
+        model: Counted FLOPs of the model.
         flops_per_byte: FLOPs that a GPU computes in the time in which it sends one byte to another
-            CP rank. It sets the price of summaries of linear-attention layers. The exchange of keys
-            costs nothing here.
+            CP rank. This number sets the price of the summaries of linear-attention layers.
     """
     n = model.layers
-    # This workload states the time of both passes of attention in forward FLOPs. A byte takes
-    # `flops_per_byte` FLOPs of both passes, so its price is multiplied by forward's share of them.
+    # The workload's unit of time is one forward FLOP, which stands for forward and backward
+    # together. While a byte is sent, a GPU computes `flops_per_byte` FLOPs of any pass. So the
+    # price of a byte is this number times forward's share of the FLOPs of both passes.
     share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
     full = sum(p.flops for p in model.pairs if not p.window)
     return CountedWorkload(
@@ -253,11 +258,11 @@ def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -
 
 
 def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
-    """Return attention's forward FLOPs in whole documents of d tokens, in the shape of d.
+    """Return the forward FLOPs of attention in whole documents, shape [n].
 
     Args:
-        pairs: Costs of a query-key pair; their FLOPs are added up.
-        d: Tokens of each document.
+        pairs: Costs of a query-key pair, whose FLOPs are added up.
+        d: Tokens of each document, shape [n].
     """
     total = np.zeros_like(d)
     for one in pairs:
@@ -266,13 +271,14 @@ def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
 
 
 def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
-    """Return FLOPs of segments in a layer with a window or chunks.
+    """Return the forward FLOPs of segments in a layer with a window or chunks, shape [n].
 
     Args:
         pairs: Cost of a query-key pair, and the window or chunk.
-        q: Query rows of each segment, which are the last q of its document's first kv tokens.
-        kv: Keys of each segment.
-        tile_rows: Query rows that a kernel computes together; used with a window.
+        q: Query rows of each segment, shape [n]. They are the last q of the first kv tokens of the
+            segment's document.
+        kv: Keys of each segment, shape [n].
+        tile_rows: Query rows that a kernel computes together. Only a layer with a window uses this.
     """
     if not pairs.chunked:
         return pairs.flops * tile_pairs(q, kv, tile_rows=tile_rows, sliding=pairs.window)

@@ -1,4 +1,4 @@
-"""The costs of expert parallelism: sending tokens' rows to experts and back, and waiting for them.
+"""The costs of expert parallelism: sending tokens' rows to experts and back, and waiting for rows.
 
 Waiting times follow from replaying all-to-alls and matrix products in the order of
 `wlb.parallel.expert_exchange`.
@@ -12,7 +12,7 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
-    """Count the values that are read and written to sort one token's rows by expert and undo it.
+    """Count the values read and written to sort one token's rows by expert, and to sort them back.
 
     Rows are sorted by expert before the all-to-all to the experts, and sorted back after the
     all-to-all that returns them.
@@ -25,7 +25,7 @@ def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
-    """Return the transfer time of one token's rows to its experts in one layer, without latency.
+    """Return the time to send one token's rows to its experts in one layer, without latency.
 
     Args:
         model: A model in which all layers have experts.
@@ -53,7 +53,10 @@ _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWork:
-    """Times in ns of one token's all-to-alls in a layer with experts, and of what can hide them."""
+    """Times in ns, for one token in one layer with experts, of all-to-alls and computation.
+
+    The computation can hide the all-to-alls.
+    """
 
     wire: float  # time of one all-to-all of the token's rows
     forward: float  # time of the experts' kernels between dispatch and combine, in forward
@@ -79,9 +82,10 @@ class RoutedWork:
         return self._forward(stages, part), self._backward(stages, part)
 
     def _forward(self, stages: int, part: float) -> float:
-        """Simulate the forward pass, and return the ns for which computation waits for transfers.
+        """Simulate the forward pass, and return how long computation waits for transfers.
 
-        The experts compute the rows of a stage when these have arrived, and then send them back.
+        The experts compute the rows of a stage when these have arrived, and then send the results
+        back. The returned time is in ns for one token.
 
         Args:
             stages: Number of stages in which rows travel to experts and back.
@@ -95,10 +99,11 @@ class RoutedWork:
         return max(at, link) - self.shared_forward - self.forward
 
     def _backward(self, stages: int, part: float) -> float:
-        """Simulate the backward pass, and return the ns for which computation waits for transfers.
+        """Simulate the backward pass, and return how long computation waits for transfers.
 
-        Gradients travel first if nothing or the whole layer is recomputed. Otherwise rows are sent
-        once more for recomputation, and gradients travel after them.
+        Gradients travel first if nothing or the whole layer is recomputed. If only the experts are
+        recomputed, their rows are sent once more, and gradients travel after these rows. The
+        returned time is in ns for one token.
 
         Args:
             stages: Number of stages in which rows travel to experts and back.

@@ -37,10 +37,11 @@ def waits_ns(
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        num_rows: Rows of all ranks, including padding, which an all-gather also moves; None: none.
+        num_rows: Rows of all ranks together, including padding rows, which an all-gather also
+            moves; None means that there is no padding.
         overlaps: Whether to apply `cp.overlap_stages` if it is set. Layers with a sliding window
-            never overlap attention with the exchange; with several stages they are assumed to wait
-            for as many rows as the mean layer.
+            never overlap attention with the exchange. If the exchange has several stages, these
+            layers are assumed to wait for as many rows as the mean layer.
 
     Returns:
         Waits in forward and in backward, in all layers of a pipeline rank, shape [cp] each.
@@ -130,17 +131,19 @@ def attention_in_stages_ns(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return attention's kernel times over a rank's local keys and over the keys of each stage.
 
-    A span's time over other ranks' keys is divided among the stages in proportion to `keys`. The
-    few keys after the end of the span, which only a later span of the rank reads, are counted too.
+    The time of a span over other ranks' keys is divided among the stages in proportion to `keys`.
 
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        keys: Number of keys by stage and span (`ContextExchange.keys_by_stage`), [stages, spans].
+        keys: Number of keys that arrive for each span in each stage, [stages, spans]
+            (`ContextExchange.keys_by_stage`). A few of them may lie after the end of the span,
+            because a later span of the same piece on the rank reads them.
 
     Returns:
-        Forward and backward ns over local keys, [2, cp]; over the keys of each stage, [stages, 2,
-        cp]; and of the launches of all stages after the first, [2, cp].
+        Three arrays of ns, in which an axis of size 2 stands for forward and backward: attention
+        over local keys, [2, cp]; attention over the keys of each stage, [stages, 2, cp]; launches
+        of the attention calls of all stages after the first, [2, cp].
     """
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
@@ -168,7 +171,8 @@ def over_gather_ns(
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
-        num_rows: Rows of all ranks, including padding; None: there is no padding.
+        num_rows: Rows of all ranks together, including padding rows; None means that there is no
+            padding.
 
     Returns:
         (forward, backward) in ns, for all layers of a pipeline rank.
@@ -177,8 +181,8 @@ def over_gather_ns(
     summaries = summaries_ns(plan, cost)
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return summaries, summaries
-    # Both exchanges are compared with the same matrix products during their transfers. Only the
-    # plan's exchange may also overlap with attention.
+    # W_l assumes a plain all-gather, so its wait is computed without overlap with attention. The
+    # same matrix products run during the transfers of both exchanges.
     gather = replace(plan, exchange=KeyExchange.GATHER)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
@@ -187,9 +191,9 @@ def over_gather_ns(
 
 
 def own_keys(plan: ShardingPlan) -> IntArray:
-    """Count for each span the keys it attends to that are on its own rank, shape [num_spans].
+    """Count for each span the keys on its own rank to which it attends, shape [num_spans].
 
-    They are the tokens of the span itself and of the rank's earlier spans of the same piece.
+    These keys belong to the span itself and to the rank's earlier spans of the same piece.
     """
     rank = rank_of_span(plan)
     # Sort spans by rank, piece and start. A span's local keys are then the running sum of rows in

@@ -42,7 +42,7 @@ class Pairs(NamedTuple):
     """The cost of one query-key pair in attention, and which keys a query sees."""
 
     flops: float  # forward FLOPs of a pair
-    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: all keys before the query
+    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: it sees all earlier keys
     chunked: bool = False  # whether a query sees the keys of its chunk rather than the latest keys
 
 
@@ -50,11 +50,11 @@ class Layer(NamedTuple):
     """The costs of one layer."""
 
     kind: str  # a key of `wlb.cost.config_json.KIND_NAMES`
-    active: int  # number of parameters that compute one token
+    active: int  # number of parameters that one token uses
     total: int  # number of all parameters; more than `active` in a layer with experts
     # Costs of a query-key pair, one entry for each attention in the layer; empty without attention.
     pairs: tuple[Pairs, ...] = ()
-    token_flops: int = 0  # forward FLOPs of a token besides `active` parameters and pairs
+    token_flops: int = 0  # forward FLOPs of a token that `active` and `pairs` do not count
     # Number of values in the summary that a span passes on to the next one (`wlb.plan.summaries`).
     summary: int = 0
 
@@ -62,24 +62,25 @@ class Layer(NamedTuple):
 class Mixer(NamedTuple):
     """The part of a layer through which tokens see each other: attention or a recurrence."""
 
-    weights: int  # number of parameters of its projections
+    weights: int  # number of parameters of the projections
     # Costs of a query-key pair, one entry for each attention in the layer; empty without attention.
     pairs: tuple[Pairs, ...] = ()
-    token_flops: int = 0  # forward FLOPs of a token besides projections and pairs
+    token_flops: int = 0  # forward FLOPs of a token that `weights` and `pairs` do not count
     summary: int = 0  # number of values in the summary that a span passes on to the next one
 
 
 class MlpWeights(NamedTuple):
     """Numbers of parameters of a layer's MLP or experts."""
 
-    active: int  # parameters that compute one token
-    total: int  # all parameters; more than `active` with experts
+    active: int  # number of parameters that one token uses
+    total: int  # number of all parameters; more than `active` with experts
 
 
 class ConfigFields:
     """The checked fields of a config.json; transformers' defaults replace absent fields.
 
-    Methods accept a field's usual name and its alternative names, whichever the file has.
+    Methods find a field by its usual name or by an alternative name. It does not matter which of
+    these names the file uses.
     """
 
     def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
@@ -98,7 +99,7 @@ class ConfigFields:
 
         Args:
             name: The field.
-            default: Value if the field is null; None: null is an error.
+            default: Value if the field is null; None means that null is an error.
             at_least: Smallest valid value.
         """
         if self.get(name) is None and default is not None:
@@ -121,7 +122,7 @@ class ConfigFields:
         if value is None:
             return []
         if not isinstance(value, list) or any(type(i) is not int for i in cast("list[Any]", value)):
-            raise self.error(name, "must be a list of layers")
+            raise self.error(name, "must be a list of layer indices (whole numbers)")
         return cast("list[int]", value)
 
     def names(self, name: str, length: int | None = None) -> list[str] | None:
@@ -129,14 +130,14 @@ class ConfigFields:
 
         Args:
             name: The field.
-            length: Number of entries that the list must have; None: any number above 0.
+            length: Number of entries that the list must have; None allows any number above 0.
         """
         value = self.get(name)
         if value is None:
             return None
         items = cast("list[Any]", value) if isinstance(value, list) else []
         if not items or any(not isinstance(item, str) for item in items):
-            raise self.error(name, "must be a list of text")
+            raise self.error(name, "must be a list of strings with at least one entry")
         if length is not None and len(items) != length:
             raise self.error(name, f"must have one entry for each of {length} layers")
         return items
@@ -147,7 +148,7 @@ class ConfigFields:
         if value is None:
             value = {}
         if not isinstance(value, dict):
-            raise self.error(name, "must be an object")
+            raise self.error(name, "must be a JSON object")
         where = f"{self._keys.where}: {name}"
         return Fields(cast("dict[str, Any]", value), where, remedy=self._keys.remedy)
 
@@ -210,7 +211,7 @@ MlpOf = Callable[[ConfigFields, int], MlpWeights]
 
 
 def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields], list[Layer]]:
-    """Return a function that lists the layers of a config.json; it combines three functions.
+    """Combine three functions into one that lists the layers of a config.json.
 
     Args:
         mixer: Returns the costs of attention or recurrence in a layer of a given kind.
@@ -255,7 +256,7 @@ def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
             return otherwise(config)
         for given in names:
             if given not in LAYER_TYPES:
-                raise config.error(name, f"has {given!r}, a kind that cannot be counted")
+                raise config.error(name, f"has {given!r}, a kind of layer that wlb cannot count")
         return [LAYER_TYPES[given] for given in names]
 
     return kinds
@@ -284,7 +285,7 @@ def _first_of(n: int) -> Kinds:
 
 
 def _if_window(kinds: Kinds) -> Kinds:
-    """Return a rule: `kinds` if `sliding_window` is set, else full attention in all layers."""
+    """Return a rule: if `sliding_window` is set, use `kinds`; else all have full attention."""
     return lambda c: kinds(c) if c.get("sliding_window") else ["full"] * c.layers
 
 
@@ -299,13 +300,16 @@ def _from_layer(field: str) -> Kinds:
 
 
 def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
-    """Return a rule: `kinds` if the field `flag` is true, else full attention in all layers."""
+    """Return a rule: if the field `flag` is true, use `kinds`; else all have full attention."""
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
 
 
 def _unsaid(config: ConfigFields) -> list[str]:
-    """Raise UserError: this family has no rule, so its config.json must have `layer_types`."""
-    raise config.error("layer_types", "must say the kind of each layer")
+    """Raise UserError, because the config.json of this family must list kinds in `layer_types`.
+
+    It is the rule of families whose other fields do not tell the kinds of layers.
+    """
+    raise config.error("layer_types", "must list the kind of each layer")
 
 
 def _qwen2_moe_windows(config: ConfigFields) -> list[str]:
@@ -342,10 +346,10 @@ def _olmo_hybrid_kinds(config: ConfigFields) -> list[str]:
 
 
 def _kimi_kinds(config: ConfigFields) -> list[str]:
-    """Return the kinds of Kimi Linear's layers; its config.json counts layers from 1.
+    """Return the kinds of Kimi Linear's layers, whose config.json counts layers from 1.
 
-    If it does not list the full-attention layers, every fourth layer has full attention, as in
-    transformers.
+    If the config.json does not list the layers with full attention, layers 4, 8, 12, ... (counted
+    from 0) have full attention, as in transformers.
     """
     full = config.nested("linear_attn_config").values.get("full_attn_layers")
     if isinstance(full, list):
@@ -368,12 +372,15 @@ def _glm_indexers(config: ConfigFields) -> list[str]:
         places = (max(i - skipped + 1, 0) for i in range(config.layers))
         return ["reused" if place % every else "sparse" for place in places]
     if not set(names) <= {"full", "shared"}:
-        raise config.error("indexer_types", "must be full or shared")
+        raise config.error("indexer_types", "must have only the entries full and shared")
     return ["sparse" if name == "full" else "reused" for name in names]
 
 
 def _jamba_kinds(config: ConfigFields) -> list[str]:
-    """Return the kinds of Jamba's layers: one layer of each period is "full", at a given offset."""
+    """Return the kinds of Jamba's layers: one layer of each period is "full", the others "linear".
+
+    The config.json gives the period, and the offset of the "full" layer within it.
+    """
     period, offset = (
         config.whole("attn_layer_period"),
         config.whole("attn_layer_offset", at_least=0),
@@ -405,7 +412,9 @@ def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
         return [LAYER_TYPES.get(name, name) for name in _nemotron_h_blocks(config)]
     kinds = {"M": "linear", "*": "full", "-": "none", "E": "none"}
     if not isinstance(pattern, str) or not set(pattern) <= set(kinds):
-        raise config.error("hybrid_override_pattern", "must be text of M, E, * and -")
+        raise config.error(
+            "hybrid_override_pattern", "must be a string of only the letters M, E, * and -"
+        )
     return [kinds[letter] for letter in pattern]
 
 
@@ -418,7 +427,9 @@ def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
     names = names or ["linear_attention", "moe", "full_attention", "mlp"]
     for name in names:
         if name not in LAYER_TYPES:
-            raise config.error("layers_block_type", f"has {name!r}, a kind that cannot be counted")
+            raise config.error(
+                "layers_block_type", f"has {name!r}, a kind of layer that wlb cannot count"
+            )
     return names
 
 
@@ -496,7 +507,7 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
 def _delta_net(config: ConfigFields) -> Mixer:
     """Return the costs of a gated delta net (Qwen3-Next).
 
-    It projects to Q, K, V, an output gate, and two gates of each value head.
+    A layer has projections to Q, K, V, an output gate, and two gates of each value head.
     """
     k_heads, v_heads = (
         config.whole(f"linear_num_{x}_heads", config.heads) for x in ("key", "value")
@@ -541,9 +552,9 @@ def _lightning(config: ConfigFields) -> Mixer:
 
 
 def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
-    """Return the costs of Mamba's selective scan: 9 FLOPs for each element of the state.
+    """Return the costs of Mamba's selective scan: 9 FLOPs per token and element of the state.
 
-    The authors of Mamba count the same.
+    The authors of Mamba count as many.
 
     Args:
         hidden: Size of a token's vector between layers.
@@ -562,7 +573,7 @@ def _mamba2(
 ) -> Mixer:
     """Return the costs of Mamba 2 (Dao and Gu 2024).
 
-    It has two products within each chunk and two with the chunk's state.
+    Mamba 2 has two products within each chunk, and two products with the chunk's state.
 
     Args:
         hidden: Size of a token's vector between layers.
@@ -762,14 +773,14 @@ def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigField
 
 
 def _first(field: str, default: int = 0) -> Callable[[ConfigFields, int], bool]:
-    """Return a rule: the first config[field] layers are dense; `default` of them if it is null."""
+    """Return a rule: the first n layers are dense. n is config[field], or `default` if null."""
     return lambda c, i: i < c.whole(field, default, at_least=0)
 
 
 def _mlp_types(
     otherwise: Callable[[ConfigFields, int], bool],
 ) -> Callable[[ConfigFields, int], bool]:
-    """Return a rule: `mlp_layer_types` lists dense and sparse layers; if null, use `otherwise`."""
+    """Return a rule: `mlp_layer_types` says which layers are dense; if null, use `otherwise`."""
 
     def is_dense(config: ConfigFields, layer: int) -> bool:
         names = config.names("mlp_layer_types", config.layers)
@@ -777,7 +788,7 @@ def _mlp_types(
             return otherwise(config, layer)
         if names[layer] not in ("dense", "sparse"):
             raise config.error(
-                "mlp_layer_types", f"has {names[layer]!r}, a kind that cannot be counted"
+                "mlp_layer_types", f"has {names[layer]!r}, a kind of layer that wlb cannot count"
             )
         return names[layer] == "dense"
 
@@ -813,7 +824,7 @@ def _jamba_dense(config: ConfigFields, layer: int) -> bool:
 def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
     """Count the MLP parameters of one Granite 4 layer.
 
-    They are those of the shared MLP, which every layer has, and of the experts if there are any.
+    Every layer has a shared MLP. If the model has experts, their parameters are added.
     """
     shared = _shared_of_width("shared_intermediate_size")
     if not config.whole("num_local_experts", 0, at_least=0):
@@ -825,9 +836,9 @@ def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
 def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
     """Count the parameters of LFM2's MLP.
 
-    Its width is two thirds of `intermediate_size`, scaled and rounded up.
-
-    If `block_auto_adjust_ff_dim` is false, the width is `intermediate_size` itself.
+    If `block_auto_adjust_ff_dim` is false, the MLP's width is `intermediate_size`. Otherwise it is
+    two thirds of `intermediate_size` times `block_ffn_dim_multiplier`, rounded up to a multiple of
+    `block_multiple_of`.
     """
     width = config.whole("intermediate_size")
     if config.flag("block_auto_adjust_ff_dim"):

@@ -62,9 +62,9 @@ def attention_backward_flops(
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
     """Return a model whose matrices have the size of one TP rank's parts of `model`'s matrices.
 
-    The hidden size is not divided, so norms count as if the rank had all tokens. Experts are
-    replaced by one dense MLP of the size of a token's active experts, divided by `tp`: TP divides
-    the rows that experts compute rather than their matrices.
+    The hidden size is not divided, so norms count as if the rank had the rows of all TP ranks. One
+    dense MLP replaces the experts. Its size is that of a token's active experts, divided by `tp`,
+    because TP divides the rows that experts compute rather than their matrices.
     """
     return replace(
         model,

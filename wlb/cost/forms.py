@@ -36,7 +36,8 @@ def model_of(cost: Cost) -> WorkloadModel | None:
     """Return the workload model of a cost, or None if the cost can only price whole samples.
 
     A string is one of `COST_NAMES`, or the path of a Hugging Face config.json or of its folder. A
-    number is the length of a document, in tokens, at which attention costs as much as all else.
+    number is the length of a document, in tokens, at which attention costs as much as everything
+    else.
 
     Raises:
         UserError: The name or the model is unknown, or the number is not positive.
@@ -50,7 +51,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
             return counted_workload(cost)
         if cost not in COST_NAMES:
             is_profile = cost in profile_names()
-            remedy = f"; a kernel profile is load_profile({cost!r})" if is_profile else ""
+            remedy = f"; for the kernel profile, give load_profile({cost!r})" if is_profile else ""
             raise UserError(
                 f"cost = {cost!r} is unknown; give one of {', '.join(COST_NAMES)}, or the path of "
                 f"a config.json{remedy}"
@@ -66,7 +67,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
         if not 0 < ratio < float("inf"):
             raise UserError(
                 f"cost = {cost} must be a positive, finite number of tokens: the length of a "
-                "document at which attention costs as much as all other operators"
+                "document at which attention costs as much as everything else"
             )
         return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * ratio, tile_rows=TILE_ROWS)
     return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None
@@ -83,7 +84,8 @@ def workload_model(cost: Cost) -> WorkloadModel:
     """Return the workload model of a cost.
 
     Raises:
-        UserError: The cost can only price whole samples. A list of prices is an example.
+        UserError: The cost can only price whole samples, for example because it is a list of
+            prices.
     """
     model = model_of(cost)
     if model is None:
@@ -91,7 +93,7 @@ def workload_model(cost: Cost) -> WorkloadModel:
         raise UserError(
             f"cost is {said}, which can price only whole samples, but a planner also prices parts "
             "of samples; give a WorkloadModel, load_profile(NAME), the path of a config.json, "
-            "'llama2_7b', 'verl', or the length in tokens at which attention costs as much as "
-            "linear layers"
+            "'llama2_7b', 'verl', or the length of a document in tokens at which attention costs "
+            "as much as everything else"
         )
     return model

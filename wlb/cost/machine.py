@@ -61,13 +61,13 @@ def start_nvml() -> tuple[Any, str]:
     """Start NVML.
 
     Returns:
-        If NVML works, its module and "". The caller must call the module's nvmlShutdown. If NVML
-        cannot be used, None and the reason.
+        (NVML's Python module, "") if NVML works; the caller must then call the module's
+        nvmlShutdown. (None, the reason) if NVML cannot be used.
     """
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return None, "package nvidia-ml-py is not installed"
+        return None, "the Python package nvidia-ml-py is not installed"
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -143,8 +143,8 @@ def known_peak_tflops(device: str) -> float | None:
 def rank_peak_tflops(spec: RunSpec, device: str) -> float:
     """Return the peak TFLOP/s of a rank, from which MFU is computed; 0 if unknown.
 
-    It is cluster.peak_tflops if that is set. Otherwise runs in bfloat16 use the value for the
-    device's name (`PEAK_TFLOPS`).
+    The result is cluster.peak_tflops if this key is set. Otherwise the result is known only for
+    runs in bfloat16 on the devices of `PEAK_TFLOPS`.
     """
     if spec.cluster.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
         return spec.cluster.peak_tflops
@@ -152,5 +152,5 @@ def rank_peak_tflops(spec: RunSpec, device: str) -> float:
 
 
 def cluster_peak_tflops(spec: RunSpec) -> float:
-    """Return the peak TFLOP/s of a GPU that estimates assume: cluster.peak_tflops or an H100's."""
+    """Return the peak TFLOP/s that estimates assume: cluster.peak_tflops, or those of an H100."""
     return spec.cluster.peak_tflops or PEAK_TFLOPS["H100"]

@@ -128,7 +128,9 @@ class BlockCost:
         backward_tile_keys: int,
         sliding: int = 0,
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of a layer's varlen calls beyond the sum of segments.
+        """Return how many ns each call takes in addition to the sum of its segments' times.
+
+        The calls are varlen attention calls of one layer.
 
         Args:
             num_segments: Number of segments times number of heads of each call, shape [num_calls].
@@ -139,7 +141,7 @@ class BlockCost:
             sliding: Latest keys that a query sees; 0 means all.
 
         Returns:
-            Two arrays of shape [num_calls].
+            Forward and backward ns, shape [num_calls] each.
         """
         tiles_q, tiles_kv = np.ceil(most_q / tile_rows), np.ceil(most_kv / backward_tile_keys)
         # With a window, a forward block reads only the keys in the windows of its rows, and a
@@ -331,8 +333,8 @@ class AttentionTable:
             num_heads: Query heads on the rank.
             head_dim: Size of a head.
             sliding: Latest keys that a query sees; 0 means all. Kernels were not measured with
-                windows. So only the pairs inside the windows of a tile are counted, at the measured
-                throughput of a segment that is no longer than the window.
+                windows. So the pairs inside the windows are counted, and they are priced with the
+                throughput that was measured without a window for at most this many keys.
         """
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
         scale = head_dim * num_heads / self.efficiency(num_heads)
@@ -364,10 +366,10 @@ class AttentionTable:
     def calls_ns(
         self, q: FloatArray, kv: FloatArray, offsets: IntArray, *, num_heads: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward ns of a layer's varlen calls beyond the sum of segments.
+        """Return how many ns each varlen call of a layer takes in addition to its segments' times.
 
-        This is the time of launches, groups and thread blocks. It never falls if a call gets a
-        longer segment or one more segment.
+        The additional time is that of launches, groups and thread blocks. It never falls if a call
+        gets a longer segment or one more segment.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -399,8 +401,9 @@ class AttentionTable:
     def groups(self, q: FloatArray, kv: FloatArray, offsets: IntArray) -> IntArray:
         """Count the groups of segments that each call computes one after the other.
 
-        A kernel for segments of equal size (SDPA) computes segments together if their padded rows
-        and padded keys are equal, and if they agree in whether rows = keys.
+        A kernel for segments of equal size (SDPA) computes segments together if they have equally
+        many padded rows and equally many padded keys. Segments with as many rows as keys are not
+        grouped with others.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -422,7 +425,9 @@ class AttentionTable:
         return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
-        """Return which segments are outside the measured sizes; the nearest size prices them.
+        """Return which segments are outside the measured sizes.
+
+        Such segments are priced with the throughput of the nearest measured size.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -501,10 +506,10 @@ models without QK norm.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseCost:
-    """Cost of a memory-bound operator: bytes over a throughput, plus a constant for each call.
+    """Cost of a memory-bound operator: bytes / throughput, plus a constant time for each call.
 
-    `wlb.cost.flops.elementwise_values` counts the bytes that a fused kernel moves. The throughput
-    of an operator that moves more bytes is stated relative to that count, so it is lower.
+    The bytes are those that a fused kernel moves (`wlb.cost.flops.elementwise_values`). If an
+    operator moves more bytes, its throughput is lower, because it is computed from the same count.
     """
 
     op: Elementwise
@@ -597,7 +602,7 @@ class CollectiveCost:
 class KernelProfile:
     """All measured prices of one device and dtype."""
 
-    name: str  # name by which users choose the profile and which runs log
+    name: str  # name by which users choose the profile; a run writes it to its log
     device: str  # name of the measured device
     dtype: str  # data type of the measurement
     ranks_per_node: int  # ranks of a node; larger groups use collectives between nodes
@@ -689,7 +694,7 @@ class KernelProfile:
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
-        """Return the cost of an operator; `head_norm` costs as much as `norm` if it is missing."""
+        """Return the cost of `op`; if the profile lacks `head_norm`, return the cost of `norm`."""
         return elementwise_of(self.elementwise, op)
 
     def collective(
@@ -703,7 +708,7 @@ class KernelProfile:
 
         Args:
             op: The collective.
-            span_ranks: Consecutive ranks over which the group is spread.
+            span_ranks: Number of consecutive ranks over which the members of the group are spread.
             num_ranks: Members of the group, evenly spread; None means all of `span_ranks`.
         """
         by_scope = {c.scope: c for c in self.collectives if c.op == op}
@@ -718,7 +723,7 @@ class KernelProfile:
 
 
 def elementwise_of(costs: Sequence[ElementwiseCost], op: Elementwise) -> ElementwiseCost:
-    """Return the cost of operator `op`; `head_norm` costs as much as `norm` if it is missing."""
+    """Return the cost of operator `op`; if `costs` lacks `head_norm`, return the cost of `norm`."""
     found = {cost.op: cost for cost in costs}
     return found[op] if op in found or op not in OPTIONAL else found[Elementwise.NORM]
 

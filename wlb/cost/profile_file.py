@@ -46,14 +46,14 @@ def matching_profile(
     """Return the profile that fits a machine best, among the profiles that come with wlb.
 
     Profiles of the machine's device are compared by these properties, the most important one first:
-    the power limit equals the machine's, the numbers were measured, the power limit is known, there
-    is a table of the attention kernel, and the profile is not the default one. If no profile is of
-    this device, the default profile of the device type is returned.
+    the power limit is that of the machine, the numbers were measured, the power limit is known, the
+    profile has a table of the attention kernel, and the profile is not the default one. If there is
+    no profile of this device, the default profile of the device type is returned.
 
     Args:
         device: "cpu" or "cuda".
         machine: Name of the CPU or GPU (`machine_name`); "" if unknown.
-        backend: Name of the attention kernel; None: any.
+        backend: Name of the attention kernel; None means any kernel.
         power_limit_w: Power limit of the GPU in W; 0 if unknown.
     """
     default = default_profile_name(device)
@@ -80,7 +80,7 @@ def has_power(profile: KernelProfile, power_limit_w: float) -> bool:
 def _device_of(name: str) -> str:
     """Return the device of a profile that comes with wlb; "" if the file cannot be read.
 
-    Profiles of all schema versions can be read, because no key besides the device is.
+    This works for profiles of all schema versions, because only the key "device" is read.
     """
     try:
         return str(read_object(_path_of(name))["device"])
@@ -146,16 +146,16 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
     """Write a profile as JSON, with each list of numbers on one line.
 
     Raises:
-        UserError: A value is one that `load_profile` would refuse, so no file is written. This may
-            happen if other work disturbed the measurement, for example if the time of a layer does
-            not grow with its tokens.
+        UserError: `load_profile` would refuse a value, so no file is written. This may happen if
+            other work disturbed the measurement, so that for example the time of a layer does not
+            grow with its tokens.
     """
     data = profile_to_json(profile)
     try:
         _check_magnitudes(data, "")
     except UserError as error:
         raise UserError(
-            f"{path} was not written, because the profile has an implausible value: {error}"
+            f"{path} was not written, because a value of the profile is implausible: {error}"
         ) from error
     text = json.dumps(data, indent=1)
     # Join the lines of each list of numbers.
@@ -206,9 +206,12 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         head=HeadCost(**_with_provenance(data["head"])),
         collectives=tuple(CollectiveCost(**_with_provenance(c)) for c in data["collectives"]),
     )
-    # If writing the profile does not give a key again, the key was not read. It may be misspelled.
+    # A key that was not read, perhaps because it is misspelled, is missing if the profile is
+    # converted back to JSON.
     if unread := _unread_key(data, profile_to_json(made)):
-        raise UserError(f"has the unknown key {unread!r}; remove the key or correct its spelling")
+        raise UserError(
+            f"the profile has the unknown key {unread!r}; remove the key or correct its spelling"
+        )
     return made
 
 
@@ -217,7 +220,7 @@ def _unread_key(data: Any, written: Any, at: str = "") -> str:
 
     Args:
         data: JSON values from which a profile was made.
-        written: JSON values that this profile writes.
+        written: JSON values to which this profile is converted.
         at: Path of both values in their file, for example "attention[0].blocks".
     """
     if isinstance(data, dict) and isinstance(written, dict):

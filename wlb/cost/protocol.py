@@ -42,8 +42,8 @@ from wlb.plan.sharding import RankTimes
 class WorkloadModel(Protocol):
     """A cost model: prices of pieces and of attention segments, for packing and sharding.
 
-    All prices are int64 ns in the layers of one pipeline rank. Arrays have shape [n], one entry for
-    each piece, unless stated otherwise.
+    All prices are times in the layers of one pipeline rank, in ns (int64). Arrays have shape [n],
+    one entry for each piece, unless stated otherwise.
     """
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
@@ -74,9 +74,9 @@ class WorkloadModel(Protocol):
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the forward and backward ns that attention calls take beyond their segments.
+        """Return how many ns each attention call takes in addition to its segments' times.
 
-        The launch of a kernel is an example.
+        An example of such a time is the launch of the kernel.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -84,7 +84,7 @@ class WorkloadModel(Protocol):
             offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
 
         Returns:
-            Two arrays of shape [num_calls].
+            Forward and backward ns, shape [num_calls] each.
         """
         ...
 
@@ -124,9 +124,9 @@ class Transfers(NamedTuple):
     They are in ns, for all layers of a pipeline rank together unless stated otherwise.
     """
 
-    forward: float  # K and V in forward
-    repeated: float  # K and V that are sent a second time in backward; 0 if they are saved
-    gradients: float  # gradients of K and V in backward
+    forward: float  # time of K and V in forward
+    repeated: float  # time of K and V, sent a second time in backward; 0 if forward saved them
+    gradients: float  # time of the gradients of K and V in backward
 
 
 @runtime_checkable
@@ -389,18 +389,19 @@ class FlopsWorkload:
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        """Return the quadratic part of W, which stands for attention, of each piece."""
+        """Return W_a of each piece: quadratic_ns * d * d for a piece of d tokens, in ns."""
         d = token_counts("lengths", lengths)
         return whole_ns(self.quadratic_ns * d * d)
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
-        """Return the linear part of W, which stands for everything but attention, of each piece."""
+        """Return W_l of each piece: linear_ns_per_token * d for a piece of d tokens, in ns."""
         return whole_ns(self.linear_ns_per_token * token_counts("lengths", lengths))
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return the whole W of each piece instead of its forward part.
+        """Return W of each piece, forward and backward, although the name asks for forward.
 
-        Imbalance is a ratio, and it is the same if forward is an equal share of every piece's work.
+        Forward imbalance is a ratio of times. If forward is the same fraction of every piece's W,
+        this ratio is the same for W and for its forward part.
         """
         return self.workload_ns(lengths)
 

@@ -47,7 +47,7 @@ class StageLayers:
 
     @classmethod
     def of(cls, spec: RunSpec, stage: int) -> "StageLayers":
-        """Return the layers of one stage of a run; `stage` counts virtual stages too."""
+        """Return the layers of one stage of a run; `stage` is its index, virtual stages counted."""
         model, layers = spec.model, spec.stage_layers[stage]
         more = 0.0
         if spec.has_uneven_attention:
@@ -92,7 +92,8 @@ def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
     """
     model = cost.model.layer_kinds[0].model
     routed = replace(cost.linear, model=model)
-    # `expert_load` is a factor of the experts' price. So raising it by 1 adds this price once.
+    # The price is proportional to `expert_load`. So if `expert_load` is raised by 1, all prices
+    # together grow by the price of the experts at a load of 1.
     once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
     forward, backward = (
         sum(ns - once[name] for name, ns in more.ns_per_token.items() if name.endswith(end))
@@ -150,10 +151,10 @@ def _of_layers(
 
 
 def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
-    """Return the ns of the embedding and of the head with loss, for all micro-batches of a plan.
+    """Return (ns of the embedding, ns of the head and the loss) for all micro-batches of a plan.
 
     Forward and backward are added up, and padding rows count. The embedding is on the first stage,
-    the head on the last.
+    the head and the loss are on the last stage.
     """
     linear = cost.linear
     rows = sum(plan.local_tokens) * cost.parallel.cp

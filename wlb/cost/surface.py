@@ -38,7 +38,7 @@ class Curve:
         return low + weight * (self.values[left + 1] - low)
 
     def outside(self, x: FloatArray) -> BoolArray:
-        """Return which sizes lie outside the measured ones, where the nearest end applies."""
+        """Return which sizes lie outside the measured range; the nearest measured size applies."""
         return (x < self.axis[0]) | (x > self.axis[-1])
 
 
@@ -67,7 +67,7 @@ class Surface:
     def cells(self, x: FloatArray, y: FloatArray) -> Cells:
         """Return the grid cells of points (x, y); points outside the grid are moved to its edge.
 
-        Surfaces with equal axes have equal cells, so callers compute them once for several.
+        Surfaces with equal axes have equal cells, so callers compute cells once for all of them.
         """
         row, weight0 = _position(self.axis0, x)
         column, weight1 = _position(self.axis1, y)
@@ -92,7 +92,7 @@ class Surface:
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
-        """Return which points lie outside the grid, where the throughput of its edge applies."""
+        """Return which points lie outside the grid; the nearest point of its edge applies."""
         return (
             (x < self.axis0[0]) | (x > self.axis0[-1]) | (y < self.axis1[0]) | (y > self.axis1[-1])
         )

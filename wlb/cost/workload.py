@@ -4,10 +4,10 @@ Packing and sharding balance W. It is the predicted time of one pipeline rank's 
 backward, for a piece of d tokens that is spread over the CP group. W is an int64 number of ns,
 additive over pieces, 0 for length 0, and never falls as d grows.
 
-- W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). It is the cheaper of
-  two shardings (Section 5.3): per document, where the piece is cut into chunks over all CP ranks,
-  or per sequence, where one rank computes the whole piece. A rank then gets 1 / cp of the pieces,
-  so the mean time of a rank is 1 / cp of the piece's time.
+- W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). W_a is the price with
+  the cheaper of two shardings (Section 5.3). Per document, the piece is cut into chunks for all CP
+  ranks. Per sequence, one rank computes the whole piece, but each rank gets only 1 / cp of the
+  pieces, so that the mean time of a rank is 1 / cp of the piece's time.
 - W_l is proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators,
   collectives of TP, an all-gather of keys and values over CP, and the time for which ranks wait for
   rows that travel to or from experts. With `training.recompute`, backward also includes the price
@@ -248,7 +248,9 @@ class ProfiledWorkload:
         return attention | {name: whole_ns(d * ns) for name, ns in self.ns_per_token.items()}
 
     def pooled_ns(self, tokens: IntArray) -> IntArray:
-        """Return the time of experts' matrix products, which the ranks of an EP group share.
+        """Return the time of the routed experts' matrix products for each micro-batch.
+
+        The ranks of an EP group share this work.
 
         Args:
             tokens: Tokens of each micro-batch, shape [n].
@@ -268,9 +270,9 @@ class ProfiledWorkload:
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the forward and backward ns that attention calls take beyond their segments.
+        """Return how many ns each attention call takes in addition to its segments' times.
 
-        The launch of a kernel is an example.
+        An example of such a time is the launch of the kernel.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -278,7 +280,7 @@ class ProfiledWorkload:
             offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
 
         Returns:
-            Two arrays of shape [num_calls].
+            Forward and backward ns, shape [num_calls] each.
         """
         rows, keys = segment_sizes(q, kv)
         forward, backward = np.zeros(offsets.size - 1), np.zeros(offsets.size - 1)
@@ -510,7 +512,10 @@ class LinearCost:
     # W_l: matrix products
 
     def _products_with_load_ns(self) -> Work:
-        """Return the time of one token's matrix products in the mean layer, with `expert_load`."""
+        """Return the ns of one token's matrix products in the mean layer.
+
+        The products of routed experts are multiplied by `expert_load`.
+        """
         balanced, routed = self.products_ns(), self._routed_ns()
         forward, backward, recomputed = (
             a + (self.expert_load - 1) * b for a, b in zip(balanced, routed, strict=True)
@@ -524,8 +529,8 @@ class LinearCost:
 
         Args:
             matrices: Positions in `layer_matrices` of the products to add up.
-            with_attention: Whether to average only over layers with attention over keys. A model
-                without such layers is averaged over all.
+            with_attention: Whether to average only over the layers that have attention over keys.
+                If the model has no such layers, the average is over all layers.
         """
         kinds = self.model.layer_kinds
         if with_attention:
@@ -533,7 +538,7 @@ class LinearCost:
         return self._in_layer(self._mean(lambda model: self._gemm_of(model, matrices), kinds))
 
     def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
-        """Return the time of one token's matrix products in a layer of `model`.
+        """Return the time of one token's matrix products in a layer of `model`, in ns.
 
         Args:
             model: A model in which all layers are equal.
@@ -621,7 +626,7 @@ class LinearCost:
         return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
 
     def _kv_wire_ns(self, values: float) -> Work:
-        """Return the transfer time of one token's keys and values and of their gradients.
+        """Return the transfer time of one token's keys, values and their gradients, in ns.
 
         Args:
             values: Number of values that a rank holds of one token's keys and values together.
@@ -638,12 +643,12 @@ class LinearCost:
     def _wire_ns(
         self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
     ) -> float:
-        """Return the transfer time of some all-gathers and reduce-scatters, without latency.
+        """Return the transfer time of all-gathers and reduce-scatters, without latency, in ns.
 
         Args:
             size_bytes: Bytes of the whole buffer of one collective.
             num_ranks: Members of the group.
-            span_ranks: Consecutive ranks over which the group is spread.
+            span_ranks: Number of consecutive ranks over which the members of the group are spread.
             gathers: Number of all-gathers.
             scatters: Number of reduce-scatters.
         """
@@ -655,7 +660,7 @@ class LinearCost:
         """Return the costs of an all-gather and of a reduce-scatter.
 
         Args:
-            span_ranks: Consecutive ranks over which the group is spread.
+            span_ranks: Number of consecutive ranks over which the members of the group are spread.
             num_ranks: Members of the group.
         """
         return [
@@ -703,9 +708,9 @@ class LinearCost:
         )
 
     def _reordered_ns(self) -> Work:
-        """Return the time to sort one token's rows by expert, and to undo it after the experts.
+        """Return the ns to sort one token's rows by expert, and to sort them back afterwards.
 
-        It is the time in one layer with experts, on the EP rank with the most rows.
+        The time is that of one layer with experts, on the EP rank with the most rows.
         """
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
@@ -725,10 +730,11 @@ class LinearCost:
 
     @property
     def call_ns(self) -> Passes:
-        """Launches and collectives' latency of one micro-batch, in ns: (forward, backward).
+        """Time of launches and of the latency of collectives for one micro-batch, in ns.
 
-        This time does not depend on the number of tokens. It covers all layers of a pipeline rank.
-        On a GPU it is an upper bound, because launches hide behind running kernels.
+        The two times (forward, backward) do not depend on the number of tokens. They cover all
+        layers of a pipeline rank. On a GPU they are upper bounds, because launches hide behind
+        running kernels.
         """
         tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
         work = self.recomputed_work
@@ -773,10 +779,10 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
-        """Return the time of expert parallelism in one layer that does not depend on the tokens.
+        """Return the ns of expert parallelism in one layer that do not depend on the tokens.
 
-        It is the latency of the all-to-alls that no computation hides, plus the time that experts
-        lose because each of the `expert_stages` computes smaller matrix products.
+        They consist of the latency of all-to-alls that no computation hides, and of the time that
+        experts lose because each of the `expert_stages` computes smaller matrix products.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         with_latency = work.waits(stages, self._routed_alpha_ns / tokens)
@@ -821,7 +827,7 @@ class LinearCost:
     def head_ns_per_token(self) -> float:
         """Time of the output head and the loss for one token on the last stage, in ns.
 
-        It includes the gradients, which the head computes during the forward pass.
+        The time includes the gradients, which the head computes during the forward pass.
         """
         flops = (1 + LINEAR_BACKWARD_FACTOR) * head_flops(self.model)
         ranks = self.parallel.tp * self.parallel.cp
@@ -831,7 +837,7 @@ class LinearCost:
     def head_backward_ns(self) -> float:
         """Time of the head's backward pass for one micro-batch, in ns.
 
-        It only scales the weight's gradient, which the forward pass has already computed.
+        The backward pass only scales the weight's gradient, which the forward pass has computed.
         """
         values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
         return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
@@ -847,17 +853,18 @@ class LinearCost:
     def routed_ns_per_token(self) -> Work:
         """Time of routed experts' matrix products for one token in all layers of a pipeline rank.
 
-        It is part of `ns_per_token`, in ns. The products run on the ranks of the EP group that hold
-        the token's experts. The price is that of the EP rank with the most rows.
+        The time is in ns, and is part of `ns_per_token`. The products run on the ranks of the EP
+        group that hold the token's experts. The price is that of the EP rank with the most rows.
         """
         factor = self.num_layers * self.expert_load
         forward, backward, recomputed = self._routed_ns()
         return forward * factor, backward * factor, recomputed * factor
 
     def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
-        """Return the time of a rank's all-to-alls to and from experts, and its exposed part.
+        """Return (ns of a rank's all-to-alls to and from experts, how many of them are exposed).
 
-        The exposed part is what no computation hides. Both are in ns, over both passes.
+        The exposed part of the time is the part that no computation hides. Both numbers count
+        forward and backward together.
 
         Args:
             num_tokens: Tokens of all micro-batches together.
