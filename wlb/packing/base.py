@@ -51,7 +51,7 @@ Pushed = tuple[tuple[PackingPlan, ...], Carry]
 class Packer(Protocol):
     """Interface of a packing policy, which makes steps of N micro-batches each."""
 
-    policy: ClassVar[str]  # its name in the configuration
+    policy: ClassVar[str]  # name of the policy in `packing.policy`
 
     @property
     def num_micro_batches(self) -> int:
@@ -184,8 +184,8 @@ class PolicyPacker:
     """
 
     options: PackerOptions  # the options that every policy has
-    policy: ClassVar[str]  # its name in the configuration
-    slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots its carry uses
+    policy: ClassVar[str]  # name of the policy in `packing.policy`
+    slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots the policy's carry uses
     # Whether a waiting piece may have an `arrival_step` later than the next step. This happens if a
     # policy collects several batches before it packs them together.
     batches_wait: ClassVar[bool] = True
@@ -391,8 +391,8 @@ class PriceRange:
     model, TP 8, CP 2). With low = high = 1 the predicted price is used as it is.
     """
 
-    low: float = 1.0  # above 0 and at most 1
-    high: float = 1.0  # at least 1
+    low: float = 1.0  # lowest factor, above 0 and at most 1
+    high: float = 1.0  # highest factor, at least 1
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= 1 <= self.high < np.inf:

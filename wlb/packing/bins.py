@@ -141,7 +141,7 @@ def _checked(lengths: IntLike, capacity: int) -> IntArray:
 
 
 def _next_fit(lengths: IntArray, capacity: int) -> Bins:
-    """Fill one bin at a time; a document that does not fit closes it and opens the next."""
+    """Fill one bin at a time. A document that does not fit closes the bin and opens the next."""
     begins: list[int] = []
     room = 0
     for row, length in enumerate(lengths.tolist()):

@@ -137,7 +137,7 @@ number of candidates. With 4 instead of 8 the imbalance is the same at N = 4, 16
 class StepLimits:
     """Limits on the tokens and delays of a step, and the cost of delaying documents."""
 
-    num_micro_batches: int  # N, over all pipelines
+    num_micro_batches: int  # N, micro-batches of a step over all pipelines
     tokens_per_step: int  # tokens of an average global batch, N x C
     s_max: int  # most tokens of a micro-batch
     step_tokens: int  # T, most tokens of the step

@@ -101,7 +101,7 @@ class CapacityPacker(PolicyPacker):
             num_waiting_tokens=held.num_tokens,
             shuffle=not self.method.keeps_order,
         )
-        # If no step was made, new documents remain new for the next packing.
+        # If no step was made, keep the slots, so that new documents do not count as left over.
         slot = None if plans else slot[left]
         return plans, self._carry(held, carry.next_step + len(plans), slot)
 

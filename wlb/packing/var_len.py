@@ -69,9 +69,9 @@ class VarLenPacker(PolicyPacker):
     s_max: int  # most tokens of a micro-batch, at least the context window
     queue_thresholds: tuple[int, ...]  # L_1 < L_2 < ... in tokens; empty = nothing is delayed
     step_tokens: int | None = None  # T, most tokens of a step; None = no cap, as in the paper
-    # Follow the printed algorithm line by line, except that the end of the data flushes what waits:
-    # micro-batches have fewer than S_max tokens, a queue releases at most N documents a batch,
-    # every batch makes a step, and pieces are not shuffled.
+    # Follow the printed algorithm line by line: micro-batches have fewer than S_max tokens, a queue
+    # releases at most N documents a batch, every batch makes a step, and pieces are not shuffled.
+    # The only addition is the flush at the end of the data.
     literal: bool = False
     # Number of steps that every outlier waits, to study the effect of delay alone. If nothing else
     # could be trained, the oldest outliers leave earlier. 0 = outliers leave when their queue has N

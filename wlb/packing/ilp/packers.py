@@ -52,7 +52,7 @@ class IlpOptions:
 
     solver: Solver = Solver.HIGHS  # the solver program
     objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
-    time_limit_s: float = 10.0  # time limit of the solver for the micro-batches packed together
+    time_limit_s: float = 10.0  # most time that the solver may take for one packing
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
     # Documents of fewer tokens are treated as a fluid that divides freely. Longer ones have a
     # binary variable for each micro-batch. None = C // 16; 0 = all documents have such variables.
@@ -97,8 +97,8 @@ class IlpReport:
     # count as pieces.
     bound_ns: int
     greedy_objective_ns: int  # objective of the greedy packing
-    # Whether the greedy packing was returned, because the solver's packing was no better once whole
-    # short documents were placed instead of the fluid.
+    # Whether the greedy packing was returned. This happens if the solver found no packing, or one
+    # that was no better once whole short documents were placed instead of the fluid.
     kept_greedy: bool
     num_binaries: int  # number of binary variables in the program
     time_s: float  # seconds that packing took

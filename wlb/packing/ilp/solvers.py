@@ -47,9 +47,9 @@ class Solver(StrEnum):
 class SolverLimits:
     """When the solver stops, and what it may use."""
 
-    time_limit_s: float  # most seconds
-    gap: float  # stop at this relative difference of objective and lower bound
-    threads: int = 1
+    time_limit_s: float  # most seconds that the solver may take
+    gap: float  # stop at this relative difference between objective and lower bound
+    threads: int = 1  # threads of the solver
     seed: int = 0  # seed of the solver's random decisions
 
 

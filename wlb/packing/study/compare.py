@@ -27,9 +27,9 @@ tokens."""
 class Variant:
     """A packing policy with its options, one row in the table that compares policies."""
 
-    label: str  # its name in the table
+    label: str  # name of the variant in the table
     section: PackingSection
-    is_own: bool = False  # whether it is the run's configured policy
+    is_own: bool = False  # whether this is the run's configured policy
 
 
 def variants_of(spec: RunSpec) -> tuple[Variant, ...]:

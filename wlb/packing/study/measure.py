@@ -55,20 +55,20 @@ class PackingSummary:
     num_tokens: int  # tokens that were trained, without padding
 
     # Imbalance of predicted forward latency, over steps.
-    imbalance: float  # mean
-    imbalance_p95: float  # 95th percentile
-    imbalance_max: float  # maximum
-    imbalance_time_weighted: float  # sum of the slowest micro-batches over sum of the means
+    imbalance: float  # mean over steps
+    imbalance_p95: float  # 95th percentile over steps
+    imbalance_max: float  # largest imbalance of a step
+    imbalance_time_weighted: float  # sum over steps of the slowest micro-batch / of the mean one
 
     # Imbalance of attention alone, over steps.
-    imbalance_attention: float  # mean
-    attention_p95: float  # 95th percentile
-    attention_time_weighted: float  # sum of the slowest micro-batches over sum of the means
+    imbalance_attention: float  # mean over steps
+    attention_p95: float  # 95th percentile over steps
+    attention_time_weighted: float  # sum over steps of the slowest micro-batch / of the mean one
 
     # Imbalance of forward and backward together, over steps.
-    imbalance_step: float  # mean
-    step_time_weighted: float  # sum of the slowest micro-batches over sum of the means
-    imbalance_dear: float  # mean for the same plans if attention takes DEAR times its price
+    imbalance_step: float  # mean over steps
+    step_time_weighted: float  # sum over steps of the slowest micro-batch / of the mean one
+    imbalance_dear: float  # mean over steps, if attention takes DEAR times its predicted time
 
     lower_bound: float  # least `imbalance` of any packing of the same documents in the same steps
 
@@ -78,8 +78,8 @@ class PackingSummary:
     mean_advance: float  # number of steps by which tokens are trained early, mean over all tokens
     num_overdue: int  # pieces that were trained later than the policy's maximum delay
 
-    tokens_per_step: float  # mean
-    tokens_cv: float  # standard deviation of the tokens of a step, over their mean
+    tokens_per_step: float  # mean number of tokens of a step
+    tokens_cv: float  # standard deviation of the tokens of a step, divided by their mean
     longest_micro_batch: int  # tokens of the longest micro-batch
     longest_step: int  # tokens of the longest step
     held_tokens: float  # tokens that wait after a step, on average
@@ -88,7 +88,7 @@ class PackingSummary:
     cut_documents: int  # documents that were trained in more than one piece
 
     # Mean weight (`label_weights`) of the labels of the longest documents, without the flush.
-    # `training.loss_normalizer` = "constant" would make it 1.
+    # With `training.loss_normalizer` = "constant" every label would have weight 1.
     long_weight: float
     packing_ms: float  # mean time to pack a global batch
 
@@ -104,8 +104,8 @@ class PackingRun:
     summary: PackingSummary
     imbalance: FloatArray  # forward imbalance of each step, shape [num_steps]
     tokens: IntArray  # tokens of each step, shape [num_steps]
-    # delay_tokens[d]: number of tokens that were delayed by d steps, shape [max_delay + 1]. There
-    # are at most DELAY_BINS entries, of which the last one then counts all longer delays.
+    # delay_tokens[d] is the number of tokens that were delayed by d steps, shape [max_delay + 1].
+    # There are at most DELAY_BINS entries; longer delays are counted in the last one.
     delay_tokens: IntArray
 
 

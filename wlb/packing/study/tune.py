@@ -45,7 +45,7 @@ class TuningGrid:
     max_queues: int = 2  # most outlier queues of Algorithm 1
     s_max: tuple[float, ...] = S_MAX  # S_max, in context windows
     step_tokens: tuple[float, ...] = STEP_TOKENS  # T, in global batches; 0 = no cap
-    prices: tuple[float, ...] = PRICES  # delay prices of `bounded`, relative to its default
+    prices: tuple[float, ...] = PRICES  # delay prices of `bounded`, as multiples of the default
 
     def __post_init__(self) -> None:
         for name in ("policies", "s_max", "step_tokens"):
@@ -107,7 +107,7 @@ class TunePoint:
     """A setting that was tried, and its result on the sample."""
 
     section: PackingSection  # the setting
-    summary: PackingSummary  # its result on the sample
+    summary: PackingSummary  # result of the setting on the sample
     own: PackingSection = PackingSection()  # the run's own section, to which `overrides` apply
 
     @property
@@ -222,7 +222,7 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
     if tried and not trained:
         raise UserError(
             "no setting trained a step before the data ended, because all documents waited until "
-            "the flush; give more global batches, or thresholds that are lower"
+            "the flush; give more global batches, or lower the thresholds"
         )
     if not tried:
         raise UserError(
