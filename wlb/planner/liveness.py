@@ -24,8 +24,8 @@ _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
 class Address:
     """Where a planner process listens."""
 
-    path: str  # path of its Unix socket
-    key: bytes  # secret by which it and its clients recognise each other
+    path: str  # path of the process's Unix socket
+    key: bytes  # secret by which the process and its clients recognise each other
 
     @property
     def folder(self) -> Path:
