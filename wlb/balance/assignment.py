@@ -27,11 +27,11 @@ class StepBalance:
     # blocks[k][rank, m] is the block that a rank trains as its m-th micro-batch of mini-batch k.
     # Each array has shape [num_ranks, num_micro_batches[k]].
     blocks: tuple[IntArray, ...]
-    # Time that each rank of a block is predicted to need for it, shape [num_blocks]. The unit is
-    # that of the argument `cost` of `balance_step`: ns for a workload model.
+    # Predicted time that each rank of a block needs for the block, shape [num_blocks]. The unit is
+    # that of the argument `cost` of `balance_step`, which is ns for a workload model.
     times: FloatArray
-    # Lower bound on the time of each mini-batch, whatever the assignment is, shape
-    # [num_mini_batches].
+    # Lower bound on the time of each mini-batch, in the unit of `times`: no assignment of the same
+    # samples is faster. Shape [num_mini_batches].
     bounds: FloatArray
     max_tokens: int  # most tokens of a micro-batch
     cp: int = 1  # ranks of a context-parallel group
