@@ -233,7 +233,7 @@ def test_what_the_cluster_refuses_is_refused_with_a_remedy() -> None:
     compiler = small_job("training.compile=true", "training.compile_backend=aot_eager")
     package = small_job("kernels.linear=flash_linear_attention")
     specs = [compiler, small_job("cluster.memory_gib=0.001"), package]
-    told = ["only the graphs of 'inductor' are known", "needs about", "set kernels.linear = torch"]
+    told = ["only the graphs of 'inductor';", "needs about", "set kernels.linear = torch"]
     for error, said in zip(rehearse_each(specs, ranks="0", steps=2), told, strict=True):
         assert isinstance(error, UserError)
         assert said in str(error)

@@ -29,7 +29,7 @@ PAGE_SMALL, PAGE_LARGE = 2 * MIB, 20 * MIB
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment, which is free or has the memory of one request."""
+    """A part of a segment, which either is free or holds the memory of one request."""
 
     size: int  # bytes
     is_free: bool = True
@@ -42,9 +42,9 @@ class _Pool:
     """Free blocks of one stream for small or for large requests."""
 
     is_small: bool  # whether the pool is for small requests
-    # Sorted (size, id, block), so that bisection finds the smallest block that fits.
+    # (size, id, block) of each free block, sorted, so that bisection finds the smallest that fits.
     free: list[tuple[int, int, Block]] = field(default_factory=list)
-    last: Block | None = None  # last block of the expandable segment
+    last: Block | None = None  # last block of the pool's expandable segment; None = no segment yet
 
     def put(self, block: Block) -> None:
         bisect.insort(self.free, (block.size, id(block), block))
@@ -65,7 +65,7 @@ class Allocator:
     """Simulates the caching allocator of one device.
 
     Args:
-        limit: Memory of the device that may be reserved, in bytes.
+        limit: Most bytes that may be reserved on the device.
         expandable: Whether segments are expandable (PYTORCH_CUDA_ALLOC_CONF).
     """
 
@@ -123,7 +123,7 @@ class Allocator:
         pool.put(rest)
 
     def _grow(self, pool: _Pool, size: int) -> Block:
-        """Return a new free block of at least `size` bytes, for which device memory is reserved.
+        """Reserve device memory, and return a new free block of at least `size` bytes.
 
         The block is a new segment, or it extends the pool's expandable segment.
         """
@@ -150,7 +150,7 @@ class Allocator:
         return block
 
     def _take(self, size: int) -> None:
-        """Reserve `size` bytes of device memory. If necessary, first give back free segments."""
+        """Reserve `size` bytes of device memory. If too few are left, first free some."""
         if self.reserved + size > self.limit:
             self.retries += 1
             self._give_back()
@@ -160,7 +160,7 @@ class Allocator:
         self.peak = max(self.peak, self.reserved)
 
     def _give_back(self) -> None:
-        """Give unused segments, and free ends of expandable segments, back to the device."""
+        """Return free segments, and free ends of expandable segments, to the device."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 is_whole = block.before is None and block.after is None
@@ -174,12 +174,14 @@ class Allocator:
 
 
 def reserved(requests: Iterable[AllocatorRequest], *, limit: int, expandable: bool) -> Reserved:
-    """Simulate the requests of a rank, up to the first that does not fit.
+    """Return how much memory the allocator reserves on the device for the requests of a rank.
+
+    The simulation ends at the first request that does not fit.
 
     Args:
-        requests: Allocations and frees in order.
-        limit: Memory of the device that may be reserved, in bytes.
-        expandable: Whether segments are expandable.
+        requests: Allocations and frees of the rank, in order.
+        limit: Most bytes that may be reserved on the device.
+        expandable: Whether segments are expandable (PYTORCH_CUDA_ALLOC_CONF).
     """
     allocator = Allocator(limit=limit, expandable=expandable)
     failed, failed_at = 0, ""

@@ -32,9 +32,9 @@ _compile = torch.compile
 
 
 def refuse_other_backends(backend: str, device: torch.device) -> None:
-    """Refuse compile backends that a rehearsal does not know.
+    """Refuse compile backends whose graphs a rehearsal cannot reproduce.
 
-    It replaces `wlb.parallel.compiled.refuse_uncompilable`, which would use the GPU.
+    This function replaces `wlb.parallel.compiled.refuse_uncompilable`, which would use the GPU.
 
     Args:
         backend: Value of training.compile_backend.
@@ -45,9 +45,9 @@ def refuse_other_backends(backend: str, device: torch.device) -> None:
     """
     if backend != BACKEND:
         raise UserError(
-            f"training.compile_backend = {backend!r} cannot be rehearsed, because only the graphs "
-            f"of {BACKEND!r} are known; set training.compile_backend = {BACKEND}, or "
-            f"training.compile = false"
+            f"training.compile_backend = {backend!r} cannot be rehearsed, because a rehearsal can "
+            f"reproduce only the graphs of {BACKEND!r}; set training.compile_backend = {BACKEND}, "
+            f"or training.compile = false"
         )
 
 
@@ -55,13 +55,13 @@ def compiling(recorder: Any) -> Callable[..., Callable[..., Any]]:
     """Return a function that replaces torch.compile.
 
     torch ignores `mark_unbacked` on fake tensors, so lengths are marked with `maybe_mark_dynamic`
-    instead. The difference is that lengths 0 and 1 get separate graphs, unlike in a real run.
+    instead. Unlike in a real run, lengths 0 and 1 therefore get separate graphs.
 
     Args:
         recorder: The dispatch mode that records the operators of graphs.
     """
-    # Without duck shapes, torch does not assume that lengths which are equal in the first step stay
-    # equal, and does not compile again when they differ.
+    # Switch duck shapes off. With them, torch would assume that lengths which are equal in the
+    # first step stay equal, and would compile again when they differ.
     setattr(compiled, "mark_unbacked", maybe_mark_dynamic)  # noqa: B010
     setattr(shapes, "use_duck_shape", False)  # noqa: B010
 
@@ -91,7 +91,7 @@ def compiling(recorder: Any) -> Callable[..., Callable[..., Any]]:
         made = _compile(function, backend=backend, **others)
 
         def call(*args: Any) -> Any:
-            with _disable_current_modes():  # torch does not compile under our dispatch modes
+            with _disable_current_modes():  # torch does not compile while dispatch modes are active
                 return made(*args)
 
         return call

@@ -1,8 +1,8 @@
 """Replace parts of torch.cuda and torch.distributed for the rest of a rehearsing process's life.
 
-Streams and events become the fakes of `gpu.py`. Collectives go to torch's fake process group.
-Transfers between pipeline stages are recorded. Every value that the host reads from the GPU is
-zero.
+The fakes of `gpu.py` take the place of streams and events. Collectives go to torch's fake process
+group. Transfers between pipeline stages are recorded. Every value that the host reads from the GPU
+is zero.
 """
 
 import importlib
@@ -33,7 +33,7 @@ _libraries: list[Any] = []
 
 
 def install() -> None:
-    """Make torch see a GPU and process groups that are fakes. Call it once, before `describe`."""
+    """Make torch use a fake GPU and fake process groups. Call this once, before `describe`."""
     GPU.device = DEVICE
     _streams()
     _tensors()
@@ -49,8 +49,8 @@ def install() -> None:
     _register_kernels()
     # A CUDA build would ask the GPU which attention kernel to use. Use the kernel of a CPU build.
     setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)  # noqa: B010
-    # Triton cannot launch kernels without a GPU. Report no problem, because on the rehearsed GPU it
-    # can.
+    # Triton cannot launch kernels here, without a GPU. Report no problem, because Triton can launch
+    # kernels on the rehearsed GPU.
     setattr(select, "launch_problem", lambda _: None)  # noqa: B010
     setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
     _groups()
@@ -171,9 +171,9 @@ def _tensors() -> None:
 
 
 def _shapes_of_whole_tensors() -> None:
-    """Switch recording off while DTensor runs operators only to infer shapes.
+    """Switch recording off while DTensor runs operators only to infer the shapes of whole tensors.
 
-    In a run, too, these operators run on fake tensors, which take no memory.
+    A real run also executes these operators on fake tensors, so they cost neither time nor memory.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -242,7 +242,7 @@ def all_gather_object(found: list[Any], obj: Any, *_: Any, **__: Any) -> None:
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective between hosts, so that each call is also recorded as a message."""
+    """Return a collective between hosts that also records each call as a message."""
 
     def call(*args: Any, group: Any = None, **options: Any) -> Any:
         where = recorder().communicator(_group(group))
@@ -271,7 +271,10 @@ def recorder() -> Recorder:
 
 
 def use(made: Recorder) -> None:
-    """Set the recorder for host messages, transfers and compiled graphs. Call it once."""
+    """Set the recorder of this process, for host messages, transfers and compiled graphs.
+
+    Call this once.
+    """
     _recorders.append(made)
     setattr(torch, "compile", compiler.compiling(made))  # noqa: B010
     _transfers()
@@ -285,7 +288,7 @@ _ASYNC = (
 
 
 def _async_works() -> None:
-    """Make asynchronous collectives return a `FakeWork`, for which a stream can wait."""
+    """Make asynchronous collectives return a `FakeWork`, so that a stream can wait for them."""
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **options: Any) -> Any:

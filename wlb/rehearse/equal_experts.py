@@ -23,7 +23,7 @@ from wlb.spec import ParallelSpec, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows(ExpertRows):
-    """`ExpertRows` with the numbers of rows of all members of the EP group."""
+    """`ExpertRows` that also has the number of rows of each member of the EP group."""
 
     of_members: tuple[int, ...]  # number of rows of each member, including `num` of this rank
 
@@ -41,8 +41,8 @@ class EqualLoads:
     def split(self, stages: int, size: int, rank: int) -> expert_exchange.RowsBetween:
         """Return how many rows this rank sends to and receives from each member of its EP group.
 
-        The rows of a member are divided evenly. If r rows are left, the member itself and the next
-        r - 1 members in the group get one row more.
+        Each member divides its rows evenly over all members. If r rows are left, the member itself
+        and the next r - 1 members in the group get one row more.
 
         Args:
             stages: Number of parts in which rows travel (`ep.stages`).
@@ -58,7 +58,7 @@ class EqualLoads:
             return each + ((receiver - sender) % size < remainder)
 
         def by_stage(rows: list[int]) -> list[list[int]]:
-            # Sender and receiver compute the same rounding, so their numbers of rows agree.
+            # Sender and receiver round in the same way, so their numbers of rows agree.
             ends = [[n * s // stages for n in rows] for s in range(stages + 1)]
             return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)]
 
@@ -67,11 +67,11 @@ class EqualLoads:
         return expert_exchange.RowsBetween(by_stage(received), by_stage(sent))
 
     def rows_of(self, plan: PipelinePlan, i: int, mesh: Mesh) -> GroupRows:
-        """Return the numbers of rows of all members of this rank's EP group in a micro-batch.
+        """Return how many rows each member of this rank's EP group has in micro-batch `i`.
 
         Args:
             plan: Plan of this rank's pipeline.
-            i: Number of the micro-batch in each pipeline.
+            i: Number of the micro-batch, counted in each member's pipeline.
             mesh: Mesh of this rank.
         """
         step, tp = self.steps[plan.digest()], mesh.parallel.tp
@@ -99,10 +99,10 @@ def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
 
 
 def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -> list[int]:
-    """Return the most rows per rank of each micro-batch, over the pipelines of an EP group.
+    """Return, for each micro-batch, the most rows that a rank has in any pipeline of an EP group.
 
-    The memory of a rank is estimated with these numbers, because its experts also process rows of
-    the other pipelines that its EP group spans.
+    These numbers serve to estimate the memory of a rank, because its experts also process rows of
+    the other pipelines in its EP group.
 
     Args:
         plan: Plan of the step.
@@ -115,7 +115,10 @@ def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -
 
 
 def load_equally(spec: RunSpec) -> None:
-    """Make all experts in this process equally loaded. Call it before plans are sharded."""
+    """Replace parts of wlb so that all experts in this process get equally many rows.
+
+    Call this before plans are sharded.
+    """
     if not spec.model.experts.num:
         return
     loads = EqualLoads(spec)
@@ -151,7 +154,7 @@ def load_equally(spec: RunSpec) -> None:
 
 
 def weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
-    """Return the shapes that weights of experts and routers have on a rank before FSDP shards."""
+    """Return the shapes of a rank's weights of experts and routers before FSDP shards them."""
     model, moe = spec.model, spec.model.experts
     num_local, shared = moe.num // spec.parallel.ep, moe.shared_hidden_size // spec.parallel.tp
     hidden = model.hidden_size

@@ -1,7 +1,8 @@
 """The fake GPU of a rehearsed rank: streams with clocks, and a log of what was issued to them.
 
-A stream has a vector clock and a time. The vector clock says for each other stream how many of its
-kernels have certainly ended. The time advances by the predicted time of each kernel and transfer.
+Each stream has a vector clock and a time. The vector clock says, for each other stream, how many
+kernels of that stream have certainly ended. The time advances by the predicted duration of each
+kernel and transfer.
 
 Two assumptions simplify the times: the host always issues work ahead of the GPU, and the other
 ranks of a collective start it at the same time as this rank.
@@ -24,7 +25,7 @@ _DEEPEST = 60
 class Communicator(NamedTuple):
     """A process group, identified by its axis and its ranks."""
 
-    axis: str  # axis of the mesh, or the description of a group that is not an axis
+    axis: str  # axis of the mesh; for a group that is not an axis, torch's description of the group
     ranks: tuple[int, ...]  # global ranks of its members
 
 
@@ -41,13 +42,13 @@ class RankMessage(NamedTuple):
     communicator: Communicator | None  # None for a wait
     kind: str  # "collective", "send", "recv" or "wait"
     op: Any  # name of the collective; rank of the peer for a send or receive; None for a wait
-    # For a wait: index, among the rank's messages, of the send or receive that is awaited. For all
-    # other kinds: shapes, dtypes and options, which must be equal on all members.
+    # A wait has the index of the awaited send or receive among the messages of the rank. All other
+    # kinds have shapes, dtypes and options, which must be equal on all members.
     what: Any
     where: str  # source file and line in wlb
     step: int  # -1 before the first step
-    batch: int = -1  # equal for transfers that NCCL starts together in a batch; -1 = no batch
-    splits: Splits | None = None  # rows of an all-to-all; None for others
+    batch: int = -1  # transfers that NCCL starts together have the same number; -1 = no batch
+    splits: Splits | None = None  # rows that an all-to-all exchanges; None for other messages
 
 
 class HostWait(NamedTuple):
@@ -62,7 +63,7 @@ class HostWait(NamedTuple):
 
 
 class StreamFault(NamedTuple):
-    """An error of streams: an allocation may reuse memory that another stream still uses."""
+    """The fault that an allocation may reuse memory which another stream still uses."""
 
     step: int
     op: str  # the operator that allocated
@@ -81,7 +82,7 @@ class AllocatorRequest(NamedTuple):
     size: int  # bytes to allocate, or FREED
     stream: int  # id of the stream that allocates
     step: int = -1
-    where: str = ""  # source file and line in wlb that allocated
+    where: str = ""  # source file and line in wlb of the allocation
 
 
 class StreamSpan(NamedTuple):
@@ -89,7 +90,7 @@ class StreamSpan(NamedTuple):
 
     stream: int  # id of the stream
     name: str  # the operator
-    part: str  # part of the step that it counts for, such as "GEMM" or "cp"
+    part: str  # part of the step to which its time is added, such as "GEMM" or "cp"
     begin_ns: float
     time_ns: float  # duration
     where: str  # source file and line in wlb
@@ -138,7 +139,11 @@ class FakeStream:
         event.wait(self)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
-        """Record `event` (None: a new event) after the work issued so far, and return it."""
+        """Record an event after the work issued so far, and return this event.
+
+        Args:
+            event: The event to record; None makes a new event.
+        """
         event = event or FakeEvent()
         event.record(self)
         return event
@@ -148,22 +153,22 @@ class FakeStream:
         GPU.host_waits("Stream.synchronize", self.time_ns)
 
     def query(self) -> bool:
-        """Return True, because nothing runs in the background."""
+        """Return True, because a rehearsal runs nothing in the background."""
         return True
 
     def is_capturing(self) -> bool:
-        """Return False, because no CUDA graph is captured."""
+        """Return False, because a rehearsal captures no CUDA graphs."""
         return False
 
     def join(self, seen: Counter[int], time_ns: float, part: str) -> None:
         """Make later work of this stream wait for work of another stream.
 
-        If this is the compute stream, the time that it waits is counted as exposed.
+        If this is the compute stream, the time that it waits counts as exposed time of `part`.
 
         Args:
-            seen: Vector clock of the other stream after that work.
-            time_ns: Predicted time at which that work ends.
-            part: Part of the step that the work belongs to.
+            seen: Vector clock of the other stream after the awaited work.
+            time_ns: Predicted time at which the awaited work ends.
+            part: Part of the step to which the awaited work belongs.
         """
         self.seen |= seen
         if time_ns > self.time_ns:
@@ -196,7 +201,8 @@ class FakeStream:
 class FakeEvent:
     """Replaces torch.cuda.Event and torch.Event.
 
-    It keeps a copy of the vector clock and the time that a stream had when the event was recorded.
+    An event keeps a copy of the vector clock and the time that a stream had when the event was
+    recorded.
     """
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
@@ -204,13 +210,21 @@ class FakeEvent:
         self._time_ns, self._part = 0.0, "compute"
 
     def record(self, stream: FakeStream | None = None) -> "FakeEvent":
-        """Copy the vector clock and the time of `stream` (None: the current), and return self."""
+        """Keep a copy of a stream's vector clock and time, and return self.
+
+        Args:
+            stream: The stream to record. Defaults to the current stream.
+        """
         stream = stream or GPU.current
         self.seen, self._time_ns, self._part = stream.seen.copy(), stream.time_ns, stream.part
         return self
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """Make later work of `stream` (None: the current stream) wait for this event."""
+        """Make later work of a stream wait for this event.
+
+        Args:
+            stream: The stream that waits. Defaults to the current stream.
+        """
         (stream or GPU.current).join(self.seen, self._time_ns, self._part)
 
     def synchronize(self) -> None:
@@ -218,7 +232,7 @@ class FakeEvent:
         GPU.host_waits("Event.synchronize", self._time_ns)
 
     def query(self) -> bool:
-        """Return True, because nothing runs in the background."""
+        """Return True, because a rehearsal runs nothing in the background."""
         return True
 
     def elapsed_time(self, end: "FakeEvent") -> float:
@@ -239,11 +253,11 @@ class FakeGpu:
     waits: list[HostWait] = field(default_factory=list)
     faults: list[StreamFault] = field(default_factory=list)
     spans: list[StreamSpan] = field(default_factory=list)
-    # Totals of the current step by part, such as "GEMM" or "cp".
+    # Part of the current step, such as "GEMM" or "cp" -> its totals.
     parts: dict[str, PartTotals] = field(default_factory=lambda: defaultdict(PartTotals))
-    # Time of the current step in which the compute stream waited for transfers, by part.
+    # Part -> time of the current step in which the compute stream waited for transfers of the part.
     exposed_ns: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    host_ns: float = 0.0  # latest predicted time at which a wait of the host ended
+    host_ns: float = 0.0  # predicted time at which the host's latest wait ended
     step: int = -1  # -1 before the first step
     op: str = ""  # the latest operator
     is_counting: bool = True  # False while operators run only to infer shapes
@@ -296,7 +310,8 @@ def called_from(skip: int = 0) -> str:
         skip: Number of frames above the caller to skip before the search.
 
     Returns:
-        "wlb/...:line", or file and line of the first searched frame if no frame is of wlb.
+        Text such as "wlb/train/loop.py:120". If no frame is of wlb, file and line of the first
+        frame that was searched.
     """
     frame = sys._getframe(skip + 1)
     outer = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

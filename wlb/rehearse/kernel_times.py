@@ -1,8 +1,11 @@
 """Predict the times of kernels and transfers on the rehearsed GPU from the run's kernel profile.
 
-The time of a matrix product or of attention is its FLOPs divided by the profile's throughput for
-its shape. The time of any other kernel is its bytes divided by the bandwidth that the profile has
-for norms. No kernel takes less than LAUNCH_NS.
+- A matrix product takes its FLOPs divided by the profile's throughput for its shape, or the time to
+  read and write its bytes if that is longer.
+- Attention takes the time that the profile's attention table predicts for its segments.
+- Any other kernel takes its bytes divided by the bandwidth that the profile has for norms.
+
+No kernel takes less than LAUNCH_NS.
 """
 
 from typing import Any
@@ -59,9 +62,9 @@ class Prices:
 
         Args:
             name: Name of the operator.
-            args: Its arguments.
-            ins: Tensors that it reads.
-            outs: Tensors that it returns.
+            args: Arguments of the operator.
+            ins: Tensors that the operator reads.
+            outs: Tensors that the operator returns.
 
         Returns:
             A tuple: the part of the step that the operator belongs to, its FLOPs, the bytes that it
@@ -105,9 +108,9 @@ class Prices:
         sliding = max(0, next((int(left) for left, _ in windows), -1) + 1)
         is_causal = next((a for a in args if isinstance(a, bool)), True)
         if not is_causal:
-            # The profile has only causal calls. A segment of q queries and k keys without a mask is
-            # a rectangle of pairs. A causal segment of q queries and k + q keys has this rectangle
-            # and a triangle. So take the rectangle's share of the time of that segment.
+            # The profile has only causal calls. Without a mask, q queries and k keys make a
+            # rectangle of (query, key) pairs. A causal segment of q queries and k + q keys has this
+            # rectangle and also a triangle. So take the rectangle's share of the causal time.
             share, k = q * k / (q * k + q * (q - 1) / 2 + q), k + q
         else:
             share = np.ones_like(q)
@@ -156,19 +159,19 @@ class Prices:
     def all_to_all(
         self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
     ) -> tuple[float, float]:
-        """Return the bytes and the predicted time of one rank in an all-to-all.
+        """Return how many bytes this rank transfers in an all-to-all, and the predicted time.
 
-        The rank's transfers are assumed to run one after the other, as in
+        The rank's transfers with the other members are assumed to run one after the other, as in
         `ProfiledWorkload.needed_exchange_ns`.
 
         Args:
-            splits: Numbers of rows to and from each member.
+            splits: Numbers of rows that this rank sends to and receives from each member.
             row_bytes: Bytes of a row.
             ranks: Members of the group.
             own: Index of this rank in `ranks`.
 
         Returns:
-            The larger of the bytes sent and the bytes received, and nanoseconds.
+            The larger of the bytes sent and the bytes received, and the time in nanoseconds.
         """
         profile = self.profile
         node = np.array(ranks) // profile.ranks_per_node

@@ -58,7 +58,7 @@ class PlannedFeed:
         return self._items[self._at] if self._at < len(self._items) else None
 
     def peek(self, steps_ahead: int) -> list[Item]:
-        """Return a list of the step that is `steps_ahead` steps ahead; [] if there is none."""
+        """Return [the step that comes `steps_ahead` steps later], or [] if there is none."""
         at = self._at + steps_ahead
         return self._items[at : at + 1]
 
@@ -69,7 +69,7 @@ class PlannedFeed:
 class _InlinePool:
     """Replaces a thread pool: runs each function at once, in the thread that submits it.
 
-    A torch dispatch mode is active in one thread only, so operators in other threads would not be
+    A torch dispatch mode is active only in one thread, so operators in other threads would not be
     recorded.
     """
 
@@ -85,8 +85,8 @@ class _InlinePool:
 class UnwrittenSaver(saver.CheckpointSaver):
     """Copies the state to the host as a run does, but writes no checkpoint.
 
-    It checks that the copies from the GPU have ended at the point where the writing thread of a
-    run would read them.
+    It also checks that the copies from the GPU have ended at the point where a real run's writing
+    thread would read the copied values.
     """
 
     copied: ClassVar[dict[int, int]] = {}
@@ -118,7 +118,7 @@ class RehearsedTrainer(loop.Trainer):
         return PlannedFeed(self.items), inputs
 
     def _step(self, plan: StepPlan, pipeline: PipelinePlan) -> None:
-        # Restart the counters of a step, run the step, and read them.
+        # Reset the counters, run the step, and read the counters.
         GPU.step = plan.step
         GPU.parts.clear()
         GPU.exposed_ns.clear()
@@ -150,9 +150,9 @@ class RehearsedTrainer(loop.Trainer):
         FOOTPRINT.keep_peak(*before_peak)
 
     def _exchange(self, pipeline: PipelinePlan) -> str:
-        """Return how CP ranks exchange the keys of the longest micro-batch, as words.
+        """Return a text that says how CP ranks exchange the keys of the longest micro-batch.
 
-        The result is "" without CP, or if the pipeline has no token in this step.
+        The text is "" without CP, or if the pipeline has no token in this step.
         """
         tokens = [batch.num_tokens for batch in pipeline.micro_batches]
         if self.spec.parallel.cp == 1 or not sum(tokens):
@@ -184,7 +184,7 @@ def rehearse_rank(
         What was recorded. If the rank raises an error, it is in `RankResult.faults`.
     """
     began = time.perf_counter()
-    if job.calibrate is not None:  # all ranks write to the same folder, so file names must differ
+    if job.calibrate is not None:  # ranks write to the same folder, so their file names must differ
         job = replace(job, calibrate=job.calibrate.with_stem(f"calibrated-{rank}"))
     spec = job.spec
     GPU.traces = traces
@@ -221,13 +221,13 @@ def rehearse_rank(
 def _trainer(
     rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
 ) -> RehearsedTrainer:
-    """Replace by fakes what the trainer of a rank uses, and return the trainer.
+    """Put fakes in place of what the trainer of a rank uses, and return the trainer.
 
     Args:
         rank: The rank to rehearse.
         job: Job of the run.
-        items: Function that returns the steps of a pipeline.
-        stack: Receives the context managers that must stay open while the trainer runs.
+        items: Function that returns the steps of a pipeline, given the pipeline's number.
+        stack: Keeps open the context managers that the running trainer needs.
     """
     spec = job.spec
     equal_experts.load_equally(spec)
@@ -253,9 +253,9 @@ def _trainer(
 
 
 def _axes(mesh: Mesh) -> dict[str, Communicator]:
-    """Return the communicators of the mesh by the name of their process group.
+    """Return a map from the name of each process group of the mesh to its communicator.
 
-    If several axes share a process group, its communicator has the name of the first axis.
+    If several axes share a process group, its communicator is named after the first of these axes.
     """
     named = [(axis, mesh.group(axis)) for axis in ("tp", "cp", "pp", "dp", "fsdp")]
     named += mesh.links.items()
@@ -288,7 +288,7 @@ def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
-    """Make initial weights fake tensors inside the block, so that no random values are drawn."""
+    """Make all weights that are created in the block fake, so that no random values are drawn."""
     before = build.initial_weight
 
     def initial_weight(name: str, shape: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -303,14 +303,14 @@ def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 def _calibration(job: Job) -> str:
-    """Return how the calibrated profile was fitted, as text; "" if no profile was written."""
+    """Return a text that says how the calibrated profile was fitted; "" if none was written."""
     if job.calibrate is None or not job.calibrate.exists():
         return ""
     return load_profile(str(job.calibrate)).provenance.source
 
 
 def _fault(rank: int, error: Exception) -> Fault:
-    """Return the record of an error, with the innermost line of wlb in its traceback."""
+    """Return the record of an error, with the innermost line of wlb in the error's traceback."""
     op, where = GPU.failing or ("", "")
     cause: BaseException = error  # torch's pipeline wraps the original error
     while cause.__cause__ is not None:

@@ -7,7 +7,7 @@ from wlb.rehearse.gpu import HostWait, RankMessage, StreamSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """An error of a rank: an exception that ended it, or memory that was freed too early."""
+    """An error of a rank: an exception that ended the rank, or memory that was freed too early."""
 
     rank: int
     step: int  # -1 before the first step
@@ -28,16 +28,16 @@ class StepResult:
     """What a rehearsed rank did in one step."""
 
     step: int
-    num_tokens: int  # number of tokens of the rank's pipeline
+    num_tokens: int  # number of tokens that the rank's pipeline trained in the step
     longest: int  # number of tokens of the pipeline's longest micro-batch
     peak_bytes: int  # most bytes that were allocated at a time during the step
     estimate_bytes: int  # wlb.memory's estimate of `peak_bytes` for the micro-batches of the step
-    parts: dict[str, dict[str, float]]  # the fields of `PartTotals`, by part of the step
-    exposed_ns: dict[str, float]  # time that the compute stream waited for transfers, by part
+    parts: dict[str, dict[str, float]]  # part of the step -> the fields of `PartTotals`
+    exposed_ns: dict[str, float]  # time that the compute stream waited for each part's transfers
     time_ns: float  # predicted time of the step on the compute stream
     host_waits: tuple[HostWait, ...]
     graphs: int  # number of graphs that torch.compile made in the step
-    exchange: str  # how CP ranks exchange keys of the longest micro-batch, as text; "" without CP
+    exchange: str  # text on how CP ranks exchange keys of the longest micro-batch; "" without CP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class RankResult:
     streams: tuple[str, ...]  # name of each stream, by stream id
     host_waits: tuple[HostWait, ...]  # in all steps and outside steps
     peak_bytes: int  # most bytes that were allocated at a time
-    at_peak: dict[str, int]  # bytes that were allocated at that time, by kind of memory
+    at_peak: dict[str, int]  # bytes of each kind of memory when `peak_bytes` were allocated
     reserved: dict[
         str, Reserved
     ]  # by kind of segments: "expandable", or torch's default "segments"
-    copied: dict[int, int]  # bytes of each checkpoint, by number of steps executed before it
+    copied: dict[int, int]  # number of steps before a checkpoint -> bytes of the checkpoint
     calibration: str  # how the calibrated profile was fitted; "" = no profile was written
-    faults: tuple[Fault, ...]  # memory freed too early, then the error that ended the rank
+    faults: tuple[Fault, ...]  # cases of memory freed too early, then the error that ended the rank
     wall_s: float  # seconds that the rehearsal of this rank took

@@ -42,7 +42,7 @@ class Rehearsed:
 
     @property
     def passed(self) -> bool:
-        """Whether no rank failed, all messages match, and every rank fits the GPU's memory."""
+        """Whether no rank failed, all messages match, and every rank fits in the GPU's memory."""
         fits = all(r.reserved["expandable"].failed_bytes == 0 for r in self.ranks)
         return not self.faults and not self.proof.problems and fits
 
@@ -67,10 +67,13 @@ def chosen_ranks(text: str, parallel: ParallelSpec) -> tuple[int, ...]:
         ranks = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
         raise UserError(
-            f"--ranks {text!r} is neither {ALL}, {ONE_PER_STAGE} nor numbers such as 0,63"
+            f"--ranks {text!r} is not valid; give {ALL}, {ONE_PER_STAGE}, or numbers such as 0,63"
         ) from None
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
-        raise UserError(f"--ranks {text} must be ranks of the run, 0 to {world_size - 1}")
+        raise UserError(
+            f"--ranks {text} names a rank that the run does not have; give numbers from 0 to "
+            f"{world_size - 1}"
+        )
     return ranks
 
 
@@ -150,7 +153,10 @@ def rehearse_each(
 
 
 def _found(request: Request) -> Rehearsed | UserError:
-    """Read the results that the worker wrote for a request, and compare the ranks' messages."""
+    """Read the results that the worker wrote for a request, and compare the ranks' messages.
+
+    If the run was refused, return the error.
+    """
     refused = request.folder / REFUSED
     if refused.exists():
         return UserError(refused.read_text("utf-8"))
@@ -158,7 +164,8 @@ def _found(request: Request) -> Rehearsed | UserError:
         pickle.loads(_path(request, rank).read_bytes()) for rank in request.ranks
     )
     programs = {result.rank: result.messages for result in ranks}
-    # A rank that failed issued no further messages. A comparison would only report that again.
+    # A rank that failed issued no further messages, so comparing messages would only report the
+    # same fault again.
     faulty = any(result.faults for result in ranks)
     world_size = request.spec.parallel.world_size
     proof = Proof(num_ranks=0) if faulty else prove(programs, world_size=world_size)
@@ -195,7 +202,9 @@ def _work(requests: Sequence[Request], folder: Path, tell: Callable[[str], None]
             raise
     if worker.returncode:
         text = log.read_text("utf-8", errors="replace")[-4000:]
-        raise RuntimeError(f"the rehearsing process ended with status {worker.returncode}:\n{text}")
+        raise RuntimeError(
+            f"the worker process of the rehearsal ended with status {worker.returncode}:\n{text}"
+        )
 
 
 def _wait(worker: "subprocess.Popen[bytes]") -> None:

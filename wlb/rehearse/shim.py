@@ -24,7 +24,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def load(library: Path) -> None:
-    """Load the compiled shim and import torch. Afterwards this process cannot use a real GPU."""
+    """Load the compiled shim, then import torch. Afterwards this process cannot use a real GPU."""
     if "torch" in sys.modules:
         raise RuntimeError("the shim must be loaded before torch is imported")
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)

@@ -1,8 +1,8 @@
-"""The worker process of a rehearsal: plans each run once and forks a process for each rank.
+"""The worker process of a rehearsal, which plans each run once and forks a process for each rank.
 
 `wlb rehearse` starts it as `python -m wlb.rehearse.worker REQUESTS`, where REQUESTS is a file of
-pickled `Request`s. It loads the shim before torch. Into the folder of a request it writes
-rank-N.pkl for each rank, or refused.txt if the run would be refused on the cluster.
+pickled `Request`s. The worker loads the shim before torch. Into the folder of each request it
+writes rank-N.pkl for each rank, or refused.txt if the run would be refused on the cluster.
 """
 
 import importlib
@@ -96,7 +96,8 @@ def _child(rank: int, rehearsal: "object", request: Request) -> None:
         assert isinstance(rehearsal, Rehearsal)
         job = rehearsal.job
         result = rehearse_rank(rank, job, rehearsal.items, traces=request.traces)
-        # Rename the file when it is complete, because the parent process looks for the final name.
+        # Write a partial file and rename it when it is complete, because the parent process takes a
+        # file with the final name for a complete result.
         partial = request.folder / f"rank-{rank}.partial"
         partial.write_bytes(pickle.dumps(result))
         partial.rename(request.folder / f"rank-{rank}.pkl")
