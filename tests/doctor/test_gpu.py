@@ -170,7 +170,7 @@ def test_tp_ranks_without_nvlink_are_named(plant, two_gpus: None) -> None:
     plant(unlinked={UUID.format(1)}, inactive=18)
     broken = checks.nvlink(with_gpus())
     assert broken.verdict == Verdict.FAIL
-    assert broken.found == "no NVLink to GPU 1; 0 of 18 links are active"
+    assert broken.found == "not connected to GPU 1; 0 of 18 links are active"
     plant(unlinked={UUID.format(1)})  # bridged in pairs, and this is not its pair
     assert checks.nvlink(with_gpus()).verdict == Verdict.WARN
     plant(unlinked={UUID.format(1)}, links=0)

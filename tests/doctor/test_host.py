@@ -31,7 +31,7 @@ NEVER = resource.RLIM_INFINITY
         ((1 << 20, 1 << 20), Verdict.PASS, "1048576"),
         ((NEVER, NEVER), Verdict.PASS, "unlimited"),
         ((100, 1 << 20), Verdict.PASS, "limits on open files: soft 100, hard 1048576"),
-        ((100, NEVER), Verdict.PASS, "100 of unlimited"),
+        ((100, NEVER), Verdict.PASS, "soft 100, hard unlimited"),
         (
             (50, 100),
             Verdict.FAIL,
@@ -82,7 +82,7 @@ def machine_with(folder: Path, monkeypatch: pytest.MonkeyPatch, node: str) -> No
     ("node", "cores", "verdict", "said"),
     [
         ("1", {4, 5}, Verdict.PASS, "the GPU is on NUMA node 1, with 2 of this rank's 2 CPU cores"),
-        ("1", {0, 4}, Verdict.WARN, "1 of this rank's 2 cores"),
+        ("1", {0, 4}, Verdict.WARN, "1 of this rank's 2 CPU cores"),
         ("1", {0, 1}, Verdict.WARN, "bound to another NUMA node"),
         ("-1", {0, 1}, Verdict.SKIP, "does not name the NUMA node"),
     ],

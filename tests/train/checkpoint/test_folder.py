@@ -209,7 +209,11 @@ def test_a_state_that_was_edited_and_signed_again_is_refused(
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, but a run saves it in torch\.float32"),
+        (
+            b'"dtype":"F32"',
+            b'"dtype":"I32"',
+            r"torch\.int32, but a run saves this tensor in torch\.float32",
+        ),
         (b"DCP_SHARDING_INFO", b"DCP_SHARDING_INFX", "lacks the metadata"),
         (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is damaged or incomplete"),
     ],

@@ -71,7 +71,7 @@ def test_a_save_needs_room_for_one_more_than_are_kept(tmp_path: Path, fit: Fit) 
     assert lacks(told, *words) == []
     fit(spec, 0.9)
     with pytest.raises(
-        UserError, match=r"run\.output_dir = .*no checkpoint could be saved. Free space"
+        UserError, match=r"run\.output_dir = .*no checkpoint could be saved. Make space"
     ):
         room.check_disk_space(directory, spec, None)
 

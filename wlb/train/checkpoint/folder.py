@@ -1,9 +1,9 @@
 """Finds, reads and verifies checkpoints, which are folders such as `step-00000030`.
 
 A checkpoint is first written to a folder `partial-...`. Its manifest.json, which lists the sizes
-and checksums of all files, is written last. Then the folder is renamed. So a crash never leaves an
-incomplete checkpoint under the final name. Nothing is pickled. README.md lists the files of a
-checkpoint.
+and checksums of all other files, is written last. Then the folder is renamed. So a crash never
+leaves an incomplete checkpoint under the final name. Nothing is pickled. README.md lists the files
+of a checkpoint.
 """
 
 import hashlib
@@ -26,9 +26,10 @@ _TENSORS = ".safetensors"
 _STEP = re.compile("[0-9]{1,18}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait until this process sees files that another node has written.
+"""Seconds to wait at most until this process sees files that another node has written.
 
-An NFS client may cache the entries of a folder for so long (mount option acdirmax, default 60)."""
+An NFS client may cache the entries of a folder for this long (mount option acdirmax, 60 s by
+default)."""
 
 
 # The entries of run.json and their types. Entries whose name ends with "?" may be absent.
@@ -43,7 +44,7 @@ _IMPORTED: Schema = {
 }
 _RUN: Schema = {
     "step": COUNT,
-    # The run.json of an imported model has only the section of the model.
+    # The run.json of an imported model has no section of the configuration except "model".
     "spec": ({"model": _MODEL, "training": dict, "data": dict, OTHERS: dict}, {"model": _MODEL}),
     "profile?": str,
     "written_by?": {OTHERS: (str, None)},
@@ -55,16 +56,16 @@ _RUN: Schema = {
 
 
 class DamagedCheckpoint(UserError):
-    """Raised for a checkpoint whose files are not as they were saved."""
+    """Raised if a checkpoint's files are missing, or have changed since they were saved."""
 
 
 class ToResume(NamedTuple):
     """The checkpoint that --resume selects."""
 
     checkpoint: Path | None  # the folder to resume from; None for a new run
-    # One text for each newer checkpoint that was skipped, which says how it is damaged.
+    # For each newer checkpoint that was skipped, a text that says how the checkpoint is damaged.
     passed_over: tuple[str, ...] = ()
-    # Whether an older checkpoint may be loaded instead if this one turns out to be damaged.
+    # Whether an older checkpoint may be loaded instead if `checkpoint` turns out to be damaged.
     falls_back: bool = False
 
 
@@ -93,9 +94,10 @@ def resolve_resume(directory: Path, value: str | None) -> ToResume:
 
     Args:
         directory: Folder of the run's checkpoints.
-        value: Value of the option. None: the option was not given. "": the newest checkpoint.
-            "auto": the newest checkpoint that `check_files` accepts, or a new run if there are no
-            checkpoints. Otherwise the number of a step, or the folder of a checkpoint.
+        value: Value of the option; None if the option was not given. "" selects the newest
+            checkpoint. "auto" selects the newest checkpoint that `check_files` accepts, or a new
+            run if there are no checkpoints. Any other value is the number of a step or the folder
+            of a checkpoint.
 
     Raises:
         UserError: If the selected checkpoint does not exist.
@@ -109,23 +111,24 @@ def resolve_resume(directory: Path, value: str | None) -> ToResume:
 
 
 def replaced_of(directory: Path, step: int) -> Path:
-    """Return the temporary name of a checkpoint while a new one of the same step replaces it."""
+    """Return the path of an old checkpoint while a new one of the same step replaces it."""
     return directory / f"partial-replaced-{step:08d}"
 
 
 def put_back(directory: Path) -> None:
     """Undo interrupted replacements of checkpoints in `directory`.
 
-    When a run saves a step that already has a checkpoint, the old one is moved aside
-    (`replaced_of`) until the new one is complete. If a crash prevented that, the old one is renamed
-    back.
+    When a run saves a step that already has a checkpoint, the old checkpoint is moved aside
+    (`replaced_of`) until the new one has its final name. If a crash came in between, the old
+    checkpoint is moved back.
     """
     for replaced in directory.glob("partial-replaced-*"):
         number = replaced.name.rpartition("-")[2]
         if not _STEP.fullmatch(number):
             continue
         final = folder_of(directory, int(number))
-        # If the new checkpoint is complete, the old one is not needed, and may be partly removed.
+        # If the new checkpoint exists, it is complete. The old one is then not needed, and some of
+        # its files may be removed already.
         if not final.exists():
             replaced.rename(final)
 
@@ -206,7 +209,7 @@ def resolve(folder: Path, option: str) -> Path:
 
 
 def list_aside(directory: Path) -> list[Path]:
-    """Return checkpoints that `prepare_for_resume` renamed to `aside-...`. No run removes them."""
+    """Return the checkpoints that `prepare_for_resume` renamed. Runs never remove them."""
     return sorted(directory.glob("aside-*"))
 
 
@@ -231,25 +234,25 @@ def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
 
 
 def planner_state(checkpoint: Path) -> PlannerState:
-    """Read the planner's state of a checkpoint, from which planning continues."""
+    """Read the planner's state from a checkpoint. A resumed run continues planning from it."""
     path = checkpoint / PLANNER
     with malformed(path, "resume from another checkpoint"):
         return PlannerState.from_json(read_object(path, remedy="resume from another checkpoint"))
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
-    """Read and check run.json.
+    """Read a checkpoint's run.json, and check the types of its entries.
 
-    Checkpoints of older versions lack some entries.
+    Checkpoints of older versions of wlb lack some entries.
 
     Returns:
-        Its entries: "step" (updates of the weights), "spec" (the run's configuration), "profile"
-            (name of the kernel profile), "written_by" (versions of wlb and torch, and wlb's
-            commit), "imported" (only for a model imported from Hugging Face) and "planner" (entries
-            of planner.json that are repeated here, see `planner_of`).
+        The entries of run.json: "step" (number of updates that the weights have had), "spec" (the
+            run's configuration), "profile" (name of the kernel profile), "written_by" (versions of
+            wlb and torch, and wlb's commit), "imported" (only for a model imported from Hugging
+            Face) and "planner" (some entries of planner.json, see `planner_of`).
     """
     path, remedy = checkpoint / RUN, "resume from another checkpoint"
-    # `wide` allows the many keys of a model's generation_config.json in "imported".
+    # `wide` allows many keys, because "imported" has all keys of a model's generation_config.json.
     run = read_object(path, remedy=remedy, wide=True)
     check_schema(run, _RUN, path, remedy=remedy)
     return run
@@ -258,15 +261,15 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
 def is_import(checkpoint: Path) -> bool:
     """Return whether a checkpoint was imported from another format, such as Hugging Face's.
 
-    It then has only the weights of a model, in the dtypes of the imported files.
+    Such a checkpoint has only the weights of a model, in the dtypes of the imported files.
     """
     return set(read_run(checkpoint)["spec"]) == {"model"}
 
 
 def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of planner.json that run.json repeats: next step and packing policy.
+    """Return the next step and the packing policy in planner.json, which run.json repeats.
 
-    If the two files of a checkpoint disagree in them, they come from different saves.
+    If the values in the two files differ, the files come from different saves.
 
     Args:
         planner: The content of planner.json.
@@ -287,8 +290,8 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
 
     Args:
         checkpoint: The folder.
-        files: The `manifest_entry` of each file, by file name. None makes the entries by reading
-            all files of the folder.
+        files: The `manifest_entry` of each file, by file name. With None, the entries are made by
+            reading all files of the folder.
     """
     if files is None:
         files = {path.name: manifest_entry(path) for path in sorted(checkpoint.iterdir())}
@@ -296,7 +299,7 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
 
 
 def _digest_of(files: dict[str, dict[str, Any]]) -> str:
-    """Return the SHA-256 of a manifest's entries, which does not depend on their order."""
+    """Return the SHA-256 of a manifest's entries. The order of entries does not change it."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -314,13 +317,14 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Read and check manifest.json.
+    """Read a checkpoint's manifest.json, and check that it can belong to a complete checkpoint.
 
     Returns:
         The `manifest_entry` of each file, by file name.
 
     Raises:
-        DamagedCheckpoint: If it is absent, unreadable, or does not list a complete checkpoint.
+        DamagedCheckpoint: If manifest.json is absent, unreadable or damaged, or does not list all
+            kinds of files that a checkpoint has.
     """
     path = checkpoint / MANIFEST
     try:
@@ -339,10 +343,10 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     if RUN not in files or not any(name.endswith(_TENSORS) for name in files):
         _refuse(
             path,
-            f"does not list all files of a checkpoint; a checkpoint has {RUN} and at "
+            f"does not list all files of a checkpoint: it must list {RUN} and at "
             f"least one file *{_TENSORS}",
         )
-    # Manifests of earlier versions have no digest of their entries.
+    # Manifests that earlier versions of wlb wrote have no checksum of their entries.
     if found.get("sha256", _digest_of(files)) != _digest_of(files):
         _refuse(path, "is corrupt: the checksum of its entries is wrong")
     return files
@@ -359,11 +363,13 @@ def _is_entry(name: str, about: dict[str, Any]) -> bool:
 
 
 def check_files(checkpoint: Path) -> None:
-    """Check a checkpoint's files: their sizes, and the checksums of JSON files only.
+    """Check the sizes of a checkpoint's files, and the checksums of the JSON files only.
+
+    `check_share` checks the checksums of the other files, which are large.
 
     Raises:
-        DamagedCheckpoint: If a file is missing, damaged, or was not saved with the others. The
-            message names the first such file.
+        DamagedCheckpoint: If a file is missing or damaged, or would be read although it is not in
+            the manifest. The message names the first such file.
     """
     files = read_manifest(checkpoint)
     _refuse_strays(checkpoint, files)
@@ -378,8 +384,9 @@ def check_files(checkpoint: Path) -> None:
 def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
     """Raise DamagedCheckpoint for a file that is not in the manifest but would be read.
 
-    torch reads every *.safetensors file of the folder, so the weights in a file that somebody
-    copied there would be used. A planner.json or run.json would be read too.
+    torch reads every *.safetensors file of the folder, so it would also use the weights in a file
+    that somebody copied there. A planner.json or run.json that is not in the manifest would be read
+    too.
     """
     for path in _unlisted(checkpoint, files):
         if _is_read(path):
@@ -403,12 +410,12 @@ def _unlisted(checkpoint: Path, files: dict[str, dict[str, Any]]) -> list[Path]:
 
 
 def _is_read(path: Path) -> bool:
-    """Return whether loading a checkpoint would read the file `path` in its folder."""
+    """Return whether a file with the name of `path` would be read when its checkpoint is loaded."""
     return path.suffix == _TENSORS or path.name in (PLANNER, RUN)
 
 
 def _damage(path: Path, num_bytes: int) -> str:
-    """Describe how a file differs from the size `num_bytes`; "" if it has that size."""
+    """Describe how a file differs from one of `num_bytes` bytes; "" if it has this size."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
@@ -430,7 +437,8 @@ def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: fl
         within_s: Seconds to wait at most.
 
     Returns:
-        A description of the first file that is still missing or incomplete, or "" for none.
+        A description of the first file that is still missing or incomplete; "" if all files are
+            there.
     """
     end = time.monotonic() + within_s
     for name, about in files.items():
@@ -449,7 +457,7 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
         within_s: Seconds to wait at most.
 
     Raises:
-        UserError: If it is not complete after `within_s` seconds.
+        UserError: If some files are still missing or incomplete after `within_s` seconds.
     """
     end = time.monotonic() + within_s
     while True:
@@ -471,7 +479,8 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:
     """Check the checksums of one reader's share of a checkpoint's large files.
 
-    Several readers, such as the ranks of a run, divide the files, so that each file is read once.
+    Several readers, such as the ranks of a run, divide the files among them, so that each file is
+    read once.
 
     Args:
         checkpoint: The folder.
@@ -480,8 +489,8 @@ def check_share(checkpoint: Path, *, index: int, num: int) -> None:
         num: Number of readers.
 
     Raises:
-        DamagedCheckpoint: If a checksum is wrong, or if reader 0 finds a file that does not belong
-            to the checkpoint.
+        DamagedCheckpoint: If a checksum is wrong, or, for reader 0, if a file would be read
+            although it is not in the manifest.
     """
     files = read_manifest(checkpoint)
     if index == 0:
@@ -498,9 +507,9 @@ def check_digest(path: Path, wanted: str) -> None:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    """Raise DamagedCheckpoint for a file, with a message that names the previous checkpoint.
+    """Raise DamagedCheckpoint for a file, with a message that also names the previous checkpoint.
 
-    `what` says what is wrong with the file `path`, as the rest of a sentence.
+    `what` completes the sentence that begins with `path`, such as "is missing".
     """
     checkpoint = path.parent
     before = [p for p in list_complete(checkpoint.parent) if p.name < checkpoint.name]

@@ -1,9 +1,9 @@
 """Checks the headers of a checkpoint's safetensors files before any tensor is read.
 
-Every element of every tensor must be in the files exactly once, in one dtype. The libraries do not
-check this: of two entries with the same name, safetensors takes the last, and torch reads files in
-any order. Without the check, two files that both have some rows of a tensor, or a file with a wrong
-dtype of the same size, would give wrong weights unnoticed.
+Every element of every tensor must be in the files exactly once, and all parts of a tensor must have
+the same dtype. The libraries do not check this: safetensors takes the last of two entries with the
+same name, and torch reads files in any order. Without the check, wrong weights would go unnoticed
+if two files had the same rows of a tensor, or if a dtype were replaced by another of the same size.
 """
 
 import struct
@@ -17,12 +17,13 @@ from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
-# `_ABOUT` is the key of a header's metadata; all other keys are names of tensors. In the metadata,
-# torch writes under `_SHARDING` where each part of a tensor begins in the whole tensor.
+# `_ABOUT` is the key of a header's metadata, and all other keys are names of tensors. The
+# metadata's entry `_SHARDING`, which torch writes, says where each part of a tensor begins in the
+# whole tensor.
 _ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
 _MOST_BYTES = 100_000_000
 """Longest header, in bytes, that the safetensors library reads."""
-# Bits of one element, by dtype.
+# Number of bits of one element of each dtype, by the dtype's name in safetensors.
 _BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -56,10 +57,10 @@ _HEADER: Schema = {
 class HeaderEntry(NamedTuple):
     """A tensor, or the part of a tensor in one file, as the file's header describes it."""
 
-    dtype: str  # in the notation of safetensors, such as "BF16"
+    dtype: str  # name of the dtype in safetensors, such as "BF16"
     shape: tuple[int, ...]  # shape of the part that this file has
-    # Where the part begins in the whole tensor, one index per dimension. Empty for files that wlb
-    # did not write; they have whole tensors.
+    # Index of the part's first element in the whole tensor, one number per dimension. Empty for
+    # files that wlb did not write, because they have whole tensors.
     start: tuple[int, ...] = ()
 
 
@@ -73,10 +74,11 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
             wlb's checkpoints.
 
     Returns:
-        The tensors of the file by name.
+        The entries of the file's tensors, by the tensor's name.
 
     Raises:
-        UserError: If the header is damaged, or if any byte belongs to no tensor or to two.
+        UserError: If the header is damaged, or if a byte of the file's data belongs to no tensor or
+            to more than one.
     """
     with path.open("rb") as file:
         begin = file.read(8)
@@ -84,9 +86,8 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
         left = path.stat().st_size - 8 - size
         if not 2 <= size <= _MOST_BYTES or left < 0:
             raise UserError(
-                f"{path} is not a complete safetensors file: its header should have "
-                f"{size} bytes, but the file ends earlier or this size is not "
-                f"possible; {remedy}"
+                f"{path} is not a complete safetensors file: it says that its header has "
+                f"{size} bytes, but it is shorter, or no header can have this size; {remedy}"
             )
         where = f"the header of {path}"
         data = parse_json(file.read(size), where, remedy=remedy, unique=True)
@@ -96,7 +97,7 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
     # The bytes of the tensors must follow each other in the file, without gaps or overlaps.
     for name, entry in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
         bits, (begin_at, end_at) = _BITS.get(entry["dtype"]), _pair(entry, where, name, remedy)
-        # The size of a tensor of unknown dtype cannot be checked. Reading the tensor will fail.
+        # If the dtype is unknown, accept the size. Reading the tensor will fail later.
         need = (end_at - begin_at) * 8 if bits is None else prod(entry["shape"]) * bits
         if begin_at != at or need != (end_at - begin_at) * 8:
             raise UserError(
@@ -119,16 +120,22 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
 
 
 def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[int, int]:
-    """Return where in the file's data a tensor's bytes begin and end (exclusive).
+    """Return the offsets in the file's data at which a tensor's bytes begin and end (exclusive).
 
-    `entry` is the tensor's entry in the header. UserError is raised if it is damaged; for its
-    message, `where` names the file, `name` the tensor, and `remedy` says what the user can do.
+    Args:
+        entry: The tensor's entry in the header.
+        where: Words that name the header, for messages.
+        name: Name of the tensor, for messages.
+        remedy: What the user can do if the file is damaged, for messages.
+
+    Raises:
+        UserError: If the entry does not have two offsets in ascending order.
     """
     offsets: list[int] = entry["data_offsets"]
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(
-            f"{where} is damaged: tensor {name} has data_offsets = {offsets}, but they "
-            f"must be where its bytes begin and end; {remedy}"
+            f"{where} is damaged: tensor {name} has data_offsets = {offsets}, but these must be "
+            f"two numbers, the offsets at which its bytes begin and end; {remedy}"
         )
     return offsets[0], offsets[1]
 
@@ -136,19 +143,19 @@ def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[in
 def _starts(
     about: dict[str, str], tensors: dict[str, Any], where: str, remedy: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return where each part in a file begins in its whole tensor, one index per dimension.
+    """Return where the part of each tensor in a file begins in the whole tensor.
 
     Args:
-        about: The header's metadata, which has these offsets as JSON.
-        tensors: The header's entries of tensors, by name.
-        where: Words that name the file, for messages.
+        about: The header's metadata, which has these positions as JSON.
+        tensors: The header's entries of the file's tensors, by name.
+        where: Words that name the header, for messages.
         remedy: What the user can do if the file is damaged, for messages.
 
     Returns:
-        The indices by the tensor's name.
+        For each tensor, by name, the index of the part's first element, one number per dimension.
 
     Raises:
-        UserError: If the offsets are missing or do not fit the tensors' shapes.
+        UserError: If the positions are missing or do not fit the tensors' shapes.
     """
     if _SHARDING not in about:
         raise UserError(
@@ -170,17 +177,18 @@ def _starts(
 
 
 def checked_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
-    """Read the headers of all files of a checkpoint and compare them.
+    """Read the headers of all safetensors files of a checkpoint, and join the parts of each tensor.
 
     Args:
         folder: The checkpoint.
-        remedy: What the user can do if it is damaged, for messages.
+        remedy: What the user can do if the checkpoint is damaged, for messages.
 
     Returns:
-        The entries of the whole tensors by name, joined from their parts in all files.
+        The entry of each whole tensor, by the tensor's name.
 
     Raises:
-        UserError: If an element of a tensor is missing or in two files, or if dtypes differ.
+        UserError: If an element of a tensor is missing or in two files, or if the parts of a tensor
+            have different dtypes.
     """
     parts: dict[str, list[HeaderEntry]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -192,8 +200,8 @@ def checked_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
 def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
     """Return the entry of a whole tensor, given its parts in all files.
 
-    Raises UserError unless the parts cover each element exactly once. `where` names the tensor, and
-    `remedy` says what the user can do; both are for the message.
+    UserError is raised unless the parts have one dtype and cover each element exactly once. Its
+    message uses `where`, which names the tensor, and `remedy`, which says what the user can do.
     """
     dtypes, ranks = {p.dtype for p in parts}, {len(p.shape) for p in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
@@ -205,8 +213,8 @@ def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
     stops = [tuple(map(sum, zip(p.start, p.shape, strict=True))) for p in parts]
     shape = tuple(map(max, zip(*stops, strict=True)))
     if len(parts) > 1 or any(parts[0].start):
-        # Cut the whole tensor into boxes, along each axis wherever a part begins or ends. The parts
-        # fit together if each box is covered exactly once.
+        # Cut the whole tensor into boxes: along each axis, cut wherever any part begins or ends.
+        # The parts fit together if each box is covered by exactly one part.
         borders = [
             np.unique([*(p.start[axis] for p in parts), *(s[axis] for s in stops), 0])
             for axis in range(len(shape))

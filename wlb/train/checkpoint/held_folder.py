@@ -16,7 +16,7 @@ _DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 
 class HeldFolder:
-    """A folder that stays open until `close`.
+    """A folder that this process keeps open, so that files can be written to it if it is renamed.
 
     Args:
         folder: Path of the folder.
@@ -42,14 +42,14 @@ class HeldFolder:
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
     def named(self, text: str) -> str:
-        """Replace paths below /proc (`path`) in a text by the folder's name, for messages.
+        """Return a message in which paths below /proc, such as `path`, are replaced by `name`.
 
-        The text may come from another rank, whose `path` has another descriptor number.
+        The message may come from another rank, whose `path` has another descriptor number.
         """
         return _DESCRIPTOR.sub(lambda _: str(self.name), text)
 
     def close(self) -> None:
-        """Close the folder. May be called repeatedly."""
+        """Close the folder. Further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,8 +1,9 @@
 """Returns freed host memory to the operating system.
 
 The C library keeps freed memory for later allocations of similar size. With micro-batches of
-different lengths, sizes hardly repeat, so the freed memory stays unused: 100 to 170 MiB of the 430
-MiB that a rank of the demo had. Returning it takes 1 ms (experiments/LOG.md).
+different lengths, sizes hardly repeat, so the freed memory stays unused. For example, 100 to 170 of
+the 430 MiB that a rank of the demo used were freed memory. Returning this memory to the operating
+system takes 1 ms (experiments/LOG.md).
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""Reads a checkpoint's files into the tensors of ranks, which may have another layout now.
+"""Reads a checkpoint's files into this rank's tensors. The layout of ranks may have changed.
 
-Errors of torch and safetensors are raised as errors whose message is one line and names the
+Errors of torch and safetensors are replaced by errors whose message is one line and names the
 checkpoint.
 """
 
@@ -33,18 +33,18 @@ _MODEL = "model."
 def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
     """Check that a checkpoint has exactly the tensors of `model`.
 
-    If a tensor were left unread, such as the weight of a norm, the run would silently train another
-    model. Tensors that balance the load of experts may be missing or unused, because they can start
-    from their initial values.
+    If a tensor of the checkpoint, such as the weight of a norm, were not used, the run would
+    silently train another model. Tensors that balance the load of experts may be missing or unused,
+    because a run may begin with their initial values.
 
     Args:
         saved_in: The checkpoint, for messages.
         names: Names of the checkpoint's tensors.
-        model: The whole model.
+        model: The whole model of the run, of which a rank may have only a part.
 
     Raises:
         UserError: If the checkpoint has tensors that the model lacks.
-        DamagedCheckpoint: If it lacks tensors of the model.
+        DamagedCheckpoint: If the checkpoint lacks tensors of the model.
     """
     with torch.device("meta"):
         wanted = {f"{_MODEL}{name}" for name in Llama(model).state_dict()}
@@ -71,14 +71,14 @@ def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> Non
 def check_headers(saved_in: Path) -> None:
     """Check the headers of all files of a checkpoint.
 
-    It takes 46 us for each tensor in each file, so one rank checks the headers for all ranks.
+    The check takes 46 us for each tensor in each file, so one rank makes it for all ranks.
 
     Args:
         saved_in: The checkpoint.
 
     Raises:
         DamagedCheckpoint: If the files do not have each element of each tensor exactly once.
-        UserError: If a file cannot be read now.
+        UserError: If the operating system cannot read a file.
     """
     try:
         checked_headers(saved_in, remedy="use another checkpoint")
@@ -88,7 +88,7 @@ def check_headers(saved_in: Path) -> None:
         ) from error
     except OSError as error:
         raise UserError(
-            f"the checkpoint {saved_in} cannot be read: {error}; correct that and try again"
+            f"the checkpoint {saved_in} cannot be read: {error}; make it readable and try again"
         ) from error
 
 
@@ -104,7 +104,7 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors in the checkpoint. The files' headers are read only once."""
+        """Names of all tensors in the checkpoint."""
         with self._readable():
             return set(self._reader.read_metadata().state_dict_metadata)
 
@@ -116,8 +116,8 @@ class CheckpointReader:
             group: Ranks that load together; None for a single process.
 
         Raises:
-            DamagedCheckpoint: If a tensor has another dtype in the files. Weights of an imported
-                model are converted instead.
+            DamagedCheckpoint: If a tensor is missing in the files or has another dtype there. The
+                floating-point weights of an imported model are converted instead.
         """
         with self._readable():
             known = self._reader.read_metadata().state_dict_metadata
@@ -125,9 +125,10 @@ class CheckpointReader:
             state_dict_loader.load(tensors, storage_reader=self._reader, process_group=group)
 
     def _check_dtypes(self, known: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Raise DamagedCheckpoint if the dtype in the files differs from the tensor to fill.
+        """Raise DamagedCheckpoint if a saved tensor has another dtype than the tensor to fill.
 
-        `known` has torch's metadata of the saved tensors, `tensors` has the tensors to fill.
+        `known` has torch's metadata of the saved tensors, and `tensors` has the tensors to fill.
+        Both are by the tensor's name in files.
         """
         is_import = checkpoint.is_import(self._saved_in)
         for name, about in known.items():
@@ -136,17 +137,16 @@ class CheckpointReader:
             if saved != wanted and not converts:
                 raise DamagedCheckpoint(
                     f"the checkpoint {self._saved_in} has {name} in {saved}, but a run "
-                    f"saves it in {wanted}; use another checkpoint"
+                    f"saves this tensor in {wanted}; use another checkpoint"
                 )
 
     @contextmanager
     def _readable(self) -> Generator[None]:
-        """Replace errors of torch and safetensors in the block by errors with one-line messages."""
+        """Replace errors of torch and safetensors in the block by the error of `_refusal`."""
         try:
             yield
         except CheckpointException as error:
-            # torch's CheckpointException is a BaseException and has the errors of all ranks, so it
-            # needs a handler of its own.
+            # torch's CheckpointException has the errors of all ranks. Explain the first of them.
             raise self._refusal(next((c for c, _ in error.failures.values()), error)) from error
         except DamagedCheckpoint:
             raise
@@ -154,7 +154,7 @@ class CheckpointReader:
             raise self._refusal(error) from error
 
     def _refusal(self, cause: BaseException) -> Exception:
-        """Return the exception to raise instead of `cause`, with a message that explains it."""
+        """Return the exception to raise instead of `cause`, with a message of one line."""
         if isinstance(cause, OSError):
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(
@@ -169,7 +169,7 @@ class TensorFiles(hf_storage.HuggingFaceStorageReader):
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Return torch's metadata of all tensors: names, shapes, and places in the files."""
+        """Return torch's metadata of all tensors: names, shapes and positions in the files."""
         if self._known is None:
             self._known = super().read_metadata()
         return self._known

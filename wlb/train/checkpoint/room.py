@@ -16,9 +16,9 @@ from wlb.train.faults.disk_full import lack_of_room
 
 
 def most_at_once(spec: RunSpec) -> int:
-    """Return how many checkpoints the run's folder has at most at one time.
+    """Return the largest number of checkpoints that a run's folder has at one time.
 
-    They are the checkpoints that are kept and the one that is being written.
+    These are the checkpoints that are kept, and the one that is being written.
     """
     return spec.checkpoint.keep + 1
 
@@ -39,11 +39,12 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
             a resumed run removes them.
 
     Returns:
-        A list with one warning if the disk lacks space for all checkpoints that the run keeps at
-            one time, else an empty list.
+        A list with one warning if the disk lacks space for all checkpoints that the run has at one
+            time (`most_at_once`), else an empty list.
 
     Raises:
-        UserError: If there is no space for a single checkpoint.
+        UserError: If there is no space for a single checkpoint, unless two or more older ones
+            exist.
     """
     folder, there, left = directory.absolute(), list[Path](), 0
     if resumed is not None:
@@ -53,7 +54,7 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
     while not folder.exists():
         folder = folder.parent
     usage, one = shutil.disk_usage(folder), CHECKPOINT_BYTES * spec.model.num_parameters
-    # A file system without blocks, such as /proc, does not say how much space it has.
+    # Some file systems, such as /proc, report no size. Then nothing can be compared.
     if not usage.total:
         return []
     fit = (usage.free + left) // one
@@ -61,12 +62,12 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
         f"{folder} has {size_text(usage.free + left)} of free space, and a checkpoint "
         f"takes about {size_text(one)}"
     )
-    # With two checkpoints or more, the run can still save: if the disk is full, a save removes the
-    # oldest one.
+    # If there are two or more checkpoints, the run can still save, because a save removes the
+    # oldest one if the disk is full.
     if not fit and len(there) < 2:
         raise UserError(
             f"run.output_dir = {spec.run.output_dir}: {found}, so no checkpoint could "
-            "be saved. Free space on this disk, or set run.output_dir to a larger "
+            "be saved. Make space on this disk, or set run.output_dir to a folder on a larger "
             "disk"
         )
     need = min(most_at_once(spec), len(there) + _saves_to_come(spec, resumed)) - len(there)
@@ -75,30 +76,30 @@ def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> li
     return [
         (
             f"WARNING: {found}. Only {fit} more checkpoints fit, but the run will need "
-            f"space for {need} more (checkpoint.keep = {spec.checkpoint.keep}, and one "
-            "while it is written). Free space or lower checkpoint.keep; otherwise a "
-            "save without space removes the oldest checkpoint, or fails if there is "
-            "only one"
+            f"space for {need} more (it keeps checkpoint.keep = {spec.checkpoint.keep} of them "
+            "while it writes another). Make space or lower checkpoint.keep. If a save finds the "
+            "disk full, it removes the oldest checkpoint, or fails if there is only one"
         )
     ]
 
 
 def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
-    """Return how many checkpoints the run will still write.
+    """Return how many checkpoints the run will write from now until its end.
 
     `resumed` is the checkpoint that the run resumes from; None for a new run.
     """
     interval, steps = spec.checkpoint.interval, spec.training.steps
     done = checkpoint.step_of(resumed) if resumed is not None else 0
-    # The run saves at the end, and every `interval` updates before that.
+    # The run saves after every `interval` updates, and once more at its end.
     return 1 + (max(0, steps - 1) // interval - done // interval if interval else 0)
 
 
 def is_full(failure: BaseException) -> bool:
     """Return whether a save failed because the disk is full.
 
-    All ranks must get the same answer. They do, because each gets the errors of all ranks: either
-    in torch's CheckpointException, or in a CheckpointError that rank 0 has broadcast.
+    All ranks must get the same answer. They do, because `failure` is the same on all ranks. It is
+    torch's CheckpointException, which has the errors of all ranks, or a CheckpointError that all
+    ranks raise together.
     """
     failures = getattr(failure, "failures", None)
     if failures:
@@ -107,9 +108,10 @@ def is_full(failure: BaseException) -> bool:
 
 
 def says_full(error: BaseException | None) -> bool:
-    """Return whether an error, or the error that caused it, means a full disk or quota."""
+    """Return whether `error`, or an error that caused it, means that a disk or quota is full."""
     found = lack_of_room(error)
-    # EFBIG is a limit on the size of one file. Removing old checkpoints does not help against it.
+    # EFBIG means that a file exceeds the limit on the size of one file. Removing old checkpoints
+    # does not help then.
     return found is not None and found.errno != errno.EFBIG
 
 
@@ -139,10 +141,11 @@ def size_of(path: Path) -> int:
 
 
 def aside_remark(directory: Path) -> str:
-    """Return a line that lists checkpoints renamed to `aside-...`, with their sizes, else "".
+    """Return a line that lists the checkpoints renamed to `aside-...`, with their sizes.
 
-    A resumed run renames checkpoints that are later than the one it resumes from. No run removes
-    them, so they take disk space until somebody removes them.
+    The result is "" if there are none. A resumed run renames the checkpoints that are later than
+    the one from which it resumes. No run removes them, so they take disk space until a user removes
+    them.
     """
     there = [
         f"{path.name} ({size_text(size_of(path))})" for path in checkpoint.list_aside(directory)
@@ -150,8 +153,9 @@ def aside_remark(directory: Path) -> str:
     if not there:
         return ""
     return (
-        f"renamed checkpoints in {directory}: {', '.join(there)}. No run removes "
-        "these; remove the ones that you do not need"
+        f"{directory} has checkpoints that a resumed run renamed, because they are later than the "
+        f"one from which it resumed: {', '.join(there)}. No run removes these; remove the ones "
+        "that you do not need"
     )
 
 

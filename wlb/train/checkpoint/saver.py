@@ -1,12 +1,12 @@
-"""Saves checkpoints in a thread: training waits only until its state is copied to host memory.
+"""Saves checkpoints in a thread. Training waits only until its state is copied to host memory.
 
 The thread writes the copy with torch.distributed.checkpoint and hashes the files. Rank 0 writes the
 manifest and gives the folder its final name. The threads of all ranks communicate in a separate
 Gloo group, so that their messages do not mix with messages of training. One save runs at a time.
 
-A save that fails leaves older checkpoints untouched, and every rank learns of the failure. If the
-disk is full and there are several checkpoints, the oldest is removed, and the save is tried once
-more.
+A save that fails does not damage older checkpoints, and every rank learns of the failure. If the
+disk is full and there are several checkpoints, the oldest one is removed, and the save is tried
+once more.
 """
 
 import contextlib
@@ -55,16 +55,16 @@ from wlb.train.checkpoint.tensors import (
 from wlb.train.optimizer import Optimizers
 
 _TIMEOUT = timedelta(hours=2)
-"""Timeout of the collectives of a save.
+"""Timeout of the collectives in a save.
 
-It is long because one rank may finish writing its files much later than others."""
+The timeout is long, because one rank may finish writing its files much later than others."""
 
 
 class CheckpointError(RunError):
-    """Raised if a checkpoint could not be written. Older checkpoints are untouched.
+    """Raised if a checkpoint could not be written. Older checkpoints are not damaged.
 
     Attributes:
-        is_full: Whether the disk is full.
+        is_full: Whether the save failed because the disk is full.
     """
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
@@ -74,30 +74,30 @@ class CheckpointError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Result of one save of a checkpoint, complete or failed."""
+    """Result of one save of a checkpoint, which is complete or has failed."""
 
     step: int  # number of updates that the saved weights have had
-    # Seconds that training waited on the host: until the previous save had ended, and until the
-    # copy was started. On a GPU the copy itself takes further time of the device.
+    # Seconds for which the save stopped training on the host: the wait for the end of the previous
+    # save, and the start of the copy. On a GPU, the copy itself takes more time on the device.
     stall_s: float
-    write_s: float  # seconds from the moment when training began to wait to the end of the save
+    write_s: float  # seconds from the moment when training began to wait until the end of the save
     num_bytes: int = 0  # size of the checkpoint, exact on rank 0 only; 0 if the save failed
-    error: str = ""  # why it failed; "" for a complete checkpoint
-    dropped: str = ""  # name of a checkpoint removed because the disk was full; "" for none
+    error: str = ""  # why the save failed; "" for a complete checkpoint
+    dropped: str = ""  # checkpoint that was removed because the disk was full; "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """The copied state that the writing thread saves as a checkpoint."""
+    """A copy of training's state, which the writing thread saves as a checkpoint."""
 
     step: int  # number of updates that the weights have had
     tensors: dict[str, Any]  # copies of tensors in host memory, by their names in checkpoint files
-    # Event after which the copy is complete; None if it is complete already.
+    # CUDA event after which `tensors` are complete; None on a CPU, where they are complete already.
     copied: torch.cuda.Event | None
     # The planner's state as JSON; None on ranks that do not write it.
     planner: dict[str, Any] | None
     began_s: float  # time.perf_counter when training began to wait
-    stall_s: float  # seconds that training waited, until the copy was started
+    stall_s: float  # seconds from `began_s` until the copy had been started
 
 
 class CheckpointSaver:
@@ -106,15 +106,16 @@ class CheckpointSaver:
     All ranks construct it and call the same methods in the same order.
 
     Args:
-        directory: Folder of the checkpoints, in the run's folder. The run's folder must exist. It
-            is kept open, so that checkpoints are written to it even after it was renamed.
+        directory: Folder of the checkpoints, in the run's folder. The run's folder must exist. This
+            object keeps the run's folder open, so that checkpoints are written to the same folder
+            even if it is renamed.
         spec: The run, for run.json.
         mesh: This rank's place in the layout.
         stages: This rank's parts of the model, by stage number.
         optimizers: The optimisers of these stages.
         profile: Name of the kernel profile, for run.json.
-        origin: Checkpoint with which the run began; None for random weights. If it came from an
-            imported model, its record of the import is copied to the new checkpoints.
+        origin: Checkpoint with which the run began; None for random weights. If `origin` records
+            that its model was imported, this record is copied to the new checkpoints.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class CheckpointSaver:
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
-        # new_group returns a placeholder to ranks outside of the group; this group has all ranks.
+        # new_group returns another type only to ranks outside of the group, and no rank is outside.
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._pool = device_thread("checkpoint", mesh.device)
@@ -151,7 +152,9 @@ class CheckpointSaver:
     def save(
         self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Copy the state of training, and save the copy in a thread while training continues.
+        """Copy the state of training, and start to save the copy in a thread.
+
+        The previous save is waited for. Training continues during the new one.
 
         Args:
             step: Number of updates so far.
@@ -159,8 +162,8 @@ class CheckpointSaver:
             began_s: When training began to wait, by time.perf_counter. None means now.
 
         Returns:
-            The result of the previous save in a list; an empty list if there was none, or if `wait`
-                has returned it already.
+            A list with the result of the previous save. The list is empty if there was none, or if
+                `wait` has returned its result already.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -179,22 +182,25 @@ class CheckpointSaver:
         return ended
 
     def poll(self) -> list[Saved]:
-        """Return the result of the current save in a list if it has ended, without waiting.
+        """Return a list with the result of the current save, or an empty list if it has not ended.
 
-        `wait` will return the same result once more. The list is empty if no save has ended.
+        This function does not wait. `wait` will return the same result once more.
         """
         pending = self._pending
         return [pending.result()] if pending is not None and pending.done() else []
 
     def wait(self) -> list[Saved]:
-        """Wait for the current save, and return its result in a list; an empty list without one."""
+        """Wait for the current save, and return a list with its result.
+
+        The list is empty if there is no save, or if its result was returned by an earlier call.
+        """
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]
 
     def finish_for_reading(self) -> None:
-        """Wait until the current save has ended on all ranks, so that each can read it.
+        """Wait until the current save has ended on all ranks, so that all can read the checkpoint.
 
-        `wait` still returns its result afterwards. A collective call.
+        `wait` still returns the result of the save afterwards. A collective call.
         """
         if self._pending is not None:
             self._pending.result()
@@ -206,22 +212,22 @@ class CheckpointSaver:
         self._held.close()
 
     def _write(self, task: _Task) -> Saved:
-        """Write a checkpoint in the thread. A failure is not raised but described in the result."""
+        """Write a checkpoint; this runs in the thread. The result describes a failure, if any."""
         num_bytes, error, dropped = 0, "", list[str]()
         try:
             if task.copied is not None:
                 task.copied.synchronize()
             num_bytes = self._write_or_make_space(task, dropped)
-        # Training continues without this checkpoint. torch's CheckpointException is named because
-        # it is a BaseException, which `Exception` does not include.
+        # A failure does not end training. CheckpointException is listed too, because it is not a
+        # subclass of Exception.
         except (Exception, CheckpointException) as failure:
             error = self._held.named(_cause_of(failure))
             if self.mesh.rank == 0:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
-        # Copies of earlier saves and host tensors of earlier steps were freed by now. Return their
-        # memory to the operating system.
+        # By now, copies of earlier saves and host tensors of earlier steps have been freed. Return
+        # their memory to the operating system.
         give_back_freed()
         return Saved(
             step=task.step,
@@ -236,19 +242,19 @@ class CheckpointSaver:
         return self.directory / f"partial-{step:08d}"
 
     def _write_or_make_space(self, task: _Task, dropped: list[str]) -> int:
-        """Write a checkpoint. If the disk is full, remove the oldest one and try once more.
+        """Write a checkpoint. If the disk is full, remove the oldest checkpoint and try once more.
 
         Args:
             task: The state to write.
-            dropped: An empty list, to which the name of a removed checkpoint is appended.
+            dropped: An empty list. If a checkpoint is removed, its name is appended.
 
         Returns:
-            The size of the checkpoint in bytes.
+            The size of the new checkpoint in bytes.
         """
         try:
             return self._write_all(task)
         except (Exception, CheckpointException) as failure:
-            # All ranks have learnt of the same failure, so all of them try again together.
+            # `failure` is the same on all ranks, so all ranks try again together.
             if not is_full(failure):
                 raise
             self._on_rank_0(lambda: self._drop_oldest(task.step, dropped))
@@ -260,9 +266,9 @@ class CheckpointSaver:
         return self._write_all(task)
 
     def _drop_oldest(self, step: int, dropped: list[str]) -> None:
-        """Remove the incomplete checkpoint of `step`, and the oldest one that may be removed.
+        """Remove the incomplete checkpoint of `step`, and the oldest complete one if it may go.
 
-        The name of the latter is appended to `dropped`.
+        The name of the removed complete checkpoint is appended to `dropped`.
         """
         shutil.rmtree(self._partial(step), ignore_errors=True)
         oldest = to_drop(self.directory)
@@ -273,14 +279,14 @@ class CheckpointSaver:
     def _write_all(self, task: _Task) -> int:
         """Write all files of a checkpoint, give it its final name, and return its size in bytes."""
         partial = self._partial(task.step)
-        # All ranks wait until rank 0 has made the folder.
+        # On return from `_on_rank_0`, the folder exists, so that all ranks can write to it.
         self._on_rank_0(lambda: self._make_folder(partial))
         state_dict_saver.save(
             task.tensors,
             storage_writer=hf_storage.HuggingFaceStorageWriter(str(partial), save_distributed=True),
             process_group=self._group,
         )
-        # All files are written and hashed before rank 0 lists them in the manifest.
+        # `_all_files` returns when all ranks have hashed their files, so rank 0 can list all files.
         files = self._all_files(partial)
         self._on_rank_0(lambda: self._complete(task, partial, files))
         return sum(about["bytes"] for about in files.values())
@@ -308,7 +314,10 @@ class CheckpointSaver:
     def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
         """Return the manifest entries of the files that all ranks wrote to the folder `partial`.
 
-        A collective call.
+        Each rank hashes its own files. A collective call.
+
+        Returns:
+            The `manifest_entry` of each file, by file name.
 
         Raises:
             CheckpointError: If a rank cannot read its files. All ranks raise it.
@@ -326,7 +335,10 @@ class CheckpointSaver:
         return {name: about for found in written for name, about in found.items()}
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
-        """Write the JSON files and the manifest, rename the folder, and remove old checkpoints."""
+        """Write the JSON files and the manifest, rename the folder, and remove old checkpoints.
+
+        `files` are the manifest entries of the files that the ranks wrote to the folder `partial`.
+        """
         assert task.planner is not None, "rank 0 gets the planner's state with every plan"
         planned = checkpoint.planner_of(task.planner)
         for name, data in (
@@ -335,8 +347,8 @@ class CheckpointSaver:
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)
-        # Each rank hashed its files on its node. If the nodes do not share the folder, rank 0 does
-        # not see the files of other nodes.
+        # Other ranks may have written their files on other nodes. If the nodes do not share the
+        # folder, rank 0 does not see these files, and the checkpoint is useless.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
                 f"rank 0 on {socket.gethostname()} does not see files that other ranks "
@@ -345,7 +357,7 @@ class CheckpointSaver:
             )
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
-        # The folder gets its final name only when everything in it is on disk.
+        # Everything in the folder is on disk now, so it may get its final name.
         self._publish(partial, task.step)
         for old in to_prune(self.directory, self.spec):
             _remove(old)
@@ -353,8 +365,8 @@ class CheckpointSaver:
     def _publish(self, partial: Path, step: int) -> None:
         """Rename the complete checkpoint `partial` to its final name.
 
-        An older checkpoint with this name is moved aside first and removed last, so that a crash in
-        between loses neither of them.
+        An older checkpoint with this name is moved aside first, and removed after the new one has
+        its name. So a crash in between loses neither of the two.
         """
         final = checkpoint.folder_of(self.directory, step)
         replaced = checkpoint.replaced_of(self.directory, step)
@@ -394,8 +406,8 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     reader = CheckpointReader(saved_in)
     known = reader.names
     check_names(saved_in, known, _model(stages))
-    # If the saved run had fewer ranks, the additional ranks keep the random state that they were
-    # seeded with.
+    # If the run had fewer ranks when the checkpoint was saved, the checkpoint has no random state
+    # for the additional ranks. They keep the one with which they were seeded.
     rng = {name: value for name, value in rng.items() if name in known}
     in_files = tensors_to_read(saved_in, stages, tensors) | rng
     reader.load(in_files, host_group())
@@ -410,20 +422,24 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
 def load_sound(
     saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, falls_back: bool
 ) -> tuple[int, Path]:
-    """Load a checkpoint as `load` does. If it is damaged, load an older one if that is allowed.
+    """Load a checkpoint as `load` does, or an older one if it is damaged and `falls_back` is true.
 
-    The damaged checkpoint is then renamed, and rank 0 prints a warning. A collective call.
+    In the latter case the damaged checkpoint is renamed, and rank 0 prints a warning. A collective
+    call.
 
     Args:
         saved_in: The checkpoint.
         mesh: This rank's place in the layout.
         stages: This rank's parts of the model, by stage number.
         optimizers: The optimisers of these stages.
-        falls_back: Whether the newest older checkpoint that is not damaged may be loaded instead of
-            a damaged one. If not, DamagedCheckpoint is raised.
+        falls_back: Whether to load the newest older checkpoint that is not damaged, instead of
+            raising DamagedCheckpoint.
 
     Returns:
         The number of updates that the weights have had, and the checkpoint that was loaded.
+
+    Raises:
+        DamagedCheckpoint: If the checkpoint is damaged and no other one may be loaded.
     """
     while True:
         try:
@@ -442,7 +458,8 @@ def load_sound(
 def _set_aside(damaged: Path, why: str) -> Path | None:
     """Rename a damaged checkpoint, and return the newest older one that is not damaged.
 
-    If there is none, nothing is renamed, and None is returned. `why` says what is damaged.
+    If there is no such checkpoint, nothing is renamed, and None is returned. `why` says what is
+    damaged, for the warning.
     """
     before = checkpoint.sound_before(damaged)
     if before is not None:
@@ -483,12 +500,12 @@ def _model(stages: Stages) -> ModelSpec:
 def _verify(saved_in: Path, mesh: Mesh) -> None:
     """Check a checkpoint before it is loaded. A collective call.
 
-    Each rank checks the checksums of some files, and rank 0 checks the headers of all files. If one
-    rank finds a problem, all ranks raise an error.
+    Each rank checks the checksums of its share of the files, and rank 0 checks the headers of all
+    files. If a rank finds a problem, all ranks raise an error.
     """
     problem = None
     try:
-        # Rank 0 may have just renamed the folder, and other nodes may notice that a little later.
+        # Rank 0 may have renamed the folder just now, which other nodes may notice a little later.
         if mesh.world_size > 1:
             checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
@@ -505,15 +522,15 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
         if group is not None:
             all_damaged = [None] * group.size()
             dist.all_gather_object(all_damaged, is_damaged, group=group)
-        # A problem of another kind, such as a file that one node cannot read, does not make the
-        # checkpoint damaged.
+        # Only if every rank found damage or no problem is the checkpoint called damaged. If a node
+        # cannot read a file, for example, the checkpoint itself may be sound.
         if all(all_damaged):
             raise checkpoint.DamagedCheckpoint(str(error)) from error
         raise
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Record a CUDA event after all work submitted to the current stream; return None on a CPU."""
+    """Record a CUDA event behind the present work of the current stream; return None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -522,9 +539,10 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _cause_of(failure: BaseException) -> str:
-    """Return the text of an error.
+    """Return the text of an error, for a message.
 
-    torch's CheckpointException has one error per rank, of which the lowest rank's is returned.
+    torch's CheckpointException has the errors of several ranks. The text of the lowest rank's error
+    is returned.
     """
     failures = getattr(failure, "failures", None)
     if failures:
@@ -536,8 +554,9 @@ def _cause_of(failure: BaseException) -> str:
 def _remove(checkpoint_folder: Path) -> None:
     """Remove a checkpoint.
 
-    It is renamed first, so that a crash in between leaves no folder that looks like a checkpoint. A
-    folder that cannot be removed, for example on NFS while it is read, only costs disk space.
+    Its folder is renamed first, so that a crash during the removal leaves no folder that looks like
+    a complete checkpoint. Errors are ignored, because a folder that cannot be removed, for example
+    on NFS while a file in it is read, only costs disk space.
     """
     partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
     with contextlib.suppress(OSError):
@@ -546,7 +565,7 @@ def _remove(checkpoint_folder: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync a folder to disk, so that its file names survive a power cut."""
+    """Sync a folder to disk, so that the names of the files in it survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,8 +18,8 @@ from wlb.train.telemetry.wall import Phase
 MOST_FAILED = 3
 """Number of failed saves in a row after which the run ends, because its progress is not saved.
 
-With a larger number, a run survives a longer disturbance of the disk. But if the disk stays broken,
-more steps are lost."""
+With a larger number, a run would survive a longer disturbance of the disk, but would lose more
+steps if the disk stayed broken."""
 
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
@@ -34,17 +34,17 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
     after = f" after step {begin:,}" if begin else ""
     return (
-        "checkpoint.interval = 0: the run saves only when it ends, or when Ctrl-C or "
-        "SIGTERM stops it. A second Ctrl-C, SIGKILL or a failure loses all steps (up "
-        f"to {spec.training.steps - begin:,}){after}; set checkpoint.interval to save "
-        "regularly"
+        "checkpoint.interval = 0, so the run saves a checkpoint only when it ends, or when Ctrl-C "
+        "or SIGTERM stops it. If it fails or is killed, all its steps"
+        f"{after} are lost (up to {spec.training.steps - begin:,}); set checkpoint.interval to "
+        "save regularly"
     )
 
 
 class SaveCheckpoints(Hook):
-    """Saves a checkpoint every `checkpoint.interval` updates and at the end, on all ranks together.
+    """Saves a checkpoint after every `checkpoint.interval` updates, and at the end of the run.
 
-    It ends the run after `MOST_FAILED` failed saves in a row.
+    All ranks save together. The hook ends the run after `MOST_FAILED` failed saves in a row.
     """
 
     phase = Phase.CHECKPOINTS
@@ -53,12 +53,12 @@ class SaveCheckpoints(Hook):
         self.saver = saver
         self._reported: Saved | None = None
         self._failed_in_a_row = 0
-        # Sums for the summary at each checkpoint that a rollback may return to. The key is the
-        # number of updates.
+        # The sums of the run's summary at each checkpoint to which a rollback may return. The key
+        # is the number of updates.
         self._tallies: dict[int, Tally] = {}
 
     def begin(self, run: RunContext) -> None:
-        """Note that the summary's sums are zero now, in case a rollback returns to this state."""
+        """Remember that the sums of the summary are zero now, in case a rollback returns here."""
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
@@ -84,25 +84,29 @@ class SaveCheckpoints(Hook):
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Set the summary's sums to their values when the checkpoint `saved_in` was saved."""
+        """Set the sums of the summary to the values that they had when `saved_in` was saved."""
         run.saved = run.progress
         run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
 
     def _save(self, run: RunContext, *, is_last: bool = False) -> None:
         """Save the current state, unless it is saved already.
 
-        `is_last` is true at the end of the run; the function then also waits for the save.
+        At the end of the run `is_last` is true, and the function waits until the save has ended.
+
+        Raises:
+            CheckpointError: If the last save failed, or `MOST_FAILED` saves in a row.
         """
         run.position.enter("saving a checkpoint")
         began_s = time.perf_counter()
         ended = self.saver.wait()
         self._count(run, ended)
-        # Compare the planner's states, not the numbers of updates: a step without targets updates
-        # nothing, but it changes the planner's state.
+        # Compare the planner's states instead of the numbers of updates, because a step without
+        # targets updates nothing but changes the planner's state.
         is_new = run.progress is not None and run.progress is not run.saved
         if is_new and (is_last or not self._failed_too_often()):
             saved = self._begin(run, began_s)
-            # If one more failure ends the run, wait for the result before training continues.
+            # If this save would be the last failure before the run ends, wait for its result now,
+            # so that no further steps are lost.
             if is_last or (self._failed_in_a_row and self._failed_too_often(more=1)):
                 saved += self.saver.wait()
             self._count(run, saved)
@@ -124,9 +128,9 @@ class SaveCheckpoints(Hook):
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
-        """Start to save the current state, and return what `CheckpointSaver.save` returns.
+        """Start to save the current state, and return the result of `CheckpointSaver.save`.
 
-        `began_s` is when training began to wait, by time.perf_counter.
+        `began_s` is the value of time.perf_counter when training began to wait.
         """
         assert run.progress is not None
         if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
@@ -136,10 +140,10 @@ class SaveCheckpoints(Hook):
         return self.saver.save(run.steps_done, state, began_s=began_s)
 
     def _count(self, run: RunContext, ended: list[Saved]) -> None:
-        """Count how many saves have failed one after the other.
+        """Count how many saves in a row have failed, given the saves that ended most recently.
 
-        Ranks count a save when they wait for it, not when it ends. So all ranks count it at the
-        same step and end the run together.
+        Ranks call this after they have waited for a save, and not whenever a save happens to end.
+        So all ranks count a failure at the same step, and end the run together.
         """
         for saved in ended:
             self._failed_in_a_row = self._failed_in_a_row + 1 if saved.error else 0
@@ -151,9 +155,9 @@ class SaveCheckpoints(Hook):
         return self._failed_in_a_row + more >= MOST_FAILED
 
     def _report(self, run: RunContext, ended: list[Saved]) -> None:
-        """Write the results of saves to the records and the screen.
+        """Write the results of the saves `ended` to the run's records and to the screen.
 
-        The list `ended` may have a save that was reported before, which is not reported twice.
+        A save that was reported before is not reported again.
         """
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)

@@ -1,8 +1,8 @@
 """Checks that all ranks see the same run folder.
 
-Rank 0 creates an empty marker file with a random name, and every rank looks for it. Rank 0 locks
-the marker file as long as it is needed. If rank 0 is killed, the operating system releases the
-lock, and the next start of the run removes marker files that are not locked.
+Rank 0 creates an empty marker file with a random name, and every rank looks for this file. Rank 0
+keeps the file locked until all ranks have looked. If rank 0 is killed, the operating system
+releases the lock, and the next start of the run removes marker files that are not locked.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 def remove_left_tokens(directory: Path) -> None:
     """Remove marker files that killed processes have left in the run's folder `directory`.
 
-    On a file system without locks, nobody can know whether a marker file is in use, so it stays.
+    On a file system without locks, marker files are left alone, because they may be in use.
     """
     for path in directory.glob(".token-*"):
         if _TOKEN.fullmatch(path.name):
@@ -56,24 +56,27 @@ def _make_locked_token(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Before the lock was taken, another process may have removed the file, because it looked
-        # unused. In that case, try again.
+        # Before the lock was taken, another process may have removed the file, because an unlocked
+        # file looks unused. Try again in that case.
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)
-    raise AssertionError  # not reached: `attempts` raises when it gives up
+    raise AssertionError  # not reached, because `attempts` raises an error when it gives up
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """Check that every rank sees the files that rank 0 writes to the run's folder.
+    """Check that every rank sees a file that rank 0 writes to the run's folder. A collective call.
 
-    If a rank does not see them, all ranks raise UserError, because the checkpoint shards that this
-    rank writes would be lost. A collective call.
+    A rank that does not see the file would write its parts of checkpoints to another folder.
 
     Args:
-        directory: The run's folder.
+        directory: The run's folder. It is created if it does not exist.
         world: This rank's place among the processes of the launcher.
-        within_s: Seconds to wait for the files to appear.
+        within_s: Seconds to wait at most until the file appears.
+
+    Raises:
+        UserError: If a rank does not see the file, or if rank 0 cannot write it. All ranks raise
+            it.
     """
     token: list[str] = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0, group=host_group())

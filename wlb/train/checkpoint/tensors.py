@@ -1,7 +1,8 @@
-"""Collects the tensors of a rank's checkpoint, copies them to the host, and restores them.
+"""Collects the tensors that a rank saves, copies them to host memory, and restores them.
 
-Tensors have these names in files: `model.<name>` for weights, `optimizer.state.<name>.<moment>` for
-the optimiser, and `rng.<rank>.<device>` for the states of random generators.
+Tensors have these names in a checkpoint's files: `model.<name>` for weights,
+`optimizer.state.<name>.<moment>` for the optimiser, and `rng.<rank>.<device>` for the states of
+random generators.
 """
 
 from pathlib import Path
@@ -24,7 +25,7 @@ Stages = dict[int, Llama]  # this rank's parts of the model, by stage number
 
 
 def weights(stages: Stages) -> dict[str, Any]:
-    """Return this rank's weights by their names in files. Sharded weights are DTensors."""
+    """Return this rank's weights, by the names of `all_tensors`. Sharded weights are DTensors."""
     return {
         f"model.{name}": tensor
         for stage in stages.values()
@@ -33,9 +34,10 @@ def weights(stages: Stages) -> dict[str, Any]:
 
 
 def all_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
-    """Return this rank's weights and optimiser moments by their names in files.
+    """Return this rank's weights and its optimisers' moments, by name.
 
-    Hyper-parameters of the optimiser are left out.
+    The names are those in checkpoint files, except that a tied output head has a name of its own
+    (`_by_file_names`). Hyper-parameters of the optimisers are left out.
     """
     out = weights(stages)
     for index, stage in stages.items():
@@ -47,19 +49,23 @@ def all_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def _has_copy(stages: Stages) -> bool:
-    """Return whether this rank's output head is a copy of another rank's embedding.
+    """Return whether this rank has an output head that is a copy of another rank's embedding.
 
-    That is the case for tied embeddings if the first and the last stage are on different ranks
+    The last stage has such a copy if embeddings are tied and the first stage is on another rank
     (`wlb.parallel.tied`).
     """
     return any(s.spec.tied_embeddings and s.lm_head is not None for s in stages.values())
 
 
 def without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors that this rank saves, given all its tensors by their names in files.
+    """Return those of this rank's tensors that this rank saves.
 
-    An output head that is tied to the embedding is left out, because the rank that has the
+    An output head that is a copy of the embedding is left out, because the rank that has the
     embedding saves it.
+
+    Args:
+        stages: This rank's parts of the model, by stage number.
+        tensors: All tensors of this rank, by name (`all_tensors`).
     """
     if not _has_copy(stages):
         return tensors
@@ -67,9 +73,10 @@ def without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors by their names in files, where a tied output head is the embedding.
+    """Return this rank's tensors by their names in checkpoint files.
 
-    `tensors` has this rank's tensors by their names in the model.
+    If this rank's output head is a copy of the embedding, it gets the embedding's name, because
+    files have only the embedding. `tensors` has the names of `all_tensors`.
     """
     if not _has_copy(stages):
         return tensors
@@ -85,7 +92,8 @@ def tensors_to_read(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> 
     Args:
         saved_in: The checkpoint.
         stages: This rank's parts of the model, by stage number.
-        tensors: This rank's tensors by name. Reading overwrites their values.
+        tensors: This rank's tensors, by the names of `all_tensors`. They are returned as they are,
+            so that reading overwrites their values.
     """
     named = _by_file_names(stages, tensors)
     saved = checkpoint.read_run(saved_in)["spec"]["model"].get("experts", {}).get("balance")
@@ -95,14 +103,14 @@ def tensors_to_read(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> 
 
 
 def set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
-    """Set this rank's weights and buffers from `tensors`, by their names in files."""
+    """Set this rank's weights and buffers from `tensors`, which have the names of `all_tensors`."""
     for stage in stages.values():
         names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
         state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
 
 
 def set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
-    """Set the moments of this rank's optimisers from `tensors`, by their names in files."""
+    """Set the moments of this rank's optimisers from `tensors` (names of `all_tensors`)."""
     for index, stage in stages.items():
         optimizer = optimizers.by_stage[index]
         state = state_dict.get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -113,10 +121,10 @@ def set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, An
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Start to copy a tensor to host memory. For a DTensor, only its local part is copied.
 
-    From a GPU, torch copies asynchronously to pinned memory. The copy is complete when the current
-    stream has reached it; kernels that are submitted to the stream later may overwrite the tensor.
-    torch keeps the pinned memory for the next save, and rounds the size of each tensor up to a
-    power of two. This code has not run on a GPU yet.
+    From a GPU, torch copies asynchronously to pinned memory, in the current stream. So the caller
+    must wait for the stream before it reads the copy. Kernels that are submitted to the stream
+    later may overwrite the tensor. torch keeps the pinned memory for the next save, and rounds the
+    size of each tensor up to a power of two. This code has not run on a GPU yet.
 
     torch.distributed.checkpoint's own stagers are not used, because they call deepcopy, which
     FSDP's parameters do not support. `DTensor.to` is not used, because its first call for each
@@ -129,7 +137,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rng_states(rank: int) -> dict[str, torch.Tensor]:
-    """Return the states of this rank's random generators, as uint8 tensors."""
+    """Return the states of this rank's random generators as uint8 tensors, by name in files."""
     states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -137,7 +145,10 @@ def rng_states(rank: int) -> dict[str, torch.Tensor]:
 
 
 def set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
-    """Restore this rank's random generators. A device without a saved state keeps its state."""
+    """Restore this rank's random generators from `states`, which `rng_states` returned.
+
+    A device's generator is left unchanged if it has no saved state.
+    """
     for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
         if f"rng.{rank}.{device}" in states:
             set_state(states[f"rng.{rank}.{device}"])
