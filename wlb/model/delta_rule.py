@@ -196,7 +196,7 @@ class Chunks(NamedTuple):
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """Yield for each step the chunks of all spans in `of`: of a layout, or of selected spans."""
+        """Yield each step's chunks, of all spans of a layout or only of selected spans (`of`)."""
         chunks = self
         if isinstance(of, SpanMembers):
             # Selections are used only to compute states. States do not depend on queries, so leave

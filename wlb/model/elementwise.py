@@ -1,9 +1,9 @@
 """Operators that compute each row separately: norms, RoPE and the gate of MLPs.
 
-Each exists twice: as plain torch code, which defines the result, and as a fused Triton kernel
-(`wlb.kernels.fused`). Where autograd would save more tensors than backward needs, a custom function
-saves fewer and recomputes the rest. Shapes: T rows, C channels, H heads, D head size, F width of
-the MLP.
+Each operator exists twice: as plain torch code, which defines the result, and as a fused Triton
+kernel (`wlb.kernels.fused`). Where autograd would save more tensors than backward needs, a custom
+function saves fewer and recomputes the rest. Shapes: T rows, C channels, H heads, D head size, F
+width of the MLP.
 """
 
 import math

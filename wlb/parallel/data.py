@@ -121,8 +121,8 @@ def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
     """Make each module prefetch the next one: in order in forward, in reverse in backward.
 
     By default FSDP starts to gather a module's parameters when the module begins. That is too late
-    if the host lags behind the GPU, as in a step's first micro-batch. In backward, FSDP prefetches
-    by the order of the most recent forward pass, which may be another micro-batch's.
+    if the host lags behind the GPU, as in a step's first micro-batch. In backward, FSDP's own
+    prefetches follow the most recent forward pass, which may have been another micro-batch's.
 
     Args:
         stage: The whole stage, which is gathered first in both passes.
@@ -214,8 +214,8 @@ def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tenso
 
     The sum of the shares over all ranks of the run is the squared norm. Each element counts once:
     parameters that several ranks hold (over tp, or in HSDP copies) count on the first of these
-    ranks only. Because one sum over all ranks suffices, the caller can add it to an all-reduce of
-    other values.
+    ranks only. Because one sum over all ranks suffices, the caller can sum the shares together with
+    other values in one all-reduce.
     """
     counted = [
         local_tensor(p.grad)

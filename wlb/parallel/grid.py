@@ -29,7 +29,7 @@ def kind_of_link(link: int, pp: int) -> str:
 
 
 def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
-    """Return for each kind of link the groups of ranks that it joins; empty without a pipeline.
+    """Return for each kind of link the groups of ranks that such links join; {} without a pipeline.
 
     For each kind, every rank is in exactly one group: with a neighbour in its pipeline, or alone.
     Ranks that are alone must make a group too. torch names a group by the number of groups that the

@@ -24,7 +24,7 @@ class Pass(StrEnum):
 
 
 class Part(StrEnum):
-    """The parts of the model between which a timer divides the time of a pass."""
+    """Parts of the model. A timer divides the time of each pass among them."""
 
     ATTENTION = "attention"  # attention kernels
     LAYERS = "layers"  # the rest of the decoder layers, and the final norm

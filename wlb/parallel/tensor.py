@@ -85,7 +85,7 @@ class Products(NamedTuple):
     """Tensor-parallel matrix products, forward and backward, with collectives, without autograd.
 
     `gathered` layers gather rows before the product (column-parallel). `scattered` layers
-    reduce-scatter rows after it (row-parallel).
+    reduce-scatter rows after the product (row-parallel).
     """
 
     num_ranks: int
@@ -134,7 +134,8 @@ class Products(NamedTuple):
             weight_FC: Weight of the last layer.
 
         Returns:
-            The last layer's part of the gradient of all rows, and the started gather of x_SC.
+            The last layer's part of the gradient of all rows, and the gather of x_SC, which is
+            still running.
         """
         gathering = start_all_gather(x_SC, self)
         return grad_TF @ weight_FC, gathering
@@ -202,7 +203,9 @@ class _FanOut:
             self._dx_TC = grad_TF @ weight_FC
 
     def finish(self) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return the gradients of x_SC and of the weights, when all layers' gradients have arrived.
+        """Return the gradients of x_SC and of the weights.
+
+        Call this when the gradients of all layers' outputs have arrived.
 
         The weights' gradients are None if their computation is put into the queue of `ops`.
         """
@@ -286,7 +289,7 @@ def vocabulary_shard(group: dist.ProcessGroup, padded_size: int) -> VocabularySh
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter or gradient as a plain tensor, if it is a DTensor."""
+    """Return this rank's part of a DTensor as a plain tensor. Return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -63,8 +63,8 @@ def gather_rows(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather all ranks' rows; returns the rows, and a slot for the product with each weight.
 
-    A slot is a tensor without memory. In backward its gradient is the gradient of the product. The
-    rows themselves are not differentiable.
+    A slot is a tensor without memory. In backward the slot's gradient is the gradient of the
+    product. The rows themselves are not differentiable.
 
     Args:
         x_SC: This rank's rows.

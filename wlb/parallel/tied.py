@@ -36,8 +36,8 @@ def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> No
     the last pipeline rank communicate.
 
     Args:
-        parameters: This rank's parameters by name. The gradient is changed in place; a missing one
-            is created.
+        parameters: This rank's parameters by name. The gradient of the embedding or head is changed
+            in place, or created if it is missing.
         mesh: The ranks.
     """
     last = mesh.parallel.pp - 1

@@ -280,7 +280,7 @@ def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 
 @contextmanager
 def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterator[None]:
-    """Run the block with torch.distributed, which starts before it and ends after it.
+    """Start torch.distributed, run the block, and shut torch.distributed down again.
 
     After an exception, only Gloo groups are destroyed on CUDA. Destroying an NCCL group would wait
     for collectives that this rank's GPU has started, and other ranks may never join these
@@ -374,10 +374,10 @@ _OLD_NAMES = {
 
 
 def set_cuda_defaults() -> None:
-    """Set each variable of `CUDA_DEFAULTS` that is not set yet. Call it before CUDA is initialised.
+    """Set each environment variable of `CUDA_DEFAULTS` that is not set yet.
 
-    Child processes inherit the variables. torch's CUDA allocator reads PYTORCH_ALLOC_CONF when it
-    first allocates memory.
+    Call this before CUDA is initialised. Child processes inherit the variables. torch's CUDA
+    allocator reads PYTORCH_ALLOC_CONF when it first allocates memory.
     """
     _set_unless_given(CUDA_DEFAULTS)
 

@@ -212,7 +212,8 @@ class ContextAttention:
     ) -> "ContextAttention":
         """Make attention from one rank's index arrays. This is not a collective call.
 
-        All ranks of the group must pass arguments of the same plan; this is not checked.
+        All ranks of the group must pass arguments that were made from the same plan; this is not
+        checked.
 
         Args:
             rows: Index arrays of this rank.

@@ -591,7 +591,7 @@ def _sum_of_queries(dq_THD: Tensor, later: Tensor | None, rows: Tensor | None) -
     Args:
         dq_THD: Gradient from the first call, which has all queries.
         later: Gradient from the later calls. None if there are none.
-        rows: Rows of the queries to which `later` belongs. None if it has all queries.
+        rows: Rows of the queries to which `later` belongs. None if `later` has all queries.
     """
     if later is None:
         return dq_THD
