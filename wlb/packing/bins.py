@@ -325,7 +325,7 @@ def _place(
     Args:
         runs: (length, number of documents) of each run.
         capacity: Most tokens of a bin.
-        groups: The groups of bins, empty at first.
+        groups: Keeps the groups of bins. It has no group at first.
 
     Returns:
         An array of shape [num_fills, 4]. Each row puts the next documents of the runs into

@@ -521,7 +521,7 @@ class Candidates:
 
 
 def _candidates(waiting: WaitingDocuments) -> Candidates:
-    """List the candidates that fit into a step. Intervals of outliers begin with a size class."""
+    """List the candidates that fit into a step. Their intervals begin where size classes begin."""
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     starts = np.append(waiting.class_starts, num_outliers)
@@ -851,9 +851,9 @@ def water_filled(
 
     If the level is x, micro-batch j takes min over prices p of (x - base[p, j]) * slope[p] tokens,
     and at most its free tokens. Here base is the load without the fluid, and slope is the number of
-    tokens that raise a load by 1. These numbers of tokens are piecewise linear in x. The function
-    visits the levels at which one of them changes its slope, in ascending order, until all tokens
-    are placed. This takes O(N log N).
+    tokens that raise a load by 1. As a function of x, the tokens of a micro-batch are piecewise
+    linear. The function visits all levels at which such a line bends, in ascending order, until all
+    tokens are placed. This takes O(N log N).
 
     Args:
         loads: Work of each micro-batch without the fluid in ns, at one price or two, shape

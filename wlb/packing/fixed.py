@@ -277,7 +277,7 @@ class _LeastWorkFirst:
         # Free tokens of each micro-batch, and its work so far in ns.
         self.room, self.work = [capacity] * num, [0] * num
         self.by_work = [(0, j) for j in range(num)]  # heap of (work, micro-batch)
-        # Heap of (-room, micro-batch) of those with too little room for the last document.
+        # Heap of (-room, micro-batch) for micro-batches without room for the last document.
         self.parked: list[tuple[int, int]] = []
 
     def add(self, length: int, work: int) -> Iterator[tuple[int, int]]:

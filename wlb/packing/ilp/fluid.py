@@ -242,5 +242,5 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return micro-batch j's headroom in ns, or ns a free token if it must become full."""
+        """Return micro-batch j's headroom in ns; per free token if micro-batches must be full."""
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

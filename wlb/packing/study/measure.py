@@ -3,7 +3,7 @@
 The imbalance of a step is the slowest micro-batch over the mean. It is computed for the predicted
 forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. In a mean
 over steps, a step that takes long counts no more than a fast step. So each mean comes with a
-time-weighted ratio, in which steps count in proportion to their time.
+time-weighted mean, in which steps count in proportion to their work.
 
 The delay of a token is counted in steps. It is the index of the step that trains the token, minus
 the index of the step that was next when its global batch arrived. If this is negative, the token
@@ -55,20 +55,20 @@ class PackingSummary:
     num_tokens: int  # tokens that were trained, without padding
 
     # Imbalance of predicted forward latency, over steps.
-    imbalance: float  # mean over steps
+    imbalance: float  # unweighted mean over steps
     imbalance_p95: float  # 95th percentile over steps
     imbalance_max: float  # largest imbalance of a step
-    imbalance_time_weighted: float  # sum over steps of the slowest micro-batch / of the mean one
+    imbalance_time_weighted: float  # mean over steps, weighted by their work
 
     # Imbalance of attention alone, over steps.
-    imbalance_attention: float  # mean over steps
+    imbalance_attention: float  # unweighted mean over steps
     attention_p95: float  # 95th percentile over steps
-    attention_time_weighted: float  # sum over steps of the slowest micro-batch / of the mean one
+    attention_time_weighted: float  # mean over steps, weighted by their work
 
     # Imbalance of forward and backward together, over steps.
-    imbalance_step: float  # mean over steps
-    step_time_weighted: float  # sum over steps of the slowest micro-batch / of the mean one
-    imbalance_dear: float  # mean over steps, if attention takes DEAR times its predicted time
+    imbalance_step: float  # unweighted mean over steps
+    step_time_weighted: float  # mean over steps, weighted by their work
+    imbalance_dear: float  # unweighted mean, if attention takes DEAR times its predicted time
 
     lower_bound: float  # least `imbalance` of any packing of the same documents in the same steps
 
