@@ -384,7 +384,7 @@ class Planner:
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
-        """Read the next global batch, or notice the end of the data, and tell both packers.
+        """Read the next global batch and pass it to both packers. At the end, flush both packers.
 
         Returns:
             The state after the batch, with the new plans of both packers.
@@ -450,7 +450,7 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
 
 
 def _source_of(lengths: IntLike) -> data.LengthSource:
-    """Return a source of documents that have lengths but no tokens, which plans do not need."""
+    """Return a source of documents with these lengths, but without tokens, for planning."""
     array = int_array("lengths", lengths)
     # Pass the caller's values rather than the converted integers, so that the source can refuse
     # floats that the conversion has rounded.
