@@ -1,7 +1,7 @@
 """A lower bound on the time of a mini-batch, for any assignment to ranks and micro-batches.
 
 A unit is a sample, or samples that must share a micro-batch. A slot is the set of the ranks' i-th
-micro-batches, which run at the same time. The result is the largest of three bounds:
+micro-batches, which run at the same time. `least_time` returns the largest of three bounds:
 
 1. The mean work of a rank.
 2. For each k: among the k * num_ranks + 1 units with most work, some rank has at least k + 1. So
