@@ -468,7 +468,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (_zeros(3, 16), _zeros(3, 2, 8), _zeros(3, 2, 8), r"q \(3, 16\)"),
         (_zeros(3, 4, 8), _zeros(3, 2, 8), _zeros(3, 4, 8), r"v \(3, 4, 8\)"),
         (_zeros(3, 4, 8), _zeros(3, 3, 8), _zeros(3, 3, 8), "must be a multiple of k's"),
-        (_zeros(3, 4, 8), _zeros(3, 2, 4), _zeros(3, 2, 4), "heads must be equally large"),
+        (_zeros(3, 4, 8), _zeros(3, 2, 4), _zeros(3, 2, 4), "all heads must have the same size"),
         (_zeros(4, 4, 8), _zeros(3, 2, 8), _zeros(3, 2, 8), "3 queries and 3 keys, but q has 4"),
         (
             _zeros(3, 4, 8),

@@ -86,7 +86,7 @@ def test_ranks_that_disagree_all_say_so() -> None:
     assert first["device"] == f"{start}device: rank 0 has cpu, rank 1 has meta, rank 2 has cpu"
     for name, message in {
         "cp": "the plan is for 2 CP ranks, but the group has 3",
-        "tokens": "cp = 3 must be at most the 2 tokens",
+        "tokens": "cp = 3 must be at most 2, the number of tokens",
         "int": "dtype = torch.int64 must be one of torch.float32, ",
         "backend": "backend = 'cutlass' must be one of auto, sdpa, ",
     }.items():

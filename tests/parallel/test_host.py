@@ -114,6 +114,6 @@ def test_the_soft_limit_is_raised_where_it_may_not_suffice(limits: list[tuple[in
 
 
 def test_a_hard_limit_that_is_too_low_is_refused(limits: list[tuple[int, int]]) -> None:
-    with pytest.raises(UserError, match=r"rank 0 of 8192 .* its limit is 4096 .*LimitNOFILE"):
+    with pytest.raises(UserError, match=r"rank 0 of 8192 .* may open only 4096 .*LimitNOFILE"):
         host.allow_open_files(0, 8192, "cuda")
     assert limits == [(1024, 4096)]

@@ -206,7 +206,7 @@ def test_cuda_that_is_missing_is_refused_with_numbers_and_remedy(gpus):
     with pytest.raises(ValueError, match=r"2 GPUs for 8 ranks .* at most 2 ranks on this machine"):
         worlds.choose_device(Device.CUDA, local_ranks=8)
     gpus(0)
-    with pytest.raises(ValueError, match=r"0 GPUs for 1 ranks .* set run\.device = cpu"):
+    with pytest.raises(ValueError, match=r"0 GPUs for 1 ranks .* Set run\.device = cpu"):
         worlds.choose_device(Device.CUDA, local_ranks=1)
 
 

@@ -66,7 +66,7 @@ def waits_for_host(device: torch.device, dtype: torch.dtype) -> str:
     else:
         return ""
     return (
-        "WARNING: torch launches one kernel per expert, and the host waits for the "
-        "GPU at each product of experts. One kernel for all experts needs bfloat16 "
-        f"and compute capability 9.x or 10.x, but this run uses {where}{remedy}"
+        "WARNING: torch launches one kernel per expert, and the host must wait for the GPU "
+        "before it launches them. torch has a single kernel for all experts only for bfloat16 "
+        f"on compute capability 9.x and 10.x, but this run uses {where}{remedy}"
     )

@@ -347,8 +347,8 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     (_, num_heads, head_dim), (_, num_kv_heads, kv_head_dim) = q_THD.shape, k_SGD.shape
     if head_dim != kv_head_dim or num_kv_heads == 0 or num_heads % num_kv_heads:
         raise UserError(
-            "q's number of heads must be a multiple of k's, and heads must be equally large in q, "
-            f"k and v, but the shapes are {_shapes(*tensors)}"
+            "all heads must have the same size, and q's number of heads must be a multiple of k's, "
+            f"but the shapes are {_shapes(*tensors)}"
         )
     is_one_kind = all(
         tensor.dtype == q_THD.dtype and tensor.device == q_THD.device for tensor in tensors

@@ -193,7 +193,7 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"training.compile = true, but torch's backend {backend!r} cannot compile "
-            f"for {device.type} on this machine: {reason}. Install what it needs (for "
+            f"for {device.type} on this machine: {reason}. Install what the backend needs (for "
             "training.compile_backend = inductor: on CPU a C++ compiler and Python's "
             "headers, such as Debian's g++ and python3-dev; on CUDA Triton), or set "
             "training.compile = false"

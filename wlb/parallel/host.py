@@ -181,8 +181,8 @@ def allow_open_files(rank: int, world_size: int, device: str) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
             f"rank {rank} of {world_size} needs up to {needed} open files and sockets, "
-            f"but its limit is {hard} (ulimit -Hn). Raise the hard limit on its node, "
-            "for example with LimitNOFILE of slurmd's systemd unit or in "
+            f"but this process may open only {hard} (ulimit -Hn). Raise the hard limit on this "
+            "node, for example with LimitNOFILE of slurmd's systemd unit or in "
             "/etc/security/limits.conf"
         )
     resource.setrlimit(

@@ -240,8 +240,8 @@ def choose_device(
     if requested == Device.CUDA:
         raise UserError(
             f"run.device = cuda needs a GPU for each rank, but there are {found}. "
-            f"Start at most {num_gpus} ranks on this machine, or set run.device = "
-            f"{'auto' if num_gpus else 'cpu'}"
+            + (f"Start at most {num_gpus} ranks on this machine, or set" if num_gpus else "Set")
+            + f" run.device = {'auto' if num_gpus else 'cpu'}"
         )
     return DeviceChoice("cpu", found)
 

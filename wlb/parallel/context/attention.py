@@ -339,7 +339,7 @@ def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
         )
     if plan.num_tokens < plan.cp:
         raise UserError(
-            f"cp = {plan.cp} must be at most the {plan.num_tokens} tokens of the "
+            f"cp = {plan.cp} must be at most {plan.num_tokens}, the number of tokens of the "
             "micro-batch, because each CP rank needs a token; use fewer CP ranks"
         )
     plan.validate()
