@@ -472,8 +472,8 @@ class Candidates:
     """Candidates for the next step. Each says which outliers the step trains (releases).
 
     A candidate holds back all other outliers. Outliers are numbered as `WaitingDocuments` sorts
-    them, from most to least work. A candidate releases the outliers [first, end) and [tail,
-    num_outliers). All arrays have shape [num_candidates].
+    them: by size class, from most to least work, and then by age. A candidate releases the outliers
+    [first, end) and [tail, num_outliers). All arrays have shape [num_candidates].
     """
 
     first: IntArray  # first outlier of the interval [first, end)
@@ -483,7 +483,7 @@ class Candidates:
 
     @property
     def tallest(self) -> IntArray:
-        """First outlier that a candidate releases, the one with most work; num_outliers if none."""
+        """First outlier that each candidate releases; num_outliers if it releases none."""
         return np.where(self.end > self.first, self.first, self.tail)
 
     @property
@@ -745,8 +745,8 @@ def _holding(
     is_held = (first > 0) | (tail > end)
     work = np.append(waiting.rows[1, :num_outliers], 0)
     height = np.where(is_held, work[tallest_held], 0)
-    # Sum the work that can be trained with that document: held outliers, those with most work
-    # first, up to T tokens, and then ordinary documents.
+    # Sum the work of the documents that can share a step with the held document of most work: held
+    # outliers, those with most work first, up to T tokens, and then ordinary documents.
     sum_tokens: IntArray = waiting.outlier_sums[0]
     sum_work: IntArray = waiting.outlier_sums[1]
     cap = np.minimum(candidates.held(sum_tokens), limits.step_tokens)
@@ -799,7 +799,8 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
     fluid = waiting.sums[:, stop] - waiting.sums[:, first] + forced
     must_leave = np.arange(waiting.num_free, len(waiting.order))
     taken = np.concatenate([outliers, np.arange(first, stop), must_leave])
-    # (c) Spread them over the micro-batches, and compute the cost as `_bounds` does.
+    # (c) Spread the chosen ordinary documents over the micro-batches like a fluid, and compute the
+    # cost as `_bounds` does.
     level = water_filled(loads[3:], loads[0], int(fluid[0]), fluid[3:], limits.s_max)
     if rest or level is None:
         return np.inf, taken
@@ -818,7 +819,7 @@ def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[i
 
     Args:
         waiting: The waiting documents.
-        tokens: Most tokens of the interval. It is made as long as this permits.
+        tokens: Most tokens of the interval. The interval is as long as this limit permits.
         work: Work in ns that the interval should have. If no interval has that much, the interval
             with most work is returned.
 

@@ -227,8 +227,8 @@ def _by_load(
     """List the possible placements of equal documents, by ascending load of the bin before each.
 
     Args:
-        begin: Loads of the bins at each price, shape [num_bins] each.
-        steps: Work of a document at each price.
+        begin: Load of each bin so far: one array of shape [num_bins] for each price.
+        steps: Work of one document at each price.
         counts: Most documents that each bin takes, shape [num_bins].
 
     Returns:
@@ -246,8 +246,8 @@ def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int
     """Return how many documents each bin takes until its load exceeds a level, shape [num_bins].
 
     Args:
-        begin: Loads of the bins at each price, shape [num_bins] each.
-        steps: Work of a document at each price.
+        begin: Load of each bin so far: one array of shape [num_bins] for each price.
+        steps: Work of one document at each price.
         free: Most documents that each bin takes, shape [num_bins].
         level: The load up to which a bin takes another document.
     """

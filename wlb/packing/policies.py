@@ -86,7 +86,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
     """Return the packer that the run's [packing] section describes.
 
     Raises:
-        UserError: If its options contradict each other.
+        UserError: If the options of the section contradict each other.
     """
     packing, options = spec.packing, options_for(spec, cost)
     match packing.policy:

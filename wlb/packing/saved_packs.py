@@ -202,7 +202,7 @@ class PackedBatches(SourceBatches):
 
         Args:
             packs: The saved packs.
-            source: The token store of which they were made.
+            source: The token store from which the packs were made.
             epochs: How often the packs are trained. 0 = without end.
         """
         super().__init__(source)

@@ -200,8 +200,8 @@ def placed(items: Items, plan: Assignment) -> Window | None:
 class _MostHeadroomFirst:
     """Puts each short piece into the micro-batch with most headroom.
 
-    The headroom of a micro-batch, in ns, is the cost of the slowest micro-batch of its step minus
-    its cost so far.
+    The headroom of a micro-batch, in ns, is the cost of the slowest micro-batch of the same step
+    minus the cost of what the micro-batch has so far.
     """
 
     def __init__(self, shape: Shape, limits_ns: list[float]) -> None:

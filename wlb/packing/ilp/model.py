@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps."""
+        """Number of steps that the micro-batches make."""
         return self.num_micro_batches // self.per_step
 
     @property

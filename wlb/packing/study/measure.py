@@ -1,9 +1,9 @@
 """Measures a policy on a stream of global batches: balance, delay, tokens and packing time.
 
 The imbalance of a step is the slowest micro-batch over the mean. It is computed for the predicted
-forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. In a mean
-over steps, a step that takes long counts no more than a fast step. So each mean comes with a
-time-weighted mean, in which steps count in proportion to their work.
+forward latency (Section 7.4), for attention alone (Section 3.3), and for both passes. In the usual
+mean over steps, a step that takes long counts no more than a fast step. So a time-weighted mean is
+computed too, in which steps count in proportion to their work.
 
 The delay of a token is counted in steps. It is the index of the step that trains the token, minus
 the index of the step that was next when its global batch arrived. If this is negative, the token
@@ -90,7 +90,7 @@ class PackingSummary:
     # Mean weight (`label_weights`) of the labels of the longest documents, without the flush.
     # With `training.loss_normalizer` = "constant" every label would have weight 1.
     long_weight: float
-    packing_ms: float  # mean time to pack a global batch
+    packing_ms: float  # mean time in ms to pack a global batch
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, for `json.dumps`."""
@@ -126,7 +126,7 @@ class StepLoads:
     def imbalance(self) -> FloatArray:
         """Slowest micro-batch over the mean, for each step, shape [num_steps].
 
-        It is 1 for a step without work. If there is no step, the array has a single 1.
+        The value is 1 for a step without work. If there is no step, the array has a single 1.
         """
         pairs = self._slowest_and_sum or [(0, 0)]
         return np.array([a * self._num / b if b else 1.0 for a, b in pairs])
