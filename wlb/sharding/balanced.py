@@ -133,7 +133,7 @@ class _AssignedDocuments:
     def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
         self.ordered, self.cp, self.cost = ordered, cp, cost
         self.spans: list[_Span] = []
-        self.load = [0] * cp  # predicted ns of each rank
+        self.load = [0] * cp  # predicted time of each rank so far, in ns
         # Tokens that each rank may still take.
         self.room = shares_of(int(ordered.sum()), np.zeros(cp, np.int64)).tolist()
         # Documents that did not fit, because too few ranks had room. `fill` cuts them.

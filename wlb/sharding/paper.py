@@ -9,8 +9,8 @@
 
 2. `from_spans` makes a plan of the spans, which are the parts of chunks inside one document.
 3. `cheapest` predicts the times of several plans and takes the fastest one (Section 5.3).
-4. `shard` applies the strategy with a given name. Its "adaptive" is the paper's choice between the
-   two static strategies.
+4. `shard` applies the strategy with a given name. The strategy "adaptive" is the paper's choice
+   between the two static strategies.
 
 The strategies of other files (`hybrid`, `balanced`) use the same functions.
 Cost: a few NumPy passes over pieces and chunks.
