@@ -62,7 +62,7 @@ pipelines have hundreds of micro-batches."""
 class BatchSource(Protocol):
     """A source of global batches whose position is a state that callers keep.
 
-    `wlb.data.GlobalBatches` is one.
+    An example is `wlb.data.GlobalBatches`.
     """
 
     def start(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class BatchSource(Protocol):
 class TargetCounter(Protocol):
     """A source of global batches that can count the labels of pieces, as fine-tuning requires.
 
-    `wlb.data.GlobalBatches` is one.
+    An example is `wlb.data.GlobalBatches`.
     """
 
     @property
@@ -609,7 +609,7 @@ def _spread(members: IntArray, tokens: IntArray) -> IntArray:
     """
     held = np.zeros(members.shape[1], np.int64)
     out = np.zeros_like(members)
-    # Take the most unequal rounds first, so that the others can make up for them.
+    # Take the most unequal rounds first, so that later rounds can even out the numbers of tokens.
     unequal = np.ptp(tokens[members], axis=1)
     for i in np.argsort(-unequal, kind="stable").tolist():
         most_first = members[i][np.argsort(-tokens[members[i]], kind="stable")]

@@ -68,7 +68,7 @@ class PlanningJob:
 
 
 class PlannerProcess:
-    """Starts a planner process. It ends when `close` is called or its last client disconnects."""
+    """Starts a planner process, which ends at `close` or when its last client disconnects."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class PlanClient:
         self._connection.send((pipeline, needs_state))
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        """Return the next step, or None after the last one.
+        """Return the next step's plan and the plan of this rank's pipeline; None after the last step.
 
         Raises:
             PlanningError: If the step could not be planned.
