@@ -129,8 +129,8 @@ def redistribute(
     a, b = _side(bins, top, turn), _side(bins, low, turn)
     units = np.concatenate([a.units, b.units], 1)
     work, tokens = bins.work[units], bins.tokens[units]
-    # For each way to divide the offered units: work and tokens of the units that go to the first
-    # bin, shape [num_pairs, 256].
+    # Compute, for each way to divide the offered units, the work and tokens of the units that go to
+    # the first bin, shape [num_pairs, 256].
     ways_work, ways_tokens = work @ WAYS.T, tokens @ WAYS.T
     loads = excess[top], excess[low]
     # With this much work of the offered units in the first bin, both bins would exceed their

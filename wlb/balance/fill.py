@@ -185,7 +185,8 @@ def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
         The bin of each unit, or None if there are too few bins.
     """
     order = np.argsort(-tokens, kind="stable")
-    room, ids = list[int](), list[int]()  # free tokens of open bins, ascending, and their bins
+    # Free tokens of the open bins in ascending order, and the bins in the same order.
+    room, ids = list[int](), list[int]()
     out = np.zeros(tokens.size, np.int64)
     opened = 0
     for unit, length in zip(order.tolist(), tokens[order].astype(np.int64).tolist(), strict=True):

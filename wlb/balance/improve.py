@@ -88,7 +88,7 @@ def improve(
     Args:
         units: Samples, or sets of samples that share a micro-batch.
         bin_of: Bin of each unit at the beginning.
-        rank: Rank of each bin. It matters only if `rules.counts` limits the samples of a rank.
+        rank: Rank of each bin. Ranks matter only if `rules.counts` limits the samples of a rank.
         waiting: When ranks wait for each other, which decides how long a step takes.
         rules: What the assignment must satisfy.
         bound: Lower bound on the time of the step.

@@ -4,8 +4,8 @@ An item is a group or a single sample. Items are sorted by their number of sampl
 and cut into blocks. A block has as many items as there are mini-batches, and each mini-batch gets
 one of them. So every mini-batch gets one of the longest items, one of the next longest, and so on,
 and all mini-batches have samples of similar length. In a block, the item with most work goes to the
-mini-batch with fewest samples so far. If several have equally few, it goes to the one with least
-work so far.
+mini-batch with fewest samples so far. If several mini-batches have equally few samples, the item
+goes to the mini-batch with least work among them.
 """
 
 import numpy as np

@@ -84,8 +84,8 @@ def balance_step(
             once in a "step" (DDP, ZeRO-1 and 2).
         cp: Number of ranks of a CP group, for `StepBalance.shard`.
         dynamic_cp: Up to this many ranks (a power of two) may share a micro-batch. `max_tokens` is
-            then the limit of one rank. It cannot be combined with `ranks`, `equal_counts` and
-            groups on ranks.
+            then the limit of one rank. A value above 1 cannot be combined with `ranks`,
+            `equal_counts` or groups_on = "rank".
 
     Raises:
         UserError: If the arguments cannot be satisfied; the message names the sample and the limit.

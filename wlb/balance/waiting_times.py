@@ -43,7 +43,7 @@ class WaitingRule(Protocol):
         ...
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus its target, which may be negative."""
+        """Return the work of each bin minus its target. The result may be negative."""
         ...
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -81,7 +81,7 @@ class Slots:
         self.target[order] = np.repeat(_level(bins, loads, slots), self.num_ranks)
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus its target, which may be negative."""
+        """Return the work of each bin minus its target. The result may be negative."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -117,7 +117,7 @@ class RankSlots:
         self.target[order] = level[None]
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus its target, which may be negative."""
+        """Return the work of each bin minus its target. The result may be negative."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
