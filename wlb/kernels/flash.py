@@ -18,7 +18,8 @@ from wlb.kernels.flash_package import (
 from wlb.kernels.segments import Scores
 from wlb.spec import AttentionBackend
 
-# Further arguments of the backward functions that write dq, dk and dv into tensors that we pass.
+# Arguments, besides those of every call, of the backward functions that write dq, dk and dv into
+# tensors that we pass.
 _WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
 _FLASH2 = {**_NO_WINDOW, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}

@@ -97,10 +97,11 @@ class GatedDeltaNet(nn.Module):
         q, k, v, z, a, b = self.ops.fan_out(x_TC, *linears)
         # Take the widths from the results, because a TP rank has only some of the heads.
         widths = [q.shape[1], k.shape[1], v.shape[1]]
-        # Convolve queries, keys and values in one call.
+        # Convolve queries, keys and values in one call instead of three.
         weights = torch.cat([own(self.q_conv), own(self.k_conv), own(self.v_conv)])
         mixed = silu(self._convolved(torch.cat([q, k, v], -1), weights, layout, before))
-        # Compute the recurrence in float32 or wider.
+        # Compute the recurrence in float32 or wider, because rounding errors of the state would add
+        # up over the tokens of a document.
         exact = torch.promote_types(mixed.dtype, torch.float32)
         q, k, v = (x.to(exact) for x in mixed.split(widths, -1))
         key_dim = self.spec.key_head_dim

@@ -54,7 +54,8 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         for i, held in experts_of(stage).items()
     }
     # Experts are sharded over other ranks than the rest of their layer, so FSDP gathers them
-    # separately. In forward and backward their gather follows the gather of their layer.
+    # separately. In forward and backward, the gather of the experts follows the gather of the
+    # layer.
     units = [
         [fully_shard(layer, **reshards, **options), *([experts[i]] if i in experts else [])]
         for i, layer in stage.model.layers.items()

@@ -111,8 +111,8 @@ class HostCost(NamedTuple):
 
     sockets: int  # sockets of a rank other than 0
     root_sockets: int  # sockets of rank 0
-    # In a sum over all ranks, messages form chains in which each one waits for the one before. This
-    # is the number of messages in the longest chain.
+    # Messages in the longest chain of a sum over all ranks. In a chain, every message waits for the
+    # message before it.
     messages: int
     store_requests: int  # requests that all ranks send to the store
     store_bytes: int  # bytes of the rank addresses that those requests carry

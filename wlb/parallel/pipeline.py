@@ -124,7 +124,8 @@ class VarLenStage(PipelineStage):
     ) -> Any:
         """Run the forward pass of a micro-batch."""
         # Do not pass `Rows` to torch's code, because the zero-bubble code of torch 2.11 fails on
-        # keyword arguments that are not tensors. `forward_maybe_with_nosync` adds it to the call.
+        # keyword arguments that are not tensors. `forward_maybe_with_nosync` adds `Rows` to the
+        # call.
         self._rows_record = kwargs or {}
         first = Part.EMBEDDING if self.is_first else Part.LAYERS
         with self._chunk(Pass.FORWARD, fwd_chunk_id, first):
