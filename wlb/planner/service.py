@@ -238,7 +238,7 @@ class PlanClient:
         self._connection.send((pipeline, needs_state))
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        """Return the next step's plan and the plan of this rank's pipeline; None after the last step.
+        """Return the plans of the next step and of this rank's pipeline; None after the last step.
 
         Raises:
             PlanningError: If the step could not be planned.
