@@ -64,12 +64,12 @@ def test_long_documents_of_little_weight_are_said(
     monkeypatch.setenv("COLUMNS", "200")
     words = ["--lengths", lengths, "--steps", "20", *SMALL]
     bounded = ["packing.policy=bounded", "packing.s_max=2", "packing.step_tokens=1.5"]
-    remark = "a label of the longest documents (a tenth of all labels) counts"
+    remark = "a label of the longest documents (those with a tenth of all labels) has"
     out = run(capsys, "plan", "--all", *words, *bounded)
     assert out.count(remark) == 1
-    found = re.search(r"bounded T 1.5 D 10 \(run\): a label .* counts (\d\.\d\d) of", out)
+    found = re.search(r"bounded T 1.5 D 10 \(run\): a label .* has (\d\.\d\d) times", out)
     assert found is not None
-    assert "training.loss_normalizer=constant gives every label the same" in out
+    assert "training.loss_normalizer=constant to give all labels the same weight" in out
     rows = json.loads(run(capsys, "plan", "--all", *words, *bounded, "--json", "-"))["rows"]
     weight = {row["label"]: row["long_weight"] for row in rows}
     assert f"{weight['bounded T 1.5 D 10 (run)']:.2f}" == found.group(1)
@@ -280,7 +280,7 @@ def test_a_budget_that_nothing_keeps_is_said(
     out = run(capsys, "tune", "packing", "--lengths", lengths, "--steps", "15", "--policies",
               "bounded", "--s-max", "1.5", "--step-tokens", "0", "--prices", "0.1",
               "--delay-budget", "0", *SMALL)  # fmt: skip
-    said = "How it was chosen: none of 1 settings keeps the mean delay within 0 steps"
+    said = "How it was chosen: 1 settings were tried. None has a mean delay of at most 0 steps"
     assert said in " ".join(out.split())
 
 
@@ -421,8 +421,8 @@ def test_prices_of_a_config_json(
         assert f"FLOPs of {name}: " in out
         assert "--out" not in out
         said = re.match(
-            r"Balanced packing would shorten the computing of steps by (\d+\.\d)% on these "
-            r"documents \(FLOPs of .*; collectives and a pipeline's bubbles left out\)",
+            r"Balanced packing would shorten the computing time of steps by (\d+\.\d)% on these "
+            r"documents \(FLOPs of .*; collectives and pipeline bubbles are not included\)",
             " ".join(out.split()),
         )
         assert said is not None

@@ -25,7 +25,7 @@ def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
     assert "priced with h100_runs (NVIDIA H100 80GB HBM3; measured: attention" in text
     assert "5 published H100 runs with TP, CP or PP were predicted within 6%" in text
-    assert "simulated, nothing measured" in text
+    assert "All numbers are simulated" in text
     assert "critical path" in text
     assert "by term: " in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["usual"], ["run"])]

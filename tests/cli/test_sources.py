@@ -94,8 +94,9 @@ def test_stores_that_say_what_is_trained(
     more = ["--all"] if command[0] == "tune" else []
     assert main([*command, *words, *more]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert ("long wt counts all tokens as trained" in told) == (command != ["simulate"])
-    assert "of an equal share" not in told
+    said = "the column long wt assumes that all tokens are trained" in told
+    assert said == (command != ["simulate"])
+    assert "times the mean weight" not in told
 
 
 def test_the_runs_own_store_and_another(stores: tuple[str, str]) -> None:

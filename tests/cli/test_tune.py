@@ -93,7 +93,7 @@ def test_the_table_fits_terminals(
         assert main([*words, "--tp", "2"]) == 0
         out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
         assert max(len(line) for line in out.splitlines()) <= width
-        table, caption, _ = out.partition("simulated, nothing measured")
+        table, caption, _ = out.partition("All numbers are simulated")
         assert caption
         assert [name for name in COLUMNS if name not in table] == []
         assert "no gain" not in out

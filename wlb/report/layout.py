@@ -120,9 +120,9 @@ def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -
     best, own = report.winner, report.own
     beside = ""
     if own is not None and fits_own_devices(own):
-        beside = f", {1 - best.time_s / own.time_s:.1%} less than as the run is set"
+        beside = f", {1 - best.time_s / own.time_s:.1%} less than with the run's present settings"
         if own.layout == best.layout:
-            beside = f"{beside}, which has the same layout"
+            beside = f"{beside}, which have the same layout"
     error = published_error(best.spec, profile)
     trust = "" if error is None else f" ±{error.largest:.0%}"
     return (
@@ -147,10 +147,13 @@ def layout_table(report: LayoutReport, *, title: str) -> Table:
 
 
 CAPTION = (
-    "simulated, nothing measured. s/step: a global batch, flush included, same documents in all "
-    "rows; gain: speed-up over the run's own settings; GiB: fullest rank; delay: steps a token "
-    "waits, mean/most; bubble: share that pipeline ranks wait; bound: time of perfectly balanced "
-    "steps over the simulated time; MFU: FLOPs of the documents, not of windows"
+    "All numbers are simulated, on the same documents in all rows, and include the steps that "
+    "train what still waits when the documents end. s/step = seconds of all steps divided by the "
+    "number of global batches. ktok/s = thousands of tokens per second. gain = speed-up over the "
+    "run's present settings (row own). MFU = model FLOPs utilization, with attention within "
+    "documents only. GiB = memory of the rank that needs most. delay = steps that a token waits, "
+    "mean/maximum. bubble = fraction of the time in which pipeline ranks wait. bound = time of "
+    "perfectly balanced steps over the simulated time"
 )
 
 
@@ -173,7 +176,7 @@ def _of_loser(loser: Loser) -> str:
     if loser.trial is None:
         return loser.why
     degrees, pipeline, packing = lines_of(loser.trial)
-    depth = "" if loser.trial.is_sharded else " packed, CP ranks even"
+    depth = "" if loser.trial.is_sharded else " if all CP ranks had equal work"
     best = f"{loser.behind:+.1%}{depth} ({degrees}, {pipeline}; {packing})"
     return f"{best}: {loser.why or 'as fast'}"
 
@@ -196,7 +199,7 @@ def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
         if what == "packing":
             text += f" (delay {trial.mean_delay:.2f})"
         parts.append(text)
-    note = "; original cuts documents and does less attention" if what == "packing" else ""
+    note = "; original cuts documents and thus computes less attention" if what == "packing" else ""
     return [f"{what} on the winner's layout: {', '.join(parts)}{note}"] if len(parts) > 1 else []
 
 
@@ -213,7 +216,8 @@ def effort_line(report: LayoutReport) -> str:
     """Return a text that says how many layouts reached each phase of the search."""
     known = report.search
     text = (
-        f"{len(known.layouts.candidates):,} candidates fit; {len(known.even):,} walked with even "
-        f"micro-batches, {len(known.packed)} packed, {len(known.tuned)} with all settings"
+        f"{len(known.layouts.candidates):,} layouts fit in memory; {len(known.even):,} were "
+        f"simulated with equal micro-batches, {len(known.packed)} with packed documents, and "
+        f"{len(known.tuned)} with all packing settings"
     )
-    return text + ("; more might have been among the best" if known.is_cut else "")
+    return text + ("; layouts that were not simulated may be faster" if known.is_cut else "")

@@ -51,16 +51,20 @@ def simulation_table(
 
 
 FEW_CAPTION = (
-    "s/step: seconds of a step; speed-up: over the first row; imb.: imbalance, with the steps "
-    "that train what still waits when the documents end; delay: steps that a token waits; GiB: the "
-    "most that a rank needs"
+    "s/step = seconds of a step. speed-up = tokens per second over those of the first row. imb. = "
+    "imbalance, the time of a step's slowest micro-batch over the mean. delay = steps that a token "
+    "waits. GiB = memory of the rank that needs most. All columns include the steps that train "
+    "what still waits when the documents end"
 )
 CAPTION = (
-    "simulated, nothing measured. speed-up: over the first row, same documents, flush included; "
-    "bound: time of perfectly balanced steps over the simulated time; imb.: slowest "
-    "micro-batch over mean, forward and backward, time-weighted; bubble: time-weighted share that "
-    "pipeline ranks wait; delay: steps a token waits; GiB: most that a rank needs; MFU: FLOPs of "
-    "the documents, not of windows"
+    "All numbers are simulated, on the same documents in all rows, and include the steps that "
+    "train what still waits when the documents end. s/step = seconds of a step. ktok/s = thousands "
+    "of tokens per second. speed-up = tokens per second over those of the first row. bound = time "
+    "of perfectly balanced steps over the simulated time. imb. = imbalance: time of a step's "
+    "slowest micro-batch over the mean, forward plus backward, steps weighted by their time. "
+    "bubble = fraction of the time in which pipeline ranks wait. delay = steps that a token waits. "
+    "GiB = memory of the rank that needs most. MFU = model FLOPs utilization, with attention "
+    "within documents only"
 )
 
 

@@ -122,8 +122,8 @@ def test_loads_of_experts_have_a_section_of_their_own(page: str, tmp_path: Path)
     assert made.count('<h2 id="experts">') == 1
     assert 'href="#experts"' in made
     text = text_of(made)
-    assert "load of EP ranks 1.250 rows of the most loaded EP rank" in text
-    assert "CP rank over the mean rank's: 1.062" in text
+    assert "load of EP ranks 1.250 times the mean rank's rows, on the most loaded EP rank" in text
+    assert "slowest CP rank is 1.062 times the mean rank's" in text
     assert "EP rank 1 has the most rows, 1.250 times the mean rank's" in text
 
 
@@ -132,8 +132,7 @@ def test_the_page_says_what_the_numbers_are(page: str) -> None:
     assert "20 of 20 steps ended" in text
     assert "resumed once, 2 steps were trained more than once and count once" in text
     assert "held-out loss 3.250 after 20 steps; first 6.500" in text
-    assert "the usual loader's 1.400; predicted" in text
-    assert "imbalance 1.100 the usual" in text
+    assert "imbalance 1.100 predicted; 1.400 with the usual loader" in text
     assert "imbalance 1.100, with the usual loader 1.400: the slowest micro-batches take" in text
     assert "stragglers 1 of 16 ranks" in text
     assert "counted over full windows, the MFU is 37.5%" in text
@@ -167,7 +166,7 @@ def test_far_points_stand_at_their_steps_in_their_colours(tmp_path: Path) -> Non
     far = {line.get_xdata()[0]: line.get_color() for line in axes.lines if line.get_marker() == "^"}
     assert far == {
         100: colours["usual loader, predicted, same documents"],
-        150: colours["ours, measured"],
+        150: colours["this run, measured"],
     }
 
 
@@ -199,12 +198,13 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
     shown = " ".join(run_page(read_run(write(tmp_path, [*whole_run(), *events]))).split())
     for text in (
         "2 checkpoints were written, the last after step 10 with 3.0 MiB",
-        "waited 0.030 s for one on average, 0.040 s at most",
-        "complete after 1.50 s, 2.00 s at most",
+        "waited 0.030 s for a checkpoint on average, 0.040 s at most",
+        "complete 1.50 s after training began to wait for it on average, 2.00 s at most",
         "The checkpoint after step 15 could not be written: rank 0: No space left on device.",
-        "The step after step 11 was not finite (loss nan): training went back to the last",
-        "update of the step after step 13 was skipped, since its gradient norm was a spike (loss "
-        "2.0, gradient norm 60.0, with a median of 1).",
+        "In the step after step 11, the loss or the gradient was not finite (loss nan): training "
+        "went back to the last",
+        "update of the step after step 13 was skipped, because its gradient norm was unusually "
+        "large (loss 2.0, gradient norm 60.0, with a median of 1).",
         "stopped after step 20 by the stop file &lt;x&gt;.",
     ):
         assert text in shown
@@ -279,7 +279,7 @@ def test_the_page_says_how_keys_were_exchanged(tmp_path: Path) -> None:
         }
     text = text_of(run_page(read_run(write(tmp_path / "new", [start(), *lines]))))
     assert "keys exchanged 25.0%" in text
-    assert "6 of 8 micro-batches exchanged only rows that are read" in text
+    assert "6 of 8 micro-batches exchanged only rows that queries attend to" in text
     assert "sharding.exchange = gather, cp.overlap_stages = 0" in text
 
 
@@ -288,8 +288,8 @@ def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> N
     line["measured"]["telemetry"]["work"]["peak_flops"] = 0.0
     text = text_of(run_page(read_run(write(tmp_path / "unknown", [start(), line]))))
     assert (
-        "model TFLOP/s a rank 0.5 with attention within documents; counted over full windows 0.75"
-        in text
+        "model TFLOP/s a rank 0.5 counting attention within documents only; 0.75 if attention is "
+        "counted over full windows" in text
     )
     assert "MFU" not in text
     del line["measured"]["telemetry"]["work"]  # written before it was counted

@@ -39,8 +39,8 @@ def switch_verdict(name: str, *, best: float, own: float, error: float | None, s
     """
     if error is None:
         return (
-            f"{steps} steps are too few to say whether another packing of {name} saves GPU hours: "
-            f"repeat with more --steps."
+            f"{steps} steps are too few to say whether another packing of {name} would save GPU "
+            f"hours; repeat the command with more --steps."
         )
     saved = best - own
     if saved < -SIGNIFICANT * error:
@@ -56,18 +56,21 @@ def switch_verdict(name: str, *, best: float, own: float, error: float | None, s
         # Subtract rounded values, so that the difference is right for the numbers that are printed.
         shown = round(best, 3) - round(own, 3)
         return (
-            f"{verdict} The difference between both, {shown:.1%}, has a standard error of "
-            f"{error:.1%} over {steps:,} steps."
+            f"{verdict} The difference is {shown:.1%}, with a standard error of {error:.1%} over "
+            f"{steps:,} steps."
         )
     # Ask for so many steps that the standard error is a third of the saving. Then the next verdict
     # probably does not ask for more steps.
     enough = max(FINE, abs(saved) / 3)
     if error <= enough:
-        return f"{verdict} Either will do: their difference has a standard error of {error:.1%}."
+        return (
+            f"{verdict} The two are equally good within the standard error of their difference, "
+            f"{error:.1%}; use either."
+        )
     more = _rounded_up(steps * (error / enough) ** 2)
     return (
         f"{verdict} But {steps:,} steps are too few to trust the difference, whose standard error "
-        f"is {error:.1%}: repeat with --steps {more}."
+        f"is {error:.1%}; repeat the command with --steps {more}."
     )
 
 
@@ -81,11 +84,11 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
     """Return a table with a row for each packing. The last row, the recommended one, is bold."""
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
-        "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "
-        "ends; GPU hours: of simulated training, relative to it, with pipeline bubbles and "
-        "communication, which packing does not change; imbalance: time of a step's slowest "
-        "micro-batch over the mean, 1.000 is perfect; delay: steps from reading a token to "
-        "training it; most tokens: of a micro-batch"
+        "usual loader = the loader of Megatron-LM and torchtitan, which cuts documents where a "
+        "window ends. GPU hours = simulated GPU hours with pipeline bubbles and communication, "
+        "relative to the usual loader's. imbalance = time of a step's slowest micro-batch over the "
+        "mean of its micro-batches, steps weighted by their time; 1.000 is perfect. delay = steps "
+        "between reading and training a token. most tokens = tokens of the longest micro-batch"
     )
     table = new_table("", labels=["packing"], numbers=columns, caption=caption)
     for choice in choices:
@@ -112,14 +115,14 @@ def in_words(section: PackingSection) -> str:
     elif section.queue_thresholds:
         queues = " and ".join(f"{t:g}" for t in section.queue_thresholds)
         said = (
-            f"policy var_len (the paper's Algorithm 1), whose queues keep documents from {queues} "
-            f"context windows on until every micro-batch gets one"
+            f"policy var_len (the paper's Algorithm 1), in which documents of at least {queues} "
+            f"context windows wait in queues until every micro-batch gets one of them"
         )
     else:
         said = "policy var_len (the paper's Algorithm 1), in which no document waits in a queue"
-    said += f". Micro-batches have at most {section.s_max:g} context windows of tokens"
+    said += f". A micro-batch has at most the tokens of {section.s_max:g} context windows"
     if section.step_tokens:
-        return f"{said}, and steps at most {section.step_tokens:g} global batches"
+        return f"{said}, and a step at most those of {section.step_tokens:g} global batches"
     return said
 
 
@@ -128,12 +131,13 @@ def how_chosen(tuning: Tuning) -> str:
     budget, tried = tuning.delay_budget, len(tuning.points)
     if not tuning.is_within_budget:
         return (
-            f"How it was chosen: none of {tried} settings keeps the mean delay within "
-            f"{budget:g} steps (--delay-budget), so the one with the least delay is taken."
+            f"How it was chosen: {tried} settings were tried. None has a mean delay of at most "
+            f"{budget:g} steps (--delay-budget), so the setting with the least mean delay is "
+            f"recommended."
         )
     return (
-        f"How it was chosen: {tried} settings were tried. Those with a mean delay of at most "
-        f"{budget:g} steps (--delay-budget; with 0.5 the paper found no loss of quality) were "
-        f"compared by imbalance. Of those whose imbalance is within {SAME} of the least, the one "
-        f"with the least delay is taken. --all lists others."
+        f"How it was chosen: {tried} settings were tried. The candidates were those with a mean "
+        f"delay of at most {budget:g} steps (--delay-budget; with 0.5 the paper found no loss of "
+        f"quality). Among the candidates whose imbalance exceeds the lowest by at most {SAME}, the "
+        f"one with the least delay is recommended. --all lists other settings."
     )

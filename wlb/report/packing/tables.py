@@ -67,16 +67,24 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
 """Heading of each column of the long table, and the function that makes its cells."""
 
 CAPTION = (
-    f"{STEP}: what a step takes: forward and backward of the slowest micro-batches over the mean "
-    "ones, summed over steps; imbalance: slowest micro-batch x number / total predicted forward "
-    "latency (Section 7.4), mean of steps; time-w.: sum of slowest / sum of means of it; F+B: mean "
-    "of steps of forward and backward, which packing balances; "
-    f"W_a x {DEAR}: F+B of the same plans if attention takes {DEAR} times its price; delay, p99, "
-    "max: iterations a token waits (the paper: 0.5 on average); tok. CV: variation of tokens per "
-    "step; long wt: weight of a label of the longest documents, a tenth of all labels, in a step's "
-    "mean loss (1: that of others); held: tokens that wait after a step; ms: packing time of a "
-    "global batch; original cuts documents where windows end, as loaders of token streams do; long "
-    "whole keeps those as long as a window in one piece, as the paper's loader does"
+    "Every imbalance is the predicted time of a step's slowest micro-batch divided by the mean "
+    f"over its micro-batches; 1 is perfect. {STEP} = imbalance of forward plus backward, steps "
+    "weighted by their time: policies are compared by this column. imbalance = imbalance of "
+    "forward alone (Section 7.4 of the paper), mean over steps. p95 = the imbalance that 5% of the "
+    "steps exceed. time-w. = imbalance of forward alone, steps weighted by their time. F+B = "
+    f"imbalance of forward plus backward, mean over steps. W_a x {DEAR} = F+B of the same plans if "
+    f"attention takes {DEAR} times its predicted time. attention = imbalance of attention alone. "
+    "bound = lower bound of the imbalance for any packing. delay, p99, max = mean, 99th "
+    "percentile and maximum of the steps that a token waits (the paper reports a mean of 0.5). "
+    "late = pieces trained after the policy's maximum delay. tok. CV = standard deviation over "
+    "mean of the tokens per step. long wt = weight in the loss of a label of the longest documents "
+    "(those with a tenth of all labels) if a step's loss is the mean over its labels; 1 means an "
+    "equal weight for all labels. longest step, longest mb = most tokens of a step and of a "
+    "micro-batch. held = mean number of tokens that wait after a step. flushed = tokens that "
+    "still waited when the data ended. cut docs = documents trained in more than one piece. ms = "
+    "milliseconds to pack a global batch. The policy original cuts documents where windows end, as "
+    'Megatron-LM and torchtitan do; with "long whole" it keeps a document as long as a window in '
+    "one piece, as the paper's loader does"
 )
 
 
@@ -97,8 +105,8 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
             )
         elif share > MOST_FLUSHED:
             out.append(
-                f"{s.label}: {share:.0%} of tokens still waited when the data ended; they count "
-                f"for delay but not for imbalance"
+                f"{s.label}: {share:.0%} of tokens still waited when the data ended; the delay "
+                f"includes these tokens, the imbalance does not"
             )
         if s.num_overdue:
             out.append(f"{s.label}: {late_remark(s.num_overdue, s.max_delay)}")
@@ -108,10 +116,11 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
 
 
 FEW_CAPTION = (
-    "computing: of the slowest micro-batches of all steps, over the usual loader's (GPU hours also "
-    "have collectives and idle pipelines); imbalance: slowest micro-batches of all steps over the "
-    "mean ones, forward and backward; delay: steps that a token waits; most tokens: "
-    "of a micro-batch"
+    "computing = predicted computing time for the same work, relative to the usual loader: the "
+    "column imbalance divided by the usual loader's (GPU hours also include collectives and "
+    "pipeline bubbles). imbalance = time of a step's slowest micro-batch over the mean of its "
+    "micro-batches, forward plus backward, steps weighted by their time; 1 is perfect. delay = "
+    "steps between reading and training a token. most tokens = tokens of the longest micro-batch"
 )
 
 
@@ -135,8 +144,9 @@ def verdict(
         return f"No policy here is faster than the usual loader on these documents ({setting})."
     if simulated is None:
         return (
-            f"Balanced packing would shorten the computing of steps by {saving.gain.saved:.1%} on "
-            f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
+            f"Balanced packing would shorten the computing time of steps by "
+            f"{saving.gain.saved:.1%} on these documents ({setting}; collectives and pipeline "
+            f"bubbles are not included)."
         )
     trust, saved = "" if error is None else f"; {error}", simulated[0].saved
     # Treat less than 0.05% as no saving, because it would be printed as 0.0%.
@@ -222,8 +232,8 @@ def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] |
     if not simulated:
         return (
             f"with {best.label} instead of the usual loader{cutting} the slowest micro-batches "
-            f"of all steps would take {saving.gain.saved:.1%} less: {figures}; predicted by "
-            f"{model}, which leaves out collectives and a pipeline's bubbles"
+            f"of all steps would take {saving.gain.saved:.1%} less time ({figures}; predicted from "
+            f"{model}, without collectives and pipeline bubbles)"
         )
     return (
         f"with {best.label} instead of the usual loader{cutting} and sharding per sequence you "
@@ -272,16 +282,16 @@ def weight_remark(
     """
     if masks_labels:
         return [
-            "long wt counts all tokens as trained; this store masks some, so it does not hold for "
-            "its labels"
+            "the column long wt assumes that all tokens are trained; this token store marks some "
+            "as not trained, so the column does not apply to it"
         ]
     if not uneven(summary, normalizer):
         return []
     return [
-        f"{summary.label}: a label of the longest documents (a tenth of all labels) counts "
-        f"{summary.long_weight:.2f} of an equal share, since a step's loss is the mean of its "
-        f"labels and steps vary in tokens; training.loss_normalizer=constant gives every label the "
-        f"same"
+        f"{summary.label}: a label of the longest documents (those with a tenth of all labels) has "
+        f"{summary.long_weight:.2f} times the mean weight in the loss, because a step's loss is "
+        f"the mean over its labels and steps differ in their number of labels; set "
+        f"training.loss_normalizer=constant to give all labels the same weight"
     ]
 
 
@@ -313,12 +323,13 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
     shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
     shown += [(name, cell) for name, cell in COLUMNS if name in names]
     title = (
-        f"{len(points)} of the {len(tuning.front)} settings that no other setting beats in "
-        f"{STEP}, delay and tok. CV at once; {len(tuning.points)} were tried"
+        f"Pareto front of {len(tuning.points)} settings: {len(points)} of the {len(tuning.front)} "
+        f"settings for which no other is better in {STEP}, delay and tok. CV together"
     )
     caption = (
-        f"{CAPTION}; S: S_max in context windows; T: most tokens of a step, in global batches; L: "
-        f"thresholds of Algorithm 1's queues, in context windows; price: of a delay of one step"
+        f"{CAPTION}. In the column setting: S = S_max in context windows; T = most tokens of a "
+        f"step, in global batches; L = thresholds of Algorithm 1's queues, in context windows; "
+        f"price = packing.delay_price of the policy bounded"
     )
     headings = [name for name, _ in shown]
     table = new_table(title, labels=[""], texts=["setting"], numbers=headings, caption=caption)

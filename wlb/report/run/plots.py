@@ -106,7 +106,7 @@ def balance_figure(records: RunRecords) -> Any:
     figure, (axes,) = new_figure(height=3.8)
     series = [
         StepSeries(
-            "ours, predicted",
+            "this run, predicted",
             records.column(lambda s: s.predicted.imbalance),
             records.column(lambda s: s.predicted.mean_workload_ns),
         ),
@@ -116,7 +116,7 @@ def balance_figure(records: RunRecords) -> Any:
             records.column(lambda s: s.plain and s.plain.mean_workload_ns),
         ),
         StepSeries(
-            "ours, measured",
+            "this run, measured",
             records.column(lambda s: s.measured.imbalance),
             records.column(lambda s: s.measured.telemetry and s.measured.telemetry.mean_ns),
         ),

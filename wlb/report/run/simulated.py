@@ -35,8 +35,8 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     name, device = start.get("train_store"), str(start.get("device", ""))
     if not name or not device:
         raise UserError(
-            f"step {record.step} cannot be simulated, because metrics.jsonl does not record the "
-            "run's token store and device; set --step to a step whose timeline was measured"
+            f"step {record.steps_done} cannot be simulated, because metrics.jsonl does not record "
+            "the run's token store and device; set --step to a step whose timeline was measured"
         )
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
     first = records.learned_from
@@ -45,9 +45,9 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     made = simulate_again(records.spec, store, device, {record.step: record.measured})
     if not made:
         raise UserError(
-            f"the data of the run ends before step {record.steps_done}, so the token store has "
-            f"changed since; restore the store, or give --step with a step whose timeline was "
-            f"measured"
+            f"step {record.steps_done} cannot be simulated, because the run's token store now ends "
+            f"before this step; restore the token store with which the run trained, or set --step "
+            f"to a step whose timeline was measured"
         )
     return made[0]
 
@@ -93,9 +93,9 @@ def learned_remark(first: StepRecord) -> str:
         first: The first of these steps (`RunRecords.learned_from`).
     """
     return (
-        f"steps from {first.steps_done} on were planned with cost.online, which adjusted prices to "
-        f"measured times and was removed, so this version of wlb cannot plan them again; use the "
-        f"version that trained them"
+        f"step {first.steps_done} and later steps cannot be simulated: they were planned with "
+        f"cost.online, which adjusted predicted times to measured times and which this version of "
+        f"wlb no longer has; use the version of wlb that trained the run"
     )
 
 
@@ -120,8 +120,8 @@ def _planned_again(
             was, now = getattr(trained[planned.step], name), getattr(planned, name)
             if was != now:
                 raise UserError(
-                    f"step {planned.step} is planned with {name} = {now}, but {written} has {was}, "
-                    f"so the token store, the kernel profile or wlb has changed since; use those "
-                    f"with which the run trained"
+                    f"planning step {planned.step} again gives {name} = {now}, but {written} has "
+                    f"{was}, so the token store, the kernel profile or wlb has changed since the "
+                    f"run; use the ones with which the run trained"
                 )
         yield step
