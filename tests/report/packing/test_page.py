@@ -207,7 +207,7 @@ def test_the_front_and_the_recommendation(tuning: Tuning, tmp_path: object) -> N
     text = printed(tuning_table(tuning, rows=3), 120)
     (line,) = [x for x in text.splitlines() if "->" in x]
     assert tuning.recommended.summary.label in line
-    assert f"{len(tuning.points)} were tried" in text
+    assert f"Pareto front of {len(tuning.points)} settings" in text
     figure = tuning_figure(tuning)
     labels = [axis.get_xlabel() for axis in figure.axes]
     assert labels[0] == "mean delay (iterations)"
