@@ -204,7 +204,7 @@ def test_state_of_another_kind_is_refused():
     batches = GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7)
     with pytest.raises(ValueError, match=r"the state of a corpus must have .*but has"):
         batches.next({"step": 1})
-    with pytest.raises(ValueError, match="position = -1, but it must be a whole number"):
+    with pytest.raises(ValueError, match="position = -1, which must be a whole number"):
         batches.next({**batches.start(), "position": -1})
 
 
@@ -246,7 +246,7 @@ class Raw:
 @pytest.mark.parametrize(
     ("corpus", "options", "message"),
     [
-        (Raw([]), {}, "the corpus has no document; set data.store"),
+        (Raw([]), {}, "the corpus has no documents; set data.store"),
         (Raw([3, 0]), {}, "document 1 of the corpus has 0 tokens"),
         (Raw([3, 1.5]), {}, "lengths.1. = 1.5 is not a whole number"),
         (Raw([3, 1], 5), {}, "num_documents = 5, but 2 lengths"),
@@ -291,7 +291,7 @@ def test_a_token_store_is_a_source(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("position", 99, "position = 99, but the corpus has only 2 documents"),
+        ("position", 99, "position = 99, which must be below 2, the number of documents"),
         ("epoch", "a", "epoch = 'a'"),
     ],
 )

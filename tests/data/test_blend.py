@@ -193,7 +193,7 @@ def test_refuses_states_of_a_single_store_and_damaged_ones():
     alone = GlobalBatches(source([4]), tokens_per_batch=5, seed=0)
     with pytest.raises(ValueError, match=r"the state of a blend must have .*data\.blend"):
         batches.next(alone.start())
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="must have one number for each of 2 stores"):
         batches.next({**batches.start(), "tokens_read": [0]})
 
 
@@ -335,7 +335,7 @@ def test_open_batches_of_a_blend_has_an_order_only_shuffled(stores):
     [
         ([], [], {}, "0 sources, but 0 weights"),
         ([[1]], [1, 2], {}, "1 sources, but 2 weights"),
-        ([[1]], [0], {}, "must all be above 0"),
+        ([[1]], [0], {}, "must be finite and above 0"),
         ([[1], []], [1, 1], {}, "has no lengths; give the length of"),
         ([[1]], [1], {"tokens_per_batch": 0}, "tokens_per_batch = 0"),
         ([[1]], [1], {"epochs": -1}, "epochs = -1"),

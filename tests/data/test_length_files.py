@@ -78,9 +78,9 @@ def test_json_that_holds_no_lengths_is_refused(tmp_path, values, message):
     ("values", "message"),
     [
         (np.array([3.0, np.nan]), "length 1 is nan, but must be a whole number"),
-        (np.array([[3]]), r"one-dimensional array of integers, not int64 of shape \(1, 1\)"),
-        (np.array(["3"]), "one-dimensional array of integers, not <U1"),
-        (np.array([True]), "one-dimensional array of integers, not bool"),
+        (np.array([[3]]), r"an array of dtype int64 and shape \(1, 1\)"),
+        (np.array(["3"]), "an array of dtype <U1"),
+        (np.array([True]), "an array of dtype bool"),
         (np.array([2**64 - 1], np.uint64), "length 0 is 18446744073709551615"),
         (np.zeros(0, np.int64), "has no lengths"),
     ],

@@ -40,7 +40,9 @@ def test_a_store_is_planned_with_its_labels_and_its_tokens_are_known(tmp_path: P
     state = next(of_store.steps()).state
     other = masked_store(tmp_path / "other", tokens=4)
     assert len(list(of_store.steps(state))) > 0
-    with pytest.raises(UserError, match="made with other tokens or another tokenizer"):
+    with pytest.raises(
+        UserError, match="token store or its tokenizer is not the one of the checkpoint"
+    ):
         next(Planner.for_lengths(other, **BASE).steps(state))
 
 

@@ -237,7 +237,7 @@ def test_a_blend_whose_counts_disagree_is_refused() -> None:
     made = blended()
     state = states(made)[5]
     corpus = {**state.corpus, "tokens_read": [n + 1 for n in state.corpus["tokens_read"]]}
-    with pytest.raises(UserError, match=r"documents of store 0 of data\.blend have"):
+    with pytest.raises(UserError, match=r"store 0 of data\.blend has"):
         check_planner_state(replace(state, corpus=corpus), made.source)
 
 

@@ -1,4 +1,4 @@
-"""Group the documents of one corpus into global batches, in shuffled order and resumable.
+"""Group the documents of one corpus into global batches, in a shuffled order.
 
 The stream is a permutation of the corpus for epoch 0, then another one for epoch 1, and so on.
 Batch i ends with the document that brings the stream to (i + 1) * tokens_per_batch tokens. So no
@@ -6,9 +6,9 @@ token is dropped, and batches have tokens_per_batch tokens on average. For examp
 4, 2 and 5 tokens in batches of 6 give [3, 4], [2, 5], with 7 tokens each: the first batch has 1
 token too many (its surplus), so the second one needs only 5 more. A document longer than a batch is
 followed by empty batches.
-Guarantees: each document comes exactly once per epoch. `next` is a pure function of its state,
-which is a dict that can be saved as JSON. On resume tokens_per_batch and the number of epochs may
-be different, but not the corpus, the seed or whether it is shuffled.
+Guarantees: each document comes exactly once per epoch. `next` is a pure function of a state, which
+is a dict that can be saved as JSON. A run that resumes from a state may change tokens_per_batch and
+the number of epochs, but not the corpus, the seed or whether the corpus is shuffled.
 Cost: 2 ms for a batch of 50,000 documents.
 """
 
@@ -38,19 +38,20 @@ from wlb.plan import (
 from wlb.plan.arrays import first_true
 
 State = dict[str, Any]
-"""Position in a stream of documents, with the identity of the stream; saved in checkpoints."""
+"""Position in a stream of documents, and the identity of that stream. Checkpoints contain it."""
 
 BLOCK = 1 << 20
 """The most documents whose lengths are looked up in one call, which bounds the memory."""
 # Keys of a state. "epoch" and "position" say how many documents were read and "batch" says how many
-# global batches they filled. "surplus" is how many tokens the last batch has too many.
+# global batches they filled. "surplus" is by how many tokens the documents that were read exceed
+# the tokens that these batches should have.
 _COUNTS = ("epoch", "position", "batch", "surplus")
 IDENTITY = "store"
 """The state's key for the identity of the corpus (`TokenStore.identity`)."""
 FILLED = "filled"
-"""The state's key for the number of tokens that were read, less the surplus.
+"""The state's key for the number of tokens that were read, minus the surplus.
 
-It serves to detect damaged states. States of earlier versions do not have it.
+`check_surplus` finds damaged states with it. States of earlier versions do not have this key.
 """
 MOST_COUNT = 2**62
 """The largest number that a state may contain; sums of two such numbers fit into int64."""
@@ -76,7 +77,7 @@ class Source(Protocol):
 
     @property
     def source_id(self) -> int:
-        """Number of this source in a blend. `Documents.source` has it for each document."""
+        """Number of this source in a blend, which `Documents.source` repeats for each document."""
         ...
 
 
@@ -111,7 +112,7 @@ class TargetSource(Source, Protocol):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, all but each document's first are."""
+        """Whether only some tokens are trained. If False, all but the first of a document are."""
         ...
 
     @property
@@ -144,7 +145,7 @@ class IdentifiedSource(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that identify the tokens, for example checksums. None means not known."""
+        """Values that identify the tokens, such as checksums. A value that is unknown is None."""
         ...
 
 
@@ -176,8 +177,9 @@ class BatchStream(ABC):
 class AccountedStream(Protocol):
     """A stream that can tell from a state alone what it returned before that state.
 
-    The planner uses this to check a checkpoint: the documents that wait in the packer must have
-    been read before. All streams of wlb have these methods; a user's stream may have them.
+    The planner checks checkpoints with these methods. For example, documents that wait in the
+    packer must have been read before the checkpoint's state. All streams of wlb have these methods,
+    and a user's stream may have them.
     """
 
     def num_batches(self, state: State) -> int:
@@ -189,10 +191,10 @@ class AccountedStream(Protocol):
         ...
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether `state` can be the end of the data.
+        """Return whether the data ends at `state` for any number of epochs.
 
-        It is True if the data ends at `state` for some number of epochs, because the run that
-        wrote the state may have had another number of epochs than this run.
+        The number of epochs of this run does not matter, because the run that saved the state may
+        have used another one.
         """
         ...
 
@@ -224,7 +226,7 @@ class SourceBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, all but each document's first are."""
+        """Whether only some tokens are trained. If False, all but the first of a document are."""
         return self._targets is not None
 
     def count_targets(self, pieces: Pieces) -> IntArray:
@@ -238,7 +240,7 @@ class SourceBatches(BatchStream):
         """Return the index in the source of each piece's document, shape [num_pieces].
 
         Raises:
-            UserError: A piece cannot be a part of its document, or is of another source.
+            UserError: A piece does not fit its document (`check_documents`).
         """
         rows = self.ids.row(pieces.document)
         check_documents(
@@ -250,10 +252,10 @@ class SourceBatches(BatchStream):
         return rows
 
     def _num_targets(self, lengths: IntArray) -> IntArray:
-        """Return the number of trained labels of whole documents, or UNCOUNTED.
+        """Return the number of trained labels of each document, or UNCOUNTED for each.
 
-        If only some tokens are trained, the numbers are UNCOUNTED. Once the planner knows the
-        pieces, it counts their labels with `count_targets`.
+        The numbers are UNCOUNTED if only some tokens are trained. The planner then counts the
+        labels of each piece with `count_targets`, after packing has decided the pieces.
 
         Args:
             lengths: Tokens of each document, shape [num_documents].
@@ -287,8 +289,8 @@ class GlobalBatches(SourceBatches):
             self._lengths = int_array("lengths", self._lengths)
         if self._lengths.size != source.num_documents:
             raise UserError(
-                f"the corpus has num_documents = {source.num_documents}, but "
-                f"{self._lengths.size} lengths; give one length for each document"
+                f"num_documents of the corpus is {source.num_documents}, but lengths has "
+                f"{self._lengths.size} entries; give one length for each document"
             )
         check_lengths(self._lengths)
         super().__init__(source)
@@ -332,26 +334,26 @@ class GlobalBatches(SourceBatches):
         """Check a state, and return how many documents were read before it, over all epochs.
 
         Raises:
-            UserError: The state is of another stream, or it is damaged.
+            UserError: The state belongs to another stream, or it is damaged.
         """
         check_state(state, {*_COUNTS}, self._identity, what="a corpus", keys="corpus")
         for name in (*_COUNTS, FILLED):
             value = state.get(name, 0)
             if type(value) is not int or not 0 <= value <= MOST_COUNT:
                 raise UserError(
-                    f"the state of the corpus has {name} = {value!r}, but it must be a whole "
-                    f"number of at least 0"
+                    f"the state of the corpus has {name} = {value!r}, which must be a whole number "
+                    f"from 0 to 2**62; resume from another checkpoint"
                 )
         if state["position"] >= self._lengths.size:
             raise UserError(
-                f"the state of the corpus has position = {state['position']}, but the corpus has "
-                f"only {self._lengths.size} documents"
+                f"the state of the corpus has position = {state['position']}, which must be below "
+                f"{self._lengths.size}, the number of documents; resume from another checkpoint"
             )
         first = state["epoch"] * self._lengths.size + state["position"]
         if first > MOST_COUNT:
             raise UserError(
-                f"the state of the corpus has epoch = {state['epoch']}, which is beyond 64-bit "
-                f"integers"
+                f"the state of the corpus has epoch = {state['epoch']}, which is too large; resume "
+                f"from another checkpoint"
             )
         return first
 
@@ -390,10 +392,12 @@ class GlobalBatches(SourceBatches):
         check_were_read(pieces, epoch * size + rows, np.full(len(pieces), first))
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of the next documents, until they have `missing` tokens.
+        """Return ids and lengths of the next documents, which have at least `missing` tokens.
+
+        They have fewer tokens only if the data ends.
 
         Args:
-            first: Position in the stream: the number of documents that were read before.
+            first: Position in the stream, which is the number of documents that were read before.
             missing: Tokens that the batch still needs. The last document may bring more.
         """
         ids: list[IntArray] = []
@@ -455,7 +459,7 @@ def checked_settings(tokens_per_batch: int, epochs: int) -> tuple[int, int]:
 
     Args:
         tokens_per_batch: Tokens of a global batch, at least 1.
-        epochs: How many times the data is read, at least 0 (without end).
+        epochs: How many times the data is read. 0 means without end.
     """
     return (
         whole_number("tokens_per_batch", tokens_per_batch, 1),
@@ -464,24 +468,25 @@ def checked_settings(tokens_per_batch: int, epochs: int) -> tuple[int, int]:
 
 
 def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:
-    """Raise UserError unless `state` has the given keys and belongs to the same stream.
+    """Raise UserError unless `state` has the required keys and the values of `identity`.
 
     Args:
         state: The state to check, perhaps read from a file.
         counts: Keys that the state must have, besides the keys of `identity`.
-        identity: Entries that the state must have with the same values, such as the seed.
-        what: What the state is of, such as "a corpus", for messages.
+        identity: Keys and values of the stream that is read, such as its seed. The state must have
+            the same.
+        what: What the state belongs to, such as "a corpus", for error messages.
         keys: The configuration keys that select the data, for messages.
     """
     expected = counts | identity.keys()
-    # A state that was read from a file may be anything.
+    # A state that was read from a file may be of any type.
     if not isinstance(cast(object, state), dict):
         raise UserError(
-            f"the state of {what} must be an object with the keys {sorted(expected)}, but is of "
+            f"the state of {what} must be a dict with the keys {sorted(expected)}, but is of "
             f"type {type(state).__name__}; resume with the {keys} of the checkpoint, or start a "
             f"new run"
         )
-    # States of earlier versions lack the keys IDENTITY and FILLED.
+    # Accept states without the keys IDENTITY and FILLED, which earlier versions did not write.
     if (state.keys() | ({IDENTITY} & expected)) - {FILLED} != expected:
         raise UserError(
             f"the state of {what} must have the keys {sorted(expected)}, but has "
@@ -490,7 +495,7 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
     for name, value in identity.items():
         if name == IDENTITY and name in state and state[name] != value:
             raise UserError(
-                f"the checkpoint was made with other tokens or another tokenizer than this run's "
+                f"the token store or its tokenizer is not the one of the checkpoint "
                 f"({_difference(state[name], value)}); resume with the {keys} of the checkpoint, "
                 f"or start a new run"
             )
@@ -506,7 +511,7 @@ def _difference(theirs: Any, ours: Any) -> str:
     before, now = _values_of(theirs), _values_of(ours)
     for name in [*now, *before]:
         if before.get(name) != now.get(name):
-            return f"{name} {before.get(name, 'none')[:16]} and {now.get(name, 'none')[:16]}"
+            return f"{name} was {before.get(name, 'none')[:16]}, is {now.get(name, 'none')[:16]}"
     return "other stores"
 
 
@@ -533,7 +538,7 @@ def batch_after(
     Args:
         state: The state before the batch.
         documents: Documents of the batch.
-        read: Entries of the new state that say which documents were read.
+        read: Entries of the new state that say how many documents were read.
         missing: Tokens that the batch needed. If the documents have more, the excess is the new
             state's surplus.
         identity: Entries of the state that identify the stream (corpus, seed and order).
@@ -548,17 +553,18 @@ def batch_after(
 
 
 def check_surplus(state: State, tokens: int) -> None:
-    """Raise UserError unless the state's counts agree with the number of tokens that were read.
+    """Raise UserError unless FILLED plus the surplus of a state is the number of tokens read.
 
     Args:
-        state: The state of a stream.
+        state: The state of a stream. States without FILLED are not checked.
         tokens: Tokens of all documents that were read before the state.
     """
     filled = state.get(FILLED)
     if filled is not None and filled + state["surplus"] != tokens:
         raise UserError(
-            f"the state of the corpus has surplus = {state['surplus']} and batches of {filled} "
-            f"tokens together, but {tokens} tokens were read"
+            f"the state of the corpus has surplus = {state['surplus']} and {FILLED} = {filled}, "
+            f"whose sum must be {tokens}, the number of tokens of the documents that were read; "
+            f"resume from another checkpoint"
         )
 
 
@@ -566,8 +572,8 @@ def check_lengths(lengths: IntArray) -> None:
     """Raise UserError unless there is at least one document and each has at least one token."""
     if not lengths.size:
         raise UserError(
-            "the corpus has no document; set data.store or data.corpus to a corpus with "
-            "documents, or raise data.heldout_fraction if the held-out documents are missing"
+            "the corpus has no documents; set data.store or data.corpus to a corpus with "
+            "documents, or raise data.heldout_fraction if there are no held-out documents"
         )
     if (i := first_true(lengths < 1)) is not None:
         raise UserError(
@@ -579,7 +585,10 @@ def check_lengths(lengths: IntArray) -> None:
 def check_documents(
     pieces: Pieces, lengths: IntArray, *, source: IntArray, is_masked: BoolArray
 ) -> None:
-    """Raise UserError if a piece cannot be a part of its document.
+    """Raise UserError if a piece does not fit its document.
+
+    A piece does not fit if it ends after its document, has the number of another source, or has a
+    number of labels that its tokens cannot have.
 
     Args:
         pieces: The pieces to check.
@@ -591,13 +600,16 @@ def check_documents(
     counted = np.minimum(pieces.stop, lengths - 1) - pieces.start
     labels = np.where(is_masked, UNCOUNTED, counted)
     for wrong, what in (
-        (pieces.document < 0, "has a negative id"),
+        (pieces.document < 0, "has a negative document id"),
         (pieces.source != source, "belongs to another corpus"),
         (pieces.stop > lengths, "ends after the end of its document"),
-        (pieces.num_targets != labels, "has another number of labels than its tokens"),
+        (pieces.num_targets != labels, "has a wrong number of labels (num_targets)"),
     ):
         if (i := first_true(wrong)) is not None:
-            raise UserError(f"{pieces[i]} {what}; its document has {lengths[i]} tokens")
+            raise UserError(
+                f"{pieces[i]} {what}; its document has {lengths[i]} tokens; resume from another "
+                f"checkpoint"
+            )
 
 
 def check_were_read(pieces: Pieces, position: IntArray, num_read: IntArray) -> None:
@@ -610,8 +622,9 @@ def check_were_read(pieces: Pieces, position: IntArray, num_read: IntArray) -> N
     """
     if (i := first_true(position >= num_read)) is not None:
         raise UserError(
-            f"{pieces[i]} is of document {position[i]} in reading order, but only "
-            f"{num_read[i]} documents were read"
+            f"{pieces[i]} belongs to a document that was not read: it is at position "
+            f"{position[i]} of the shuffled corpus, but only {num_read[i]} documents were read; "
+            f"resume from another checkpoint"
         )
 
 
@@ -620,7 +633,7 @@ def checked_lengths(
 ) -> IntArray:
     """Return document lengths as a read-only int64 array, after checking each of them.
 
-    A length is an integer in [1, MOST_LENGTH], or a float below `EXACT_FLOATS` without a fraction.
+    A valid length is a whole number in [1, MOST_LENGTH]. A float must also be below `EXACT_FLOATS`.
     True, None and text are refused.
 
     Args:
@@ -634,8 +647,8 @@ def checked_lengths(
     array = values if isinstance(values, np.ndarray) else np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UserError(
-            f"{name}: lengths must be a one-dimensional array of integers, not {array.dtype} of "
-            f"shape {array.shape}"
+            f"{name}: lengths must be a one-dimensional array of integers, but are an array of "
+            f"dtype {array.dtype} and shape {array.shape}"
         )
     if not isinstance(values, np.ndarray):
         whole = [_whole(name, where, i, value) for i, value in enumerate(values)]
@@ -673,12 +686,12 @@ def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
 
 def _no_length(name: str, where: str, value: Any) -> UserError:
     return UserError(
-        f"{name}: {where} is {value!r}, but must be a whole number of tokens; correct it"
+        f"{name}: {where} is {value!r}, but must be a whole number of tokens; correct this length"
     )
 
 
 class ListedBatches:
-    """A stream that returns the global batches of a list, and sets `is_last` of the last one."""
+    """A stream that returns the global batches of a list. Only the last one has `is_last`."""
 
     def __init__(self, batches: Sequence[GlobalBatch]) -> None:
         self.batches: Sequence[GlobalBatch] = batches

@@ -1,14 +1,15 @@
-"""Mix several token stores into one corpus, by weights that count tokens.
+"""Mix several token stores into one corpus. A store's weight is its share of the tokens.
 
-The order is start-time fair queueing (Goyal, SIGCOMM'96). Each store s is shuffled for itself. A
-document that comes after t tokens of its store gets the tag t / w_s, where w_s is the weight of the
-store, and the blend is the documents of all stores sorted by tag. For example, with weights 2 and
-1, store A's documents of 4 tokens get the tags 0, 2, 4, ... and store B's get 0, 4, 8, ..., so the
-blend is A B A A B A A B ... The indices of documents in
-the blend count first those of the first store, then those of the second, and so on.
-`Documents.source` is the number of the store.
-Guarantees: as in `batches.py`. Also, if t_s tokens of store s were read, t_s / w_s of two stores
-never differs by more than the sum of (longest document / weight) of both.
+The order follows start-time fair queueing (Goyal, SIGCOMM'96). Each store s with weight w_s is
+shuffled separately. A document that comes after t tokens of store s gets the tag t / w_s, and the
+blend has the documents of all stores in the order of their tags. For example, if all documents have
+4 tokens and the weights are 2 and 1, documents of store A get the tags 0, 2, 4, ... and those of
+store B get 0, 4, 8, ..., so the blend is A B A A B A A B ...
+Indices of documents in the blend start with the documents of the first store, continue with those
+of the second store, and so on. `Documents.source` is the number of the store, from 0.
+Guarantees: those of `batches.py`. Also, let t_s be the tokens of store s that were read so far, and
+l_s the length of its longest document. Then t_a / w_a and t_b / w_b of two stores a and b never
+differ by more than l_a / w_a + l_b / w_b.
 Cost: 16 bytes of memory per document, in addition to those of the stores.
 """
 
@@ -62,7 +63,7 @@ StoreName = str | tuple[str, ...]
 # Store i is shuffled with the run's seed plus i times this number (2**64 over the golden ratio, as
 # in splitmix64), so that stores of equal size get different orders.
 _SEED_STEP = 0x9E3779B97F4A7C15
-# Keys of a state whose value is one number, and keys whose value is a list with one per store.
+# Keys of a state whose value is one number, and keys whose value is a list of one number per store.
 _COUNTS = ("batch", "surplus")
 _COLUMNS = ("documents_read", "tokens_read")
 
@@ -153,8 +154,8 @@ class BlendedStore:
         """Return the store that has a document of the blend, and the document's index there."""
         if not 0 <= document < self.num_documents:
             raise UserError(
-                f"document {document} is not in the blend of {self.prefix}, which has "
-                f"{self.num_documents} documents"
+                f"document {document} must be below {self.num_documents}, the number of documents "
+                f"in the blend of {self.prefix}, and at least 0"
             )
         at = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.stores[at], document - int(self._first[at])
@@ -265,8 +266,8 @@ class BlendedBatches(BatchStream):
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
         if not all(isinstance(state[name], list) for name in _COLUMNS):
             raise UserError(
-                f"the state of a blend is damaged: {' and '.join(_COLUMNS)} must be lists; resume "
-                f"from another checkpoint"
+                f"the state of a blend must have lists under {' and '.join(_COLUMNS)}, with one "
+                f"number for each store; resume from another checkpoint"
             )
         counts = [state.get(name, 0) for name in (*_COUNTS, FILLED)]
         counts += [n for c in _COLUMNS for n in state[c]]
@@ -274,8 +275,9 @@ class BlendedBatches(BatchStream):
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
         if sizes != {len(self.sources)} or not valid:
             raise UserError(
-                f"the state of a blend is damaged: its counts {counts} must be whole numbers of "
-                f"at least 0, with one per store in each list; resume from another checkpoint"
+                f"the numbers {counts} in the state of a blend must be whole and at least 0, and "
+                f"{' and '.join(_COLUMNS)} must have one number for each of {len(self.sources)} "
+                f"stores; resume from another checkpoint"
             )
         return [np.array(state[name], np.int64) for name in _COLUMNS]
 
@@ -300,22 +302,22 @@ class BlendedBatches(BatchStream):
             )
             if found != tokens[number]:
                 raise UserError(
-                    f"the first {read} documents of store {number} of data.blend have {found} "
-                    f"tokens, but {tokens[number]} were read when the state was saved; resume with "
-                    f"the stores of that run, or start a new run"
+                    f"store {number} of data.blend has {found} tokens in its first {read} "
+                    f"documents, but the checkpoint counted {tokens[number]} tokens; resume with "
+                    f"the stores that the checkpoint was made with, or start a new run"
                 )
         check_surplus(state, int(tokens.sum()))
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for some number of epochs."""
+        """Return whether the data ends at `state` for any number of epochs."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False
         last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
-        # Documents are read in the order of their tags until a tag reaches `_end_of(epochs)`. So
-        # `state` is the end if the last document of each source has a tag below that, and the next
-        # document of each source does not.
+        # Documents are read in the order of their tags while the tag is below `_end_of(epochs)`. So
+        # `state` is the end if the last document that was read of each source has a tag below that
+        # limit, and the next document of each source has not.
         least = float((tokens / self._weights).min())
         latest = float(((tokens - np.array(last)) / self._weights).max())
         epochs = int(least / self._end_of(1))
@@ -346,7 +348,7 @@ class BlendedBatches(BatchStream):
 
     @property
     def _end(self) -> float:
-        """The tag at which the stream ends, because every source was then read `epochs` times."""
+        """The tag at which the stream ends. Every source was then read at least `epochs` times."""
         return self._end_of(self.epochs) if self.epochs else np.inf
 
     def _end_of(self, epochs: int) -> float:
@@ -358,7 +360,9 @@ class BlendedBatches(BatchStream):
     def _take(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the next documents, until they have `missing` tokens or the stream ends.
+        """Return the next documents, which have at least `missing` tokens.
+
+        They have fewer tokens only if the data ends.
 
         Args:
             documents_read: Number of documents read of each source, shape [num_sources]. Updated in
@@ -387,10 +391,11 @@ class BlendedBatches(BatchStream):
     def _ordered(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the source, id and length of at least one of the next documents, sorted by tag.
+        """Return the source, id and length of some of the next documents, sorted by tag.
 
-        A document's tag decides the order of the blend (see the module). The documents may have
-        more or fewer than `missing` tokens. Other arguments are those of `_take`, not updated.
+        A document's tag decides its place in the blend (see the module's docstring). At least one
+        document is returned. All of them together may have more or fewer than `missing` tokens. The
+        arguments have the same meaning as in `_take`, but this function does not change them.
         """
         shares = self._weights / self._weights.sum()
         ids: list[IntArray] = []
@@ -399,7 +404,7 @@ class BlendedBatches(BatchStream):
         first_unseen: list[tuple[float, int]] = []
         for number, weight in enumerate(self._weights):
             mean = self._tokens[number] / self._lengths[number].size
-            # About as many documents as this source contributes to `missing` tokens.
+            # Look up about as many documents as this source contributes to `missing` tokens.
             size = min(BLOCK, int(1.125 * missing * shares[number] / mean) + 64)
             block_ids, block = self._block(number, int(documents_read[number]), size)
             # Tokens of this source before each document, from which its tag is computed.
@@ -410,8 +415,9 @@ class BlendedBatches(BatchStream):
             first_unseen.append((float((before[-1] + block[-1]) / weight), number))
         source = np.repeat(np.arange(len(ids)), [block.size for block in ids])
         tag = np.concatenate(tags)
-        # Return only documents up to `limit`, the smallest tag of a document not yet looked up.
-        # After it, such a document might come first. For equal tags the lower source comes first.
+        # `limit` is the smallest tag of a document that was not looked up. Return only documents
+        # before that tag, because the order after it is unknown. If tags are equal, the source with
+        # the lower number comes first.
         limit, of = min(first_unseen)
         known = (tag < limit) | ((tag == limit) & (source < of))
         rows = np.flatnonzero(known & (tag < self._end))
@@ -437,8 +443,8 @@ def open_store(name: StoreName, *, source_id: int = 0) -> TokenStore | BlendedSt
 
     Args:
         name: Prefix of a store, or the entries of `data.blend`.
-        source_id: Value of `Documents.source` for a single store. In a blend it is the store's
-            position, from 0.
+        source_id: Value of `Documents.source` if `name` is a single store. Stores of a blend have
+            the values 0, 1, ... instead.
     """
     if isinstance(name, str):
         return TokenStore(name, source_id=source_id)
@@ -457,7 +463,7 @@ def open_batches(
         tokens_per_batch: Tokens of a global batch, on average.
         seed: Seed of the order.
         epochs: How many times the data is read. 0 means without end.
-        shuffle: Whether each epoch is shuffled. A blend is always shuffled.
+        shuffle: Whether each epoch is shuffled. It must be True for a blend.
     """
     store = open_store(name)
     if isinstance(store, TokenStore):
@@ -477,20 +483,21 @@ def open_batches(
 def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
     if not num_sources or len(weights) != num_sources:
         raise UserError(
-            f"there are {num_sources} sources, but {len(weights)} weights; give one weight for "
-            f"each source"
+            f"a blend needs at least one source and one weight for each source, but has "
+            f"{num_sources} sources and {len(weights)} weights"
         )
     if not all(0 < weight < np.inf for weight in weights):
         raise UserError(
-            f"weights {list(weights)} must all be above 0; leave out sources with weight 0"
+            f"the weights {list(weights)} must be finite and above 0; leave out sources with "
+            f"weight 0"
         )
 
 
 def check_tokenizers(stores: Sequence[TokenStore], keys: str) -> None:
     """Raise UserError if stores have different tokenizers.
 
-    Only descriptions are compared: vocabulary size, EOS id, and checksum of the tokenizer. A value
-    that a store's description lacks is not compared.
+    The vocabulary size, the EOS id and the checksum of the tokenizer are compared, as the stores'
+    descriptions state them. A value that a description lacks is not compared.
 
     Args:
         stores: The stores to compare.

@@ -59,7 +59,7 @@ def test_what_was_read_once_is_read_again_only_if_it_changed(
     run, shown = train(spec_of(tmp_path, store, training={"steps": 2}))
     told = said_by(capsys, shown)
     assert "token stores: checking" in told
-    assert "token stores: their contents match their checksums" in told
+    assert "token stores: all are read, and none is damaged" in told
     record = json.loads((run.folder / "stores.json").read_text())
     assert sorted(record) == ["held-out", "train"]
     assert record["train"]["tokens"] == TokenStore(store).info.checksum  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ def test_another_tokenizer_or_corpus_is_refused_on_resume(
     else:
         about[key] = {"eos_id": 7, "checksum": "0" * 64}[key]
     path.write_text(json.dumps(about))
-    with pytest.raises(UserError, match="other tokens or another tokenizer"):
+    with pytest.raises(UserError, match="token store or its tokenizer is not the one of the checkpoint"):
         train(spec_of(tmp_path, store, training={"steps": 4}), resume=True)
 
 
