@@ -455,9 +455,9 @@ def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
     out = run(capsys, *words)
     said = re.match(
         r"Balanced packing and sharding would save (\d+\.\d)% of GPU hours on these documents "
-        r"\(7b_128k on (\d+) GPUs with kernel times of h100_runs, simulated; step times of "
-        r"published runs "
-        r"were predicted within 6%(?:; the saving's standard error is .+: give more --steps)?\)\. "
+        r"\(7b_128k on (\d+) GPUs with kernel times of h100_runs, simulated; predicted step "
+        r"times of published runs were wrong by at most 6%"
+        r"(?:; the standard error of the saving is .+; simulate more steps with --steps)?\)\. "
         r"It is the policy (.+?); --out my\.toml writes its settings",
         " ".join(out.split()),
     )

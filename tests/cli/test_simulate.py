@@ -24,16 +24,18 @@ def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     assert text.splitlines()[:3] == few.splitlines()[:3]
     assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
     assert "priced with h100_runs (NVIDIA H100 80GB HBM3; measured: attention" in text
-    assert "5 published H100 runs with TP, CP or PP were predicted within 6%" in text
+    assert "5 published H100 runs with TP, CP or PP were wrong by at most 6%" in text
     assert "All numbers are simulated" in text
     assert "critical path" in text
-    assert "by term: " in text
+    assert "shares of the critical path by kind of work: " in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["usual"], ["run"])]
     assert [row[0] for row in rows] == ["usual", "run"]
     said = re.match(
         r"The run would take (\d+\.\d)% (less|more) GPU time than the usual loader on these "
-        r"documents \(64 GPUs, simulated; step times of published runs were predicted within 6%; "
-        r"the saving's standard error is unknown, for so few steps: give more --steps\)",
+        r"documents \(64 GPUs, simulated; predicted step times of published runs were wrong by at "
+        r"most 6%; "
+        r"the standard error of the saving is unknown after so few steps; simulate more steps with "
+        r"--steps\)",
         " ".join(text.split()),
     )
     assert said is not None

@@ -139,7 +139,7 @@ def test_another_global_batch_keeps_tokens(
         (["--gpus", "8", "--global-batch-tokens", "3000"], "such as 2048"),
         (["--gpus", "8", "--global-batch-tokens", "0"], "must be a multiple of"),
         (["--gpus", "8", "--out", "/nowhere/best.toml"], "/nowhere/best.toml cannot be written"),
-        (["--gpus", "8", "--set", "cluster.memory_gib=0.001"], "lacks least is tp "),
+        (["--gpus", "8", "--set", "cluster.memory_gib=0.001"], "lacks the least memory is tp "),
         *full(
             (["--gpus", "8", "--max-delay-mean", "0", "--policies", "bounded"], "raise --max-delay")
         ),

@@ -199,10 +199,7 @@ def test_caps_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("gib", "message"),
     [
-        (
-            2.0,
-            "for weights, gradients, optimiser and logits, but packing.memory_gib allows 2.0 GiB",
-        ),
+        (2.0, "gradients, optimizer states and logits, but packing.memory_gib allows only 2.0 GiB"),
         (30.0, "packing.memory_gib = 30.0 has room for steps of at most"),
     ],
 )
@@ -275,7 +272,9 @@ def test_s_max_without_memory_is_refused() -> None:
     unfilled = spec(s_max=0)
     with pytest.raises(ValueError, match=r"unknown on a CPU; .* set cluster\.memory_gib"):
         with_s_max(unfilled, planned_gib=None)
-    with pytest.raises(ValueError, match=r"needs .* GiB for weights, gradients, optimiser and"):
+    with pytest.raises(
+        ValueError, match=r"needs .* GiB for weights, gradients, optimizer states and"
+    ):
         with_s_max(unfilled, planned_gib=0.001)
     with pytest.raises(ValueError, match=r"packing\.s_max = 0 .*set packing\.s_max"):
         packer_for(unfilled, COST)

@@ -57,13 +57,13 @@ class Budget:
 
     @property
     def gaps_bytes(self) -> int:
-        """Memory that the allocator loses to gaps between tensors."""
+        """Memory that the allocator loses to gaps between tensors, in bytes."""
         left = int(self.gib * GIB) - self.context_bytes - self.nccl_bytes
         return math.ceil(max(0, left) * self.gaps)
 
     @property
     def terms(self) -> dict[str, int]:
-        """Parts of the memory that plans may not use, in bytes by name."""
+        """The parts of the memory that plans may not use: bytes by name of the part."""
         return {
             "CUDA context": self.context_bytes,
             "NCCL buffers": self.nccl_bytes,
@@ -72,12 +72,12 @@ class Budget:
 
     @property
     def planned_bytes(self) -> int:
-        """Memory that plans may use: the upper limit of a rank's memory estimate."""
+        """Memory that plans may use, in bytes: the upper limit of a rank's memory estimate."""
         return max(0, int(self.gib * GIB) - sum(self.terms.values()))
 
     @property
     def reservable_bytes(self) -> int:
-        """Memory that the caching allocator may reserve, for tensors and the gaps between them."""
+        """Bytes that the caching allocator may reserve, for tensors and the gaps between them."""
         return self.planned_bytes + self.gaps_bytes
 
     @property
@@ -104,11 +104,12 @@ def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> 
 
     Args:
         spec: The run, which decides how many communicators a rank has.
-        gib: Memory of the GPU in GiB; None: `cluster_gib`.
-        source: Where `gib` comes from, for messages; "" names cluster.memory_gib.
+        gib: Memory of the GPU in GiB; None means the result of `cluster_gib`.
+        source: Configuration key or device that `gib` comes from, for messages; "" stands for
+            cluster.memory_gib.
     """
     key = "cluster.memory_gib"
-    default = key if spec.cluster.memory_gib else f"assumed; {key} sets it"
+    default = key if spec.cluster.memory_gib else f"assumed, because {key} is not set"
     return Budget(
         gib=cluster_gib(spec) if gib is None else gib,
         source=source or default,
@@ -124,7 +125,7 @@ def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
     Args:
         spec: The run.
         gib: Memory of the rank in GiB.
-        source: Where `gib` comes from, for messages.
+        source: Configuration key or device that `gib` comes from, for messages.
     """
     return Budget(gib=gib, source=source, gaps=ALLOCATOR_GAPS)
 
@@ -140,10 +141,10 @@ def num_communicators(spec: RunSpec) -> int:
     There is one for the world, one for each axis (tp, cp, pp, dp), one for dp and cp together, and
     further ones with HSDP, with experts and with copied KV heads. Groups of one rank have none.
 
-    The axis pp counts as one communicator, although a pipeline rank has two, one for each of its
-    neighbours. Such a communicator has one connection for each channel, and `COMMUNICATOR_GIB` has
-    two (ring and tree). The NCCL group of all pipeline ranks transfers nothing, so NCCL allocates
-    no memory for it.
+    A pipeline rank has two communicators on the axis pp, one for each neighbour, but they count as
+    one. `COMMUNICATOR_GIB` assumes two connections for each channel (ring and tree). A communicator
+    with a neighbour has only one, so two of them need the memory of one other communicator. The
+    NCCL group of all pipeline ranks transfers nothing, so NCCL allocates no memory for it.
     """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]

@@ -1,7 +1,7 @@
 """The most tokens of a micro-batch (S_max) and of a step (T) that fit into a device's memory.
 
-The memory estimate grows linearly with tokens. So it can be solved for the numbers of tokens at
-which it equals the memory that plans may use.
+The memory estimate is a linear function of tokens. Solving it for tokens gives the numbers of
+tokens at which the estimate equals the memory that plans may use.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
 
     S_max is the longest micro-batch that fits if all others are short. T limits the tokens of all
     micro-batches of a step, so that their activations fit together with the workspace of the
-    longest micro-batch. With several pipelines T is multiplied by UNEVEN_TOKENS, because a pipeline
-    may get more tokens than its share.
+    longest micro-batch. With several pipelines T is lowered by the factor UNEVEN_TOKENS, because
+    one pipeline may get more tokens than its share.
 
     T counts the tokens of all micro-batches, although a pipeline stores at most `in_flight` of them
     at the same time. So if T would be smaller than a global batch, there is no T. Instead S_max is
@@ -48,7 +48,7 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
         memory_bytes: Memory that plans may use on each rank.
 
     Raises:
-        UserError: Weights, gradients and optimiser alone do not fit.
+        UserError: Weights, gradients, optimizer states and logits alone do not fit.
     """
     caps = [_caps_of_rank(spec, pp_rank, memory_bytes) for pp_rank in range(spec.parallel.pp)]
     step_tokens = min((tokens for _, tokens in caps if tokens is not None), default=None)
@@ -60,35 +60,38 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
 def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
     """Return the most tokens of a micro-batch and of a step that fit on one pipeline rank.
 
-    The limit of a step counts the tokens of one pipeline. It is None if the step needs no limit.
+    The limit of a step counts only the tokens of the rank's pipeline. This limit is None if the
+    step needs none.
     """
 
     def estimate(tokens: int) -> MemoryEstimate:
         return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
 
     window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
-    # All gradients are counted together with all activations in flight. This is a little more than
-    # exists at the same time.
+    # All gradients are counted together with all activations in flight, although the last of them
+    # never exist at the same time. So the limits are a little too low rather than too high.
     gradients = sum(stage_gradient_bytes(spec, stage=s) for s in spec.stages_of(pp_rank))
     flowing = most_activation_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=window)
     one = estimate(window)
     fixed = one.parameters_bytes + one.optimizer_bytes + one.inputs_bytes
     fixed += gradients + one.fresh_gradients_bytes
     longest_one = estimate(spec.s_max)
-    # The loss needs most memory for the longest micro-batch, so that one is counted.
+    # The loss needs the most memory for the longest micro-batch, so its bytes are counted for this
+    # micro-batch.
     logits = loss_bytes(spec, pp_rank, spec.s_max)
     available = memory_bytes - fixed
     if available <= logits:
         raise UserError(
             f"pipeline rank {pp_rank} needs {(fixed + logits) / GIB:.1f} GiB for weights, "
-            "gradients, optimiser and logits, but packing.memory_gib allows "
+            "gradients, optimizer states and logits, but packing.memory_gib allows only "
             f"{memory_bytes / GIB:.1f} GiB; raise parallel.tp, parallel.pp or parallel.dp, or "
             "raise packing.memory_gib"
         )
     # Bytes for each token of a micro-batch, rounded up:
-    # - longest: stored by one micro-batch if it is in flight in as many stages as possible
-    # - whole: stored by one micro-batch in all stages of the rank
-    # - under_way: stored by all passes in flight, if all micro-batches have equally many tokens
+    # - longest: bytes that one micro-batch stores in `resident` stages of the rank, which is the
+    #   largest number of stages in which it can be in flight at the same time
+    # - whole: bytes that one micro-batch would store in all stages of the rank
+    # - under_way: bytes that all passes in flight store if all micro-batches are equally long
     # - at_work: workspace of the running layer
     in_layers = sums_by_stage(spec, lambda kind: most_in_layer(kind, window))
     in_stage = sorted((in_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
@@ -99,8 +102,9 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         for stages in (resident, len(in_stage))
     )
     under_way = (flowing + passes) / window
-    # Kernels pad each segment, so the workspace per token depends a little on the length. It is
-    # taken from the longest micro-batch; the error is smaller than `budget.ROUNDING` allows.
+    # Kernels pad each segment, so the workspace per token depends a little on the length of the
+    # micro-batch. Here the longest micro-batch is used. The error is smaller than `budget.ROUNDING`
+    # allows.
     at_work = (longest_one.workspace_bytes + longest_one.kernel_bytes) / spec.s_max + 1
 
     def most_tokens(per_token: float) -> int:
@@ -117,6 +121,7 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     # `token_caps` multiplies T by this margin, so the comparison uses it too.
     margin = 1.0 if spec.parallel.dp <= 1 else UNEVEN_TOKENS
     if step_tokens * margin <= tokens_per_pipeline and all_under_way >= window:
-        # Only `passes` micro-batches are in flight at once, so the step needs no cap.
+        # At most `passes` micro-batches are in flight at the same time, and they fit. So the step
+        # needs no limit.
         return min(s_max, all_under_way), None
     return s_max, step_tokens

@@ -55,9 +55,10 @@ INDEX_BYTES = 8
 class MemoryEstimate:
     """Peak memory of one rank in bytes, as terms: `total_bytes` is the sum of the `*_bytes` fields.
 
-    Some tensors of two terms never exist at the same time. One of the two terms then has only the
-    bytes by which it exceeds the other. Without FSDP (one rank, float32) the parameters are the
-    master weights, and gradients are not copied.
+    The peaks of `workspace_bytes`, `kernel_bytes` and `logits_bytes` are reached at different
+    moments. So the second and third of these terms count only the bytes by which they exceed the
+    terms before them. Without FSDP (one rank, float32) the parameters are the master weights, and
+    gradients are not copied.
     """
 
     pp_rank: int  # the pipeline rank
@@ -97,14 +98,14 @@ class MemoryEstimate:
 
 
 def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Return for how many forward passes a rank stores activations at the same time, at most.
+    """Return the largest number of forward passes whose activations a rank stores at one time.
 
     A rank has n micro-batches and v virtual stages, and interleaved schedules run micro-batches in
-    rounds of m (`wlb.simulate.order`). The number is at most n * v, and depends on the schedule:
+    rounds of m (`wlb.simulate.order`). The number is n * v, or this number if it is smaller:
 
     - 1F1B: pp - pp_rank.
-    - Interleaved 1F1B: (v - 1) * m + 2 * (pp - 1 - pp_rank) passes of the warm-up, and one more.
-    - Zero-bubble: (v - 1) * m + pp - 1 - pp_rank passes of the warm-up, one more, and another
+    - Interleaved 1F1B: the (v - 1) * m + 2 * (pp - 1 - pp_rank) passes of the warm-up, plus 1.
+    - Zero-bubble: the (v - 1) * m + pp - 1 - pp_rank passes of the warm-up, plus 1, plus
       pp_rank * weight_delay passes that wait for their weight-gradient passes.
 
     Args:
@@ -120,7 +121,7 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
 
 def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
-    """Return a rank's warm-up and the delay of its weight gradients, as numbers of passes.
+    """Return the length of a rank's warm-up, and the delay of its weight-gradient passes.
 
     Returns:
         The number of forward passes before forward and backward passes alternate, and the number of
@@ -151,7 +152,7 @@ class HeldBytes(NamedTuple):
 def _held_at_once(
     spec: RunSpec, pp_rank: int, kept_bytes: list[int], waiting_bytes: list[int]
 ) -> set[tuple[int, int, int]]:
-    """Return how much a rank stores before and after each of its backward passes.
+    """Return what a rank stores before and after each of its backward passes.
 
     Memory peaks at one of these moments. This function uses closed formulas. The simulator counts
     the same bytes from its list of passes (`wlb.simulate.peak_memory`).
@@ -159,9 +160,10 @@ def _held_at_once(
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
-        kept_bytes: Bytes of the activations of one micro-batch that forward stores, by stage.
-        waiting_bytes: Bytes of the tensors of one micro-batch that wait for the weight-gradient
-            pass, by stage.
+        kept_bytes: For each stage, the bytes of activations that the forward pass of one
+            micro-batch stores.
+        waiting_bytes: For each stage, the bytes of the tensors of one micro-batch that wait for the
+            weight-gradient pass.
 
     Returns:
         Tuples (bytes of activations and waiting tensors, number of stored stage outputs, bytes of
@@ -205,8 +207,8 @@ def held_bytes(
         spec: The run.
         pp_rank: The pipeline rank.
         micro_batch_tokens: Tokens of each micro-batch.
-        most: Upper bounds of the bytes of activations and of stage outputs, for example because the
-            tokens of a step are limited; None: no bounds.
+        most: Upper bounds of (bytes of activations, bytes of stage outputs), for example because
+            the tokens of a step are limited. None means that there are no bounds.
     """
     limits = most or (math.inf, math.inf)
     states = (
@@ -217,7 +219,9 @@ def held_bytes(
 
 
 def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> int:
-    """Return the peak bytes of activations and stage outputs on a rank, without gradients.
+    """Return the peak bytes of activations and stage outputs that a rank stores between passes.
+
+    Gradients are not counted, and all micro-batches are assumed to be equally long.
 
     Args:
         spec: The run.
@@ -228,7 +232,13 @@ def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: in
 
 
 def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
-    """Yield what a rank stores around each backward pass if micro-batches have `tokens` tokens."""
+    """Yield what a rank stores before and after each backward pass.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        tokens: Tokens of each micro-batch on all CP ranks.
+    """
     kept, waiting = (
         expert_sizes.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
         for bytes_of in (layer_activation_bytes, layer_waiting_bytes)
@@ -323,8 +333,8 @@ def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Return the bytes that a layer's input-gradient pass stores for its weight-gradient pass.
 
-    They are the inputs of linear layers and the gradients of their outputs. The estimate is the
-    bytes of the activations that forward would save without recompute.
+    The stored tensors are the inputs of linear layers and the gradients of their outputs. They are
+    assumed to take as many bytes as the activations that forward would save without recompute.
 
     Args:
         spec: The run.
@@ -388,14 +398,14 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
 
 
 def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
-    """Return the bytes of attention's tensors in backward besides its saved activations.
+    """Return the bytes of tensors that attention's backward needs besides saved activations.
 
     Args:
         spec: The run.
         local: Tokens of the micro-batch on one CP rank.
 
     Returns:
-        The bytes while attention's kernel runs, and those while gradients of K and V are added up.
+        (bytes while attention's kernel runs, bytes while gradients of K and V are added up).
     """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     if model.is_all_linear:
@@ -428,8 +438,8 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
 def _sent_rows(spec: RunSpec, local: int) -> int:
     """Return the most rows in the send buffer of the exchange "needed" on one CP rank.
 
-    It is the number of rows of all ranks, because each rank may need all rows of this rank. The
-    exchange "gather" has no send buffer.
+    If every rank needs all rows of this rank, the buffer has as many rows as all ranks together.
+    The result is 0 for the exchange "gather", which has no send buffer.
 
     Args:
         spec: The run.
@@ -446,8 +456,8 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 
     A segment reads all keys of its document up to its own end. With per-document sharding a rank
     has an early and a late chunk of each document; together they read at most 1 + 1 / (2 cp) times
-    the document. If tokens that are left over after dividing a document are distributed one by one,
-    each such token is a segment too; a rank gets at most two of them.
+    the document. Tokens that are left over after dividing a document may be distributed one by one.
+    Each such token is then a segment too, and a rank gets at most two of them.
 
     Args:
         spec: The run.
@@ -465,7 +475,7 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
     """Return the bytes that attention's kernel allocates in backward for a rank's longest call.
 
-    It is 0 in float32, where the kernel is sdpa, and in layers without attention.
+    The result is 0 in float32, where the kernel is sdpa, and for layers without attention.
     """
     if spec.training.dtype == Dtype.FLOAT32 or spec.model.is_all_linear:
         return 0
@@ -516,7 +526,7 @@ def memory_of_rank(
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
-    # Layers run one after the other, so only the kind of layer that needs most memory counts.
+    # Layers run one after the other, so only the kind of layer with the largest workspace counts.
     workspace, kernel = max(
         (workspaces_bytes(k, micro_batch_tokens=tokens) for k in kinds), key=sum
     )
@@ -554,9 +564,10 @@ def _has_fsdp(spec: RunSpec) -> bool:
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
     """Return the bytes of the head's and the loss's tensors; 0 except on the last pipeline rank.
 
-    They are a chunk of logits in float32 (two copies with a soft cap) and their gradient in compute
-    dtype, the hidden vectors gathered over TP ranks and their gradient, and the gradient of the
-    head's weight in compute dtype and in float32.
+    The tensors are:
+    - a chunk of logits in float32 (two copies with a soft cap), and its gradient in compute dtype
+    - the hidden vectors, gathered over TP ranks, and their gradient
+    - the gradient of the head's weight, once in compute dtype and once in float32
 
     Args:
         spec: The run.
@@ -631,12 +642,13 @@ def memory_estimate(
 ) -> MemoryEstimate:
     """Estimate the memory of the pipeline rank that needs most.
 
-    It is mostly rank 0, which has the most passes in flight.
+    This is mostly rank 0, because it has the most passes in flight.
 
     Args:
         spec: The run.
-        micro_batch_tokens: Tokens of the longest micro-batch; None: the most that packing allows.
-        step_tokens: Most tokens of a step over all pipelines (T); None: no limit.
+        micro_batch_tokens: Tokens of the longest micro-batch; None means the most that packing
+            allows.
+        step_tokens: Most tokens of a step over all pipelines (T); None means no limit.
     """
     tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
     ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
@@ -658,9 +670,10 @@ def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
 
 
 def _model_of_ranks(spec: RunSpec) -> ModelSpec:
-    """Return the model with sizes that give one TP rank's sizes when they are divided by tp.
+    """Return the model with so many KV heads that each TP rank has an equal number.
 
-    If there are fewer KV heads than TP ranks, this model has copies of the KV heads.
+    If the model has fewer KV heads than there are TP ranks, the result has copies of its KV heads.
+    Sizes of the result, divided by tp, are those of one TP rank.
     """
     return spec.model.with_kv_copies(spec.parallel.tp)
 
@@ -672,8 +685,9 @@ def _compute_bytes(spec: RunSpec) -> int:
 def layer_parameters(spec: RunSpec) -> int:
     """Count the unsharded parameters of a decoder layer on one TP rank, with one EP rank's experts.
 
-    If only some layers of the model have experts, a layer with experts is counted, as in all
-    functions of this file about one layer. `expert_sizes.sums_by_stage` calls them for each kind.
+    If only some layers of the model have experts, a layer with experts is counted. This holds for
+    all functions of this file that return a size of one layer. `expert_sizes.sums_by_stage` calls
+    such a function once for each kind of layer.
     """
     model, held = _model_of_ranks(spec), expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
@@ -686,7 +700,7 @@ def stage_parameters(spec: RunSpec, *, stage: int) -> int:
 
     Matrices of layers are divided by tp, norms are not. The first stage has the embedding, and the
     last stage has the head and the final norm. If head and embedding are tied, the last stage has a
-    copy of the embedding, unless it is also the first.
+    copy of the embedding, unless there is only one stage.
     """
     model, tp = spec.model, spec.parallel.tp
     count = expert_sizes.sum_over(spec, [stage], layer_parameters)

@@ -64,7 +64,7 @@ def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
     """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
-    # The first of `kinds` has experts if any has.
+    # If the model has experts, `kinds` starts with a kind of layer that has them.
     last = kinds[0] if spec.model.has_experts(spec.model.num_layers - 1) else kinds[-1]
     return found or (last[0],)
 
@@ -115,16 +115,16 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 def z_loss_values(model: ModelSpec) -> int:
     """Count the float32 values of one token that the router's z-loss saves.
 
-    They are the router's logits and their log-sum-exp.
+    The values are the router's logits and their log-sum-exp.
     """
     has_loss = model.experts.num > 0 and model.experts.z_loss > 0
     return has_loss * (model.experts.num + 1)
 
 
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
-    """Return the bytes per token of the indices that sort rows by expert and undo the sorting.
+    """Return the bytes per token of the indices that sort rows by expert and sort them back.
 
-    They are saved with any kind of recompute.
+    The indices are saved with every kind of recompute.
 
     Args:
         model: The model.
@@ -138,11 +138,12 @@ def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> 
 
 
 def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the hidden values of one token in an MLP, or in all experts that compute the token.
+    """Count the hidden values of one token in the MLP, or in all experts that process the token.
 
     Args:
         model: The model.
-        load: Rows on this rank, divided by the mean of all EP ranks. Shared experts ignore it.
+        load: Rows on this rank, divided by the mean of all EP ranks. The values of shared experts
+            do not depend on it.
     """
     if not model.experts.num:
         return model.ffn_hidden_size
@@ -153,7 +154,7 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Count the values of the tensors that carry one token's rows to and from experts in backward.
 
-    They are rows and their gradients, each before and after the all-to-all.
+    The values are those of the rows and of their gradients, each before and after the all-to-all.
 
     Args:
         model: The model.

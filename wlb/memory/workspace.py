@@ -40,12 +40,13 @@ class AttentionCall:
     def __post_init__(self) -> None:
         if min(self.num_segments, self.num_heads, self.num_kv_heads, self.head_size) < 1:
             raise UserError(
-                "num_segments, num_heads, num_kv_heads and head_size must all be at least 1: "
-                f"{self}"
+                "num_segments, num_heads, num_kv_heads and head_size must all be at least 1, but "
+                f"the call is {self}"
             )
         if not 0 <= self.max_q <= self.num_queries or not 0 <= self.max_k <= self.num_keys:
             raise UserError(
-                f"max_q must be from 0 to num_queries, and max_k from 0 to num_keys: {self}"
+                "max_q must be from 0 to num_queries, and max_k from 0 to num_keys, but the call "
+                f"is {self}"
             )
 
 
@@ -108,9 +109,10 @@ def most_attention_workspace_bytes(
 
 
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
-    """Yield, for each number of copies of dQ, the most segments with which a call uses it.
+    """Yield the largest number of segments for each number of copies of dQ.
 
-    Only these numbers of segments matter, because with equal copies more segments need more memory.
+    Calls with equally many copies need the more memory the more segments they have. So the largest
+    call of each number of copies suffices to find the most memory.
     """
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):
@@ -179,8 +181,8 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
     block_q, block_k, cluster, step = _flash4_blocks(call, is_hopper)
-    # The source rounds with (rows + (segments + 1) * block - 1) // block * block, which gives the
-    # same numbers.
+    # FlashAttention-4 rounds with (rows + (segments + 1) * block - 1) // block * block. `_up` gives
+    # the same numbers.
     return _accumulators(
         call,
         rows_q=_up(call.num_queries + call.num_segments * block_q, block_q),

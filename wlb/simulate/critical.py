@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
-The path is followed from the end of the step to its start. From each event it goes back to the
-event for which that one waited. The time of a pass is divided into terms: the mean CP rank's
-attention, the additional time of the slowest CP rank, and the kinds of work besides attention.
+The path is found from the end of the step to its start: the event before an event on the path is
+the one that it waited for. The time of a pass is divided into terms: the mean attention of its CP
+ranks, the additional attention of the slowest CP rank, and the kinds of work besides attention.
 """
 
 from collections.abc import Hashable, Iterable
@@ -76,8 +76,8 @@ class CriticalPath:
     def describe(self) -> tuple[str, ...]:
         """Return lines of text about the path.
 
-        They name the micro-batch with the most time on it, this micro-batch's longest event, and
-        the kinds of work with the most time.
+        The lines name the micro-batch with the most time on the path, this micro-batch's longest
+        event, and the kinds of work with the most time.
         """
         lines: list[str] = []
         total = self.step_time_s
@@ -92,11 +92,11 @@ class CriticalPath:
                 where += f", CP rank {slowest.cp_rank}"
             term, part = max(slowest.terms_s.items(), key=lambda item: item[1])
             lines.append(
-                f"its longest event: {where}, {slowest.duration_s * 1e3:.1f} ms, {term} "
-                f"{part / slowest.duration_s:.0%} of it"
+                f"longest event of this micro-batch: {where}, {slowest.duration_s * 1e3:.1f} ms, "
+                f"of which {part / slowest.duration_s:.0%} is {term}"
             )
         shares = [f"{term} {seconds / total:.0%}" for term, seconds in self.by_term.items()]
-        lines.append("by term: " + ", ".join(shares[:8]))
+        lines.append("shares of the critical path by kind of work: " + ", ".join(shares[:8]))
         return tuple(lines)
 
 
@@ -126,7 +126,8 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
     terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
-    # Terms do not include FSDP's collectives in the pass, so these take the rest of the duration.
+    # The terms so far leave out FSDP's collectives that are part of the pass. They account for the
+    # rest of the duration.
     if simulation.simulator.shards.reshards and node.kind == NodeKind.PASS:
         terms[SHARDS] = duration * 1e-9 - sum(terms.values())
     return Event(
@@ -142,9 +143,9 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
 def _terms(
     node: Node, prices: StepPrices, step: int, pipeline: int, duration_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Return a node's seconds by kind of work, and its slowest CP rank.
+    """Return a node's seconds by kind of work, and its CP rank with the most attention time.
 
-    The rank is -1 unless the node is a pass with attention.
+    The CP rank is -1 unless the node is a pass with attention.
     """
     if node.kind != NodeKind.PASS or node.action is None:
         return {NAMES[node.kind]: duration_ns * 1e-9}, -1
@@ -155,8 +156,8 @@ def _terms(
     if kind != PassKind.BACKWARD_WEIGHT and prices.layers[stage]:
         ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
-        # A pass takes as long as its slowest CP rank. Its additional time over the mean rank is a
-        # term of its own.
+        # A pass takes as long as its slowest CP rank. The time by which this rank exceeds the mean
+        # rank is a separate term.
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
     out[KEYS] = float(prices.exchange_ns(kind, stage)[step, pipeline, i]) * 1e-9

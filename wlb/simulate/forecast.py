@@ -1,9 +1,9 @@
 """Forecast a run from a simulation: time of a step, MFU, days, size of a checkpoint.
 
 Some global batches of the run are planned and simulated. The predicted time of a step is the
-simulated time per token times the tokens of a global batch. So short steps, in which the last
-delayed documents are trained, do not count like full steps. Evaluations, checkpoints and
-interruptions are not included.
+simulated time per token, multiplied by the tokens of a global batch. So the short steps at the end,
+which train the last delayed documents, do not count as much as full steps. Evaluations, checkpoints
+and interruptions are not included.
 """
 
 from collections.abc import Sequence
@@ -86,11 +86,11 @@ class SavedShare(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """Advice to simulate more steps if the standard error is large or unknown; else empty."""
+        """Advice to simulate more steps if the standard error is large or unknown; otherwise ""."""
         if self.error is not None and self.error <= ENOUGH:
             return ""
-        known = "is unknown, for so few steps" if self.error is None else f"is {self.error:.1%}"
-        return f"the saving's standard error {known}: give more --steps"
+        known = "is unknown after so few steps" if self.error is None else f"is {self.error:.1%}"
+        return f"the standard error of the saving {known}; simulate more steps with --steps"
 
 
 def simulated_shares(
@@ -121,8 +121,8 @@ def simulated_shares(
 def packed_by(spec: RunSpec, section: PackingSection) -> RunSpec:
     """Return a run with another packing section.
 
-    `packing.method` is reset if it contradicts the section's policy. `packing.packs` is always
-    reset.
+    `packing.method` is removed if it contradicts the section's policy. `packing.packs` is always
+    removed.
     """
     method = kept_method(section.method, section.policy)
     return replace(spec, packing=replace(section, method=method, packs=""))
@@ -144,12 +144,12 @@ def share_saved(own: RunSimulation, other: RunSimulation) -> SavedShare:
 
 
 def _time_per_work(run: RunSimulation, bounds: Sequence[int], num: int) -> FloatArray:
-    """Return the simulated time over the predicted work of each part of a run.
+    """Return the simulated time of each part of a run, divided by the part's predicted work.
 
     Args:
         run: The run.
         bounds: Index of the first step of each part.
-        num: Number of steps that are divided into parts.
+        num: Number of steps in all parts together; later steps are ignored.
     """
     work = np.array([step.mean_workload_ns for step in run.metrics[:num]])
     time, work = (np.add.reduceat(of_steps, bounds) for of_steps in (run.step_time_s[:num], work))
@@ -162,7 +162,7 @@ def batches_to_compare(spec: RunSpec) -> int:
 
 
 def steps_to_simulate(spec: RunSpec) -> int:
-    """Return with how many global batches `forecast` should be called at first."""
+    """Return how many global batches to pass to `forecast` at first."""
     return min(8, max(2, SIMULATED_MICRO_BATCHES // spec.num_micro_batches))
 
 
@@ -178,7 +178,7 @@ def forecast(
         is_cpu: Whether ranks are processes on a CPU.
 
     Raises:
-        UserError: The documents are too few for a step.
+        UserError: There are too few documents for a step.
     """
     planner = planner_of(spec, cost, batches)
     steps = tuple(sharded_steps(planner, dp=spec.parallel.dp))

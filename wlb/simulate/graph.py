@@ -41,16 +41,16 @@ JOINT = (
     NodeKind.NORM,
     NodeKind.OVERHEAD,
 )
-"""Kinds of nodes that all pipelines run together: collectives over the data-parallel axis."""
+"""Kinds of nodes that all pipelines run together: dp collectives and the step's overhead."""
 
 
 class Node(NamedTuple):
     """One event of a step."""
 
     kind: NodeKind
-    rank: int  # pipeline rank, for a message the receiving one; -1: all ranks
-    stage: int  # stage, for a message the sending one; -1: all stages
-    action: Action | None = None  # the pass, or for a message the pass whose output it carries
+    rank: int  # pipeline rank; of a message the receiving rank; -1: all ranks
+    stage: int  # stage; of a message the sending stage; -1: all stages
+    action: Action | None = None  # the pass, or the pass whose output the message carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +116,7 @@ class Graph:
     def critical_path(
         self, ends_ns: IntArray, durations_ns: IntArray, *, step: int = 0
     ) -> list[tuple[int, int]]:
-        """Return the chain of events that decides the time of a step.
+        """Return the chain of events that determines the time of a step.
 
         Args:
             ends_ns: End of each node (`ends`), shape [num_nodes, num_steps, dp].
@@ -146,7 +146,7 @@ class Graph:
 
 
 def is_joint(node: Node) -> bool:
-    """Return whether a node is a collective over the dp axis, which all pipelines run together."""
+    """Return whether all pipelines run a node together: dp collectives and the step's overhead."""
     return node.kind in JOINT
 
 
@@ -160,7 +160,7 @@ def sorted_graph(
         predecessors: Indices of the nodes for which each node waits.
 
     Returns:
-        The graph, and the new index of each of `nodes` in it.
+        The graph, and the index in the graph of each of `nodes`.
 
     Raises:
         ValueError: Some nodes wait for each other; the message names them.

@@ -106,7 +106,7 @@ class StepPrices:
     # All other work of one layer by kind of pass, for each kind in `ModelSpec.layer_kinds`. It
     # includes an all-gather of keys and values.
     linear: tuple[dict[PassKind, TermPrices], ...]
-    # Embedding and head, by (kind of pass, whether it is the last stage).
+    # Prices of embedding and head, by (kind of pass, whether it is the last stage).
     ends: dict[tuple[PassKind, bool], TermPrices]
     # Time of a message to a neighbouring stage, inside a node and between nodes.
     message: dict[Scope, TermPrices]
@@ -149,7 +149,10 @@ class StepPrices:
 
     @property
     def stages_with_experts(self) -> frozenset[int]:
-        """Stages with experts in which pipelines that share an EP group wait for each other."""
+        """Stages with experts, in which the pipelines of an EP group wait for each other.
+
+        The set is empty if each pipeline has an EP group of its own.
+        """
         if self.pipelines_per_ep_group == 1:
             return frozenset()
         return frozenset(stage for stage, layers in enumerate(self.expert_layers) if layers)
@@ -157,7 +160,7 @@ class StepPrices:
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
         """Return the ns of a stage's attention kernels on each CP rank, [steps, dp, n, cp].
 
-        Weight-gradient passes have none.
+        Weight-gradient passes have no attention kernels, so their times are 0.
 
         Args:
             kind: Kind of pass.
@@ -226,7 +229,7 @@ class StepPrices:
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
-        """Return the ns of passes without attention kernels, [steps, dp, n].
+        """Return the ns of a stage's passes without attention kernels, [steps, dp, n].
 
         Args:
             kind: Kind of pass.
@@ -238,7 +241,9 @@ class StepPrices:
         return out
 
     def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return the ns of passes, which take as long as their slowest CP rank, [steps, dp, n].
+        """Return the ns of a stage's passes, [steps, dp, n].
+
+        A pass takes as long as its slowest CP rank.
 
         Args:
             kind: Kind of pass.
@@ -249,12 +254,12 @@ class StepPrices:
         return np.rint(self._with_ep_group(alone, kind, stage)).astype(np.int64)
 
     def _with_ep_group(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
-        """Add to the times of passes the waits of pipelines that share an EP group.
+        """Add the times for which pipelines that share an EP group wait for each other.
 
-        In stages with experts these pipelines wait for the slowest of them. Their time in experts
-        is the mean of their times, because the experts compute the tokens of all of them together.
-        Weight-gradient passes and stages without experts do not wait. If only one pipeline is
-        simulated, the others are assumed to be equal to it.
+        In a stage with experts these pipelines wait for the slowest of them. All of them spend the
+        mean of their times in experts, because the experts compute the tokens of all these
+        pipelines together. Weight-gradient passes and stages without experts do not wait. If only
+        one pipeline is simulated, the others of its EP group are assumed to be equal to it.
 
         Args:
             alone_ns: Times without waiting in ns, [steps, dp, n].
@@ -275,13 +280,13 @@ class StepPrices:
 
     @property
     def layer_wait(self) -> float:
-        """How long ranks of an EP group wait for each other in layers with experts; 1: not at all.
+        """Time of the slowest rank of each EP group over the mean of its ranks; 1: no rank waits.
 
-        It is the time of the slowest rank of each EP group, divided by the mean of its ranks. The
-        ranks of a group belong to several pipelines and CP ranks, and wait for each other at each
-        all-to-all of the experts. A rank's time is added up over all micro-batches. It includes
-        attention and all work that is proportional to the rank's tokens, in forward and backward of
-        the model's mean layer, but no products of experts and no weight-gradient passes.
+        The ranks of a group belong to several pipelines and CP ranks, and wait for each other at
+        each all-to-all of the experts. The time of a rank is added up over all micro-batches. It
+        includes attention and all work that is proportional to the rank's tokens, in forward and
+        backward of the model's mean layer, but no products of experts and no weight-gradient
+        passes.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0
@@ -313,9 +318,9 @@ class StepPrices:
         return np.rint(_pass_ns(self.message[scope], self.tokens)).astype(np.int64)
 
     def balanced(self) -> "StepPrices":
-        """Return prices as if all micro-batches and CP ranks of a step were equal.
+        """Return the prices of perfect balance: all micro-batches and CP ranks of a step are equal.
 
-        This is perfect balance. Schedule, collectives and constant costs do not change.
+        Schedule, collectives and constant costs do not change.
         """
         return self.evened((1, 2, 3))
 
@@ -348,9 +353,9 @@ class StepPrices:
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
-    """Return the prices of the steps of several records, one after the other.
+    """Concatenate several records along the axis of steps.
 
-    All records must have the same layout.
+    All records must be prices of the same layout.
     """
 
     def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -413,8 +418,8 @@ def layer_times(
         cost: Prices, with the number of layers of a pipeline rank.
         forward_ns: Forward attention of all layers on each CP rank, [..., cp].
         backward_ns: Backward attention of all layers on each CP rank, [..., cp].
-        exchange_ns: Time of the exchanges of keys minus the time of all-gathers in all layers,
-            forward and backward (`over_gather_ns`), [..., 2]; None: 0.
+        exchange_ns: By how much the exchanges of keys in all layers take longer than all-gathers
+            would (`over_gather_ns`), in (forward, backward), [..., 2]. None means 0.
     """
     layers = cost.num_layers_per_rank
     over = np.zeros((*forward_ns.shape[:-1], 2), np.int64)
@@ -467,7 +472,8 @@ def prices_of(
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:
     """Return the time of experts' products for one token in one layer, in ns by kind of pass.
 
-    If backward is split, the input-gradient and the weight-gradient pass have one product each.
+    If backward is split, the input-gradient pass has one of backward's two products, and the
+    weight-gradient pass has the other.
     """
     layers = linear.num_layers
     forward, backward, recomputed = (ns / layers for ns in linear.routed_ns_per_token)
@@ -507,7 +513,7 @@ class SplitBackward:
 
 
 def split_backward(linear: LinearCost) -> SplitBackward:
-    """Return the times of a backward that is split into input-gradient and weight-gradient pass."""
+    """Return the times of the input-gradient and the weight-gradient pass of a split backward."""
     tp, layers = linear.parallel.tp, linear.num_layers
     alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
     product = linear.weight_products_ns_per_token

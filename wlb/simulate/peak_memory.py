@@ -2,9 +2,9 @@
 
 A forward pass stores a stage's activations and its output, and the backward pass frees both. The
 first backward pass of a stage allocates its gradients, and later passes add to them. If backward is
-split, the input-gradient pass frees activations and output. It leaves the inputs of linear layers
-and the gradients of their outputs for the weight-gradient pass. These are assumed to take as many
-bytes as the activations that forward would store without recompute.
+split, the input-gradient pass frees activations and output. But the inputs of linear layers and the
+gradients of their outputs remain until the weight-gradient pass. These tensors are assumed to take
+as many bytes as the activations that forward would store without recompute.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class PassBytes(NamedTuple):
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
     """Return the bytes that passes store in one layer.
 
-    If only some layers have experts, it is a layer with experts.
+    If only some layers of the model have experts, a layer with experts is counted.
 
     Args:
         spec: The run.
@@ -74,7 +74,7 @@ def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
 
 
 def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:
-    """Return an array in which each number of tokens is replaced by `bytes_of` of it.
+    """Return an array with the bytes for each number of tokens, in the shape of `tokens`.
 
     Args:
         bytes_of: Returns bytes; it is called once for each different number of tokens.
@@ -91,12 +91,12 @@ def peak_held_bytes(
 ) -> IntArray:
     """Return the peak bytes that a pipeline rank stores while it runs its passes, shape [...].
 
-    They are activations, stage outputs, and the gradients of stages that have run a backward pass.
+    Activations, stage outputs, and the gradients of stages that have run a backward pass count.
 
     Args:
         order: The rank's passes in order.
         stages: What passes store in each stage (`stage_bytes`), [..., n].
-        gradients: Bytes of each stage's gradients; None: do not count gradients.
+        gradients: Bytes of each stage's gradients; None means that gradients do not count.
     """
     held = np.zeros(stages[0].kept.shape[:-1], np.int64)
     peak = held

@@ -98,9 +98,9 @@ Program = list[Instruction]
 class Wires(StrEnum):
     """Which sends and receives of a pipeline rank share a communicator, and therefore a stream."""
 
-    # Transfers between the same two ranks share one. wlb does this (`wlb.parallel.mesh`).
+    # Transfers between the same two ranks share a communicator, as in wlb (`wlb.parallel.mesh`).
     LINKS = "links"
-    # All transfers share one. torch does this if NCCL starts eagerly (with a device_id).
+    # All transfers share a communicator, as in torch if NCCL starts eagerly (with a device_id).
     ONE = "one"
 
 
@@ -153,9 +153,9 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
 
 
 def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
-    """Return whether FSDP gathers the parameters of whole stages in advance, or else of layers.
+    """Return whether FSDP gathers whole stages in advance, rather than layer by layer.
 
-    torch's runtime of interleaved schedules gathers whole stages before their passes.
+    torch's runtime of interleaved schedules gathers all parameters of a stage before its passes.
     """
     return pp > 1 and schedule != Schedule.ONE_F_ONE_B
 
@@ -207,7 +207,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
                 out[rank].append(Post(sends=(message,)))
                 out[to_stage % pp].append(Post(receives=(message,)))
                 sent.add(message)
-        # If every rank waits for another one, this order of passes would be a deadlock.
+        # Every rank waits for an input that no rank sends, so this order of passes is a deadlock.
         if not moved:
             stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
             raise ValueError(
@@ -218,7 +218,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """Return an instruction and, before it, the wait for its input; [] if the input is not sent.
+    """Return the wait for an instruction's input and the instruction; [] if the input is not sent.
 
     Args:
         instruction: The next instruction of a rank.
@@ -314,7 +314,7 @@ class _Builder:
     before: list[set[int]] = field(default_factory=list[set[int]])
     # Index of each message's node, by the pass whose output it carries.
     messages: dict[Action, int] = field(default_factory=dict[Action, int])
-    # Nodes of the transfers that a rank posted last on a communicator, by (rank, communicator).
+    # By (rank, communicator), the nodes of the transfers that the rank posted there last.
     busy: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
 
     def add(self, node: Node, before: Iterable[int]) -> int:
@@ -374,18 +374,18 @@ def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
 def _read(
     builder: _Builder, rank: int, program: Sequence[Instruction], wire_of: Callable[[Action], int]
 ) -> set[int]:
-    """Add the nodes of one rank's program to the graph, and return its last nodes.
+    """Add the nodes of one rank's program to the graph, and return those that end the program.
 
     Args:
         builder: Collects the nodes.
         rank: The pipeline rank.
-        program: Its instructions.
+        program: The rank's instructions.
         wire_of: Returns the communicator of a transfer.
     """
     # State while the program is read:
     # - point: nodes that must end before the next instruction starts
-    # - gathered: for each stage the node that gathered its parameters
-    # - channel: the latest FSDP collective, for which the next one waits
+    # - gathered: for each stage, the node that gathered the stage's parameters
+    # - channel: the latest FSDP collective, for which the next FSDP collective waits
     # - hidden: collectives that run during the next pass
     point: set[int] = set()
     gathered: dict[int, int] = {}
@@ -418,6 +418,6 @@ def _read(
 
 
 def _link_of(message: Action, pp: int) -> int:
-    """Return the pair of ranks that a message uses: i for pipeline ranks i and (i + 1) % pp."""
+    """Return which pair of ranks a message uses; pair i is pipeline ranks i and (i + 1) % pp."""
     first_stage = message.stage if message.kind == PassKind.FORWARD else message.stage - 1
     return first_stage % pp

@@ -1,8 +1,8 @@
-"""The errors of simulated speeds of training runs that others measured on H100s and published.
+"""How well the simulator predicts the speeds of training runs that others published for H100s.
 
-`python -m experiments.beyond.published_runs` computes the errors, and a test checks that the
-numbers here are its results. All runs train dense models in bfloat16 on whole sequences; none of
-them packs documents.
+`python -m experiments.beyond.published_runs` computes the errors of the predictions, and a test
+checks that the numbers in this file are its results. All published runs train dense models in
+bfloat16 on whole sequences; none of them packs documents.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class PublishedError(NamedTuple):
     largest: float  # largest error of a run, as a fraction of the published tokens per second
 
     def __str__(self) -> str:
-        return f"step times of published runs were predicted within {self.largest:.0%}"
+        return f"predicted step times of published runs were wrong by at most {self.largest:.0%}"
 
 
 BEST = "h100_runs"
@@ -39,10 +39,10 @@ ERRORS = {
 
 
 def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
-    """Return the error of predictions of published runs like this one; None if there are none.
+    """Return how well published runs like this one were predicted; None if none were.
 
-    A profile for a 500 W power limit (name ending in "_500w") gets the error of the profile from
-    which it was derived.
+    A profile for a power limit of 500 W (its name ends in "_500w") gets the error of the profile
+    from which it was derived.
 
     Args:
         spec: The run.
@@ -60,7 +60,7 @@ def _unlike_published(spec: RunSpec) -> bool:
 
 
 def has_model_parallelism(spec: RunSpec) -> bool:
-    """Return whether several ranks share a copy of the model, by TP, CP or PP."""
+    """Return whether TP, CP or PP divides a copy of the model among several ranks."""
     return spec.parallel.model_ranks > 1
 
 
@@ -74,21 +74,22 @@ def trust_line(spec: RunSpec, profile: KernelProfile) -> str:
     error = published_error(spec, profile)
     if _unlike_published(spec):
         return (
-            "how far to trust this: no published run that was predicted had experts, sliding "
-            "windows or linear layers; wlb/simulate/README.md says what is known"
+            "how far to trust this: predictions were compared only with published runs without "
+            "experts, sliding windows and linear attention; see wlb/simulate/README.md"
         )
     if error is None:
         return (
-            f"how far to trust this: no published run was predicted with profile {profile.name}; "
-            f"wlb/simulate/README.md says what is known"
+            "how far to trust this: predictions with the profile "
+            f"{profile.name} were not compared with published runs; see wlb/simulate/README.md"
         )
     is_parallel = has_model_parallelism(spec)
     kind = "with TP, CP or PP" if is_parallel else "with data parallelism alone"
     line = (
-        f"how far to trust this: with profile {profile.name}, tokens/s of {error.runs} published "
-        f"H100 runs {kind} were predicted within {error.largest:.0%}; none of them packed documents"
+        f"how far to trust this: with the profile {profile.name}, predicted tokens/s of "
+        f"{error.runs} published H100 runs {kind} were wrong by at most {error.largest:.0%}; none "
+        "of these runs packed documents"
     )
     best = ERRORS[BEST, is_parallel]
     if best.largest < error.largest:
-        line += f". With cost.profile={BEST} it is {best.largest:.0%}"
+        line += f". With cost.profile={BEST} the largest error is {best.largest:.0%}"
     return line

@@ -81,7 +81,11 @@ class RunSimulation:
 
     @property
     def imbalance(self) -> float:
-        """Predicted work of the slowest micro-batches over that of mean ones; sums over steps."""
+        """Predicted work of slowest micro-batches over that of mean micro-batches.
+
+        Each step has one slowest and one mean micro-batch. The work of each is added up over all
+        steps before the division.
+        """
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
 
@@ -91,7 +95,7 @@ class RunSimulation:
         return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
     def simulation_of(self, step: int) -> Simulation:
-        """Simulate one step again and return its events, because a run does not keep them."""
+        """Simulate one step again, because a run does not keep events, and return its events."""
         return self.simulator.run(self.prices.select(slice(step, step + 1)))
 
     def balanced_time_s(self) -> float:
@@ -216,6 +220,6 @@ def check_memory(run: RunSimulation) -> None:
     raise UserError(
         f"{run.label}: pipeline rank {rank} (stages {', '.join(map(str, stages))}) needs {most:,} "
         f"bytes ({most / GIB:.1f} GiB) in step {step}, more than the {budget.explanation}. Lower "
-        "packing.s_max or packing.step_tokens, or set packing.memory_gib; or use "
-        "training.recompute, or more ranks (parallel.tp, parallel.cp, parallel.pp)"
+        "packing.s_max or packing.step_tokens, set packing.memory_gib, set training.recompute, or "
+        "raise parallel.tp, parallel.cp or parallel.pp"
     )

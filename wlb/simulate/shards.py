@@ -107,8 +107,8 @@ class ShardCosts:
         """Return the duration of a pass that gathers parameters, and perhaps reduces gradients.
 
         The pass gathers and reduces one layer at a time, during the computation of another layer.
-        It waits if a layer's collectives take longer than that computation. It also waits for the
-        first gather and the last reduction.
+        The pass waits if a layer's collectives take longer than that computation. It also waits for
+        the first gather and the last reduction.
 
         Args:
             computes_ns: Duration of the pass without these collectives.
@@ -122,12 +122,12 @@ class ShardCosts:
         gather = self.gather_ns[stage] * gathers / layers
         reduce = self.reduce_ns[stage] * reduces / layers
         is_ahead = kind == PassKind.FORWARD or execution.prefetches_backward
-        # Collectives that run during the computation of one layer. If they take longer than the
-        # layer, the rest is exposed.
+        # Time of the collectives that run during the computation of one layer. The part of it that
+        # exceeds the layer's time is exposed.
         beside = gather * is_ahead + reduce
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
-        # No computation hides the first gather and the last reduction. Without prefetching none
-        # hides the other gathers either.
+        # No computation hides the first gather and the last reduction. Without prefetching, no
+        # computation hides the other gathers either.
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
         of_gather, of_reduction = self.copy_ns[stage]
@@ -221,8 +221,8 @@ def shard_costs(
 def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
     """Return the ns to all-reduce the gradients of copied KV heads over TP ranks, once in a step.
 
-    If several TP ranks have copies of one KV head, they add up its gradients of K's and V's
-    projections (`wlb.parallel.data.finish_gradients`). Without copies the time is 0.
+    If several TP ranks have copies of one KV head, they add up the gradients of the K and V
+    projections of this head (`wlb.parallel.data.finish_gradients`). Without copies the time is 0.
     """
     model, copies = spec.model, spec.model.kv_copies(spec.parallel.tp)
     layers = max(
@@ -307,8 +307,8 @@ def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = No
     Args:
         parallel: Degrees of parallelism.
         ranks_per_node: Number of ranks of a node.
-        size: Number of members. With HSDP they are the ranks that share one copy of the parameters;
-            None: all dp x cp ranks.
+        size: Number of members of the group. With HSDP these are the ranks that share one copy of
+            the parameters. None means all dp x cp ranks.
     """
     stage = parallel.tp * parallel.cp
     if size is not None and size < parallel.cp:

@@ -75,8 +75,8 @@ class Simulator:
             )
         if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
             raise ValueError(
-                "the cost was made for another model or layout than the spec; make the cost from "
-                "this spec"
+                "`cost` was made for another model or layout than `spec`; make it from the same "
+                "RunSpec, for example with workload_for(spec, device)"
             )
         order, graph = step_graph(
             self.spec.pp,
@@ -125,7 +125,7 @@ class Simulator:
         """Return the duration of a pass with the FSDP collectives that are part of it.
 
         Args:
-            computes_ns: Duration without them, [steps, dp].
+            computes_ns: Duration of the pass without these collectives, [steps, dp].
             action: The pass.
         """
         if not self.shards.reshards:
@@ -198,7 +198,7 @@ class Simulation:
     def busy_s(self) -> FloatArray:
         """Seconds that each pipeline rank spends in passes, [steps, dp, pp].
 
-        They are those of its slowest CP rank.
+        A pass counts with the time of its slowest CP rank.
         """
         graph = self.simulator.graph
         steps, dp = self.durations_ns.shape[1:]
@@ -238,7 +238,11 @@ class Simulation:
         return out
 
     def _kernels_s(self, terms: TermPrices) -> FloatArray:
-        """Return the seconds of kernels that `terms` price, over all micro-batches, [steps, dp]."""
+        """Return the seconds of kernels in all micro-batches of each pipeline, [steps, dp].
+
+        Args:
+            terms: Prices. Terms of collectives and of launches are left out.
+        """
         skipped = (*COMMUNICATION, CALLS)
         token_ns = sum(ns for name, ns in terms.per_token.items() if name not in skipped)
         call_ns = sum(ns for name, ns in terms.per_call.items() if name not in skipped)
@@ -257,7 +261,7 @@ class Simulation:
         """Return the peak bytes of activations and gradients on each pipeline rank, [steps, pp].
 
         Args:
-            gradients: Bytes of each stage's gradients; None: do not count gradients.
+            gradients: Bytes of each stage's gradients; None means that gradients do not count.
         """
         held = stage_bytes(self.simulator.spec, self.prices.tokens)
         peaks = [
@@ -302,7 +306,10 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
-        """Return a step's attention time of the slowest CP ranks over the mean of all CP ranks."""
+        """Return a step's CP imbalance: attention time of slowest CP ranks over that of mean ones.
+
+        Both times are added up over all micro-batches before they are divided.
+        """
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())
         return float(both.max(axis=2).sum()) / mean if mean else 1.0

@@ -137,7 +137,7 @@ class _Step:
     name: str  # name of the step in the trace
     # (index of the node, pipeline) of all events on the critical path
     critical: frozenset[tuple[int, int]] = field(init=False)
-    senders: dict[Action, int] = field(init=False)  # index of the node of each pass
+    senders: dict[Action, int] = field(init=False)  # for each pass, the index of its node
     # id of the thread that shows each message, by (index of the node, pipeline)
     tids: dict[tuple[int, int], int] = field(init=False)
     lanes: int = field(init=False)  # most messages that a rank receives at the same time
@@ -184,9 +184,14 @@ class _Step:
             yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
 
     def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
-        """Yield the two events of an arrow from the pass that sends a message to its receiver.
+        """Yield the two events of a message's arrow: from the pass that sends it to the next pass.
 
-        Perfetto draws it only if both ends lie within the passes.
+        Perfetto draws the arrow only if both its ends lie within the passes.
+
+        Args:
+            i: Index of the message's node.
+            node: The message's node.
+            pipeline: Index of the pipeline.
         """
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         assert node.action is not None
@@ -238,7 +243,7 @@ class _Step:
         Args:
             name: Name of the event.
             category: Categories, separated by commas.
-            at: Ids of its process and thread.
+            at: (id of the event's process, id of its thread).
             times_ns: Start and end, counted from the start of the step.
             args: Arguments that a viewer shows with the event.
         """

@@ -244,7 +244,9 @@ def test_a_family_that_does_not_fit_is_said() -> None:
     losers = {x.label: x for x in losers_of(tuner, known, own=None, node=8)}
     for label in ("tp 1", "cp 8", "pp 4"):
         assert losers[label].trial is None
-        assert losers[label].why.startswith("does not fit; closest: tp ")
+        assert losers[label].why.startswith(
+            "does not fit into memory; the layout that lacks the least is tp "
+        )
         assert " lacks " in losers[label].why
 
 

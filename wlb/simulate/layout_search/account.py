@@ -3,13 +3,13 @@
 The terms are, in this order:
 
 1. The work of the mean pipeline rank, as if all micro-batches and CP ranks were equal
-   (`work_terms`). It needs no simulation.
+   (`work_terms`). This needs no simulation.
 2. The pipeline bubble and the exposed collectives over the data-parallel axis, from the critical
    path of one step with equal micro-batches (`even_terms`).
 3. The time that unequal micro-batches and unequal CP ranks cost (`account`).
 
-The sum of the first two is nearly a lower bound of what packing and sharding can reach. A step
-whose first and last micro-batches are short can be slightly faster.
+The sum of the first two items is nearly a lower bound of the time that packing and sharding can
+reach. A step whose first and last micro-batches are short can be slightly faster than this sum.
 """
 
 from dataclasses import replace
@@ -71,8 +71,8 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
     exposed = 0.0
     for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
         kind = graph.nodes[i].kind
-        # Collectives on the critical path are exposed. The time that remains after them and the
-        # work is the bubble.
+        # Collectives on the critical path are exposed. The bubble is the time of the step without
+        # these collectives and without the work.
         if kind not in (NodeKind.PASS, NodeKind.MESSAGE):
             seconds = float(simulation.durations_ns[i, 0, 0]) * 1e-9
             _add(out, NAMES[kind], seconds)
@@ -103,7 +103,7 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 
 def mean_prices(prices: StepPrices) -> StepPrices:
-    """Return prices of one step of one pipeline in which each micro-batch is the mean of all."""
+    """Return prices of one step of one pipeline, in which each micro-batch has the mean prices."""
     first = (slice(1), slice(1), slice(None), slice(1))
     return prices.evened((0, 1, 2, 3)).changed(lambda x: x[first[: x.ndim]])
 
@@ -118,7 +118,7 @@ def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload
     """
     if cost.recompute == Recompute.NONE:
         return
-    # The time of recomputation is how much smaller the terms are without recompute.
+    # The time of recomputation is the amount by which the terms shrink without recompute.
     plain = replace(cost.linear, recompute=Recompute.NONE)
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     layers = sum(prices.layers) / cost.parallel.pp

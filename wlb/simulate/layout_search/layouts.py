@@ -61,7 +61,7 @@ class Candidate:
     """A layout that fits into memory."""
 
     spec: RunSpec  # the run with this layout
-    need_bytes: int  # memory of the fullest rank if all micro-batches are one window
+    need_bytes: int  # memory of the fullest rank if all micro-batches are one window long
     # S_max and T that fit into memory; None if longer micro-batches than one window do not fit
     caps: TokenCaps | None
 
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def has_all_room(self) -> bool:
-        """Whether memory allows the largest S_max and T from which packing gains."""
+        """Whether memory allows an S_max and T above which packing would gain nothing more."""
         if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
             return False
         most = MOST_STEP_TOKENS * self.spec.tokens_per_step
@@ -99,12 +99,13 @@ class TooLarge:
 
     @property
     def message(self) -> str:
-        """Sentence that says how many bytes are missing on which rank."""
+        """Text that says which rank lacks how many bytes."""
         stages = self.spec.stages_of(self.rank)
         return (
             f"{name_of(self.spec)}: pipeline rank {self.rank} (stages "
-            f"{', '.join(map(str, stages))}) lacks {self.missing_bytes:,} bytes "
-            f"({self.missing_bytes / GIB:.1f} GiB) of {planned_bytes(self.spec) / GIB:.1f} GiB"
+            f"{', '.join(map(str, stages))}) needs {self.missing_bytes:,} bytes "
+            f"({self.missing_bytes / GIB:.1f} GiB) more than the "
+            f"{planned_bytes(self.spec) / GIB:.1f} GiB that plans may use"
         )
 
 
@@ -192,15 +193,19 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
         divided = _expert_degrees(shaped, choices)
         if not divided:
             message = (
-                f"ep must divide the {parallel.expert_ranks} ranks of a stage, but only the values "
-                f"{choices.ep} are allowed"
+                f"ep must divide the number of ranks of a stage, {parallel.expert_ranks}, but only "
+                f"the values {', '.join(map(str, choices.ep))} are allowed"
             )
-            out.refuse("ep does not divide the ranks of a stage", shaped, message)
+            out.refuse("ep does not divide the number of ranks of a stage", shaped, message)
         for piped in _pipelines(shaped, choices):
             try:
                 check(piped)
             except UserError as error:
-                out.refuse("the schedule or its stages do not divide", piped, str(error))
+                out.refuse(
+                    "the schedule does not fit the numbers of layers, stages or micro-batches",
+                    piped,
+                    str(error),
+                )
                 continue
             for ep in divided:
                 _add_fitting(_with_experts(piped, ep, asked=spec), choices, out)
@@ -210,7 +215,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
 
 
 def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
-    """Return a run with a degree of EP, and with settings of experts that this degree allows.
+    """Return a run with degree `ep` of EP, and with settings of experts that this degree allows.
 
     Args:
         spec: The run with the other degrees of the layout.
@@ -238,7 +243,7 @@ def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int,
 
 
 def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
-    """Raise UserError if one of the degrees of EP does not divide the number of experts."""
+    """Raise UserError if there are no experts, or a degree of EP does not divide their number."""
     num = spec.model.experts.num
     for ep in choices.ep:
         if not num:
@@ -303,7 +308,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
 
 
 def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
-    """Yield a run with each allowed schedule and number of virtual stages."""
+    """Yield `spec` with each allowed combination of schedule and number of virtual stages."""
     pp = spec.parallel.pp
     if pp == 1:
         if not choices.virtual_stages or 1 in choices.virtual_stages:
@@ -327,7 +332,7 @@ def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
     for recompute in (r for r in Recompute if r in choices.recompute):
         made = replace(spec, training=replace(spec.training, recompute=recompute))
         if has_all_room:
-            out.refuse("less recompute leaves all the memory that packing can use", made, "")
+            out.refuse("less recompute already leaves enough memory for packing", made, "")
             continue
         need, rank = need_of(made)
         if need > planned_bytes(made):
@@ -357,10 +362,10 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
 def need_of(spec: RunSpec) -> tuple[int, int]:
     """Return the memory of the fullest pipeline rank if all micro-batches are equally long.
 
-    They are one window long, or shorter if a step has more micro-batches than windows.
+    The micro-batches are one window long, or shorter if a step has more micro-batches than windows.
 
     Returns:
-        The bytes, and the pipeline rank.
+        (bytes, index of the pipeline rank).
     """
     tokens = -(-spec.tokens_per_step // spec.num_micro_batches)
     needs: list[tuple[int, int]] = []
@@ -378,10 +383,9 @@ def _nothing(gpus: int, out: Layouts) -> str:
     if out.too_large:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (
-            f"no layout of {gpus} devices fits within the "
-            f"{gpu_budget(closest.spec).explanation}. The layout that lacks least is "
-            f"{closest.message}; use more devices, allow more recompute, or lower "
-            f"data.context_window"
+            f"no layout of {gpus} devices fits into the {gpu_budget(closest.spec).explanation}. "
+            f"The layout that lacks the least memory is {closest.message}; use more devices, allow "
+            f"more recompute, or lower data.context_window"
         )
     if not out.refusals:
         return f"no layout of {gpus} devices satisfies all restrictions; remove some restrictions"

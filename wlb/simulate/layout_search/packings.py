@@ -46,8 +46,8 @@ class PackingChoices:
         low = [f for f in self.micro_batches if not f > 1]
         if low:
             raise UserError(
-                f"micro_batches = {low[0]} must be above 1: it is a multiple of N, and N itself is "
-                "always tried; give a larger multiple"
+                f"micro_batches = {low[0]} must be above 1, because N micro-batches are always "
+                "tried; give the numbers of micro-batches as larger multiples of N, such as 1.25"
             )
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
@@ -72,8 +72,8 @@ class PackingChoices:
     def first(self, candidate: Candidate) -> list[PackingSection]:
         """Return one packing of each policy, to compare layouts before all packings are tried.
 
-        It is the packing with the largest S_max, and with the largest T for that S_max. If several
-        packings have these, the first one with which the layout fits into memory is used.
+        This packing has the largest S_max, and the largest T for that S_max. If several packings of
+        a policy have both, it is the first of them.
         """
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
@@ -85,7 +85,7 @@ class PackingChoices:
     def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
         """Yield the run with more micro-batches than windows in a step.
 
-        It yields nothing without a pipeline, or if the policy packs windows.
+        Nothing is yielded if pp = 1, or if the policy packs windows of C tokens.
         """
         if spec.parallel.pp == 1 or not spec.packing.varies_lengths:
             return
@@ -103,12 +103,12 @@ class PackingChoices:
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
-        """Yield a section with every S_max and T to try, and with every list of thresholds.
+        """Yield `section` with each S_max and T to try, and with each list of thresholds.
 
         Only Algorithm 1 has thresholds.
 
         Args:
-            section: The section, with its policy.
+            section: A packing section whose policy is set.
             spec: The run.
         """
         section = replace(section, memory_gib=planned_gib(spec))
@@ -130,8 +130,8 @@ class PackingChoices:
 def with_settings(spec: RunSpec, packing: PackingSection, strategy: Strategy) -> RunSpec:
     """Return the run with this packing section and sharding strategy.
 
-    Tokens that are left over after dividing a document are merged into its chunks
-    (`sharding.remainder`).
+    `sharding.remainder` is set so that tokens left over after dividing a document are merged into
+    its chunks.
     """
     sharding = replace(spec.sharding, strategy=strategy, remainder=Remainder.MERGED)
     return replace(spec, packing=packing, sharding=sharding)

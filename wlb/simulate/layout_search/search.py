@@ -104,7 +104,8 @@ class Tuner:
 
         Args:
             layouts: The candidates.
-            own: The user's run, which is also simulated with its own layout; None: do not.
+            own: The user's run, which is also simulated with its own layout. None means that only
+                candidates are simulated.
 
         Raises:
             UserError: No packing of any layout keeps the mean delay within the limit.
@@ -164,8 +165,8 @@ class Tuner:
     def polish(self, names: Sequence[str], known: Search) -> None:
         """Try further settings of tuned layouts, and keep the fastest in `known`.
 
-        They are all shardings, other policies that are nearly as fast, more micro-batches, and
-        later weight-gradient passes.
+        These settings are all shardings, other policies that are nearly as fast, more
+        micro-batches, and later weight-gradient passes.
 
         Args:
             names: Names of the layouts.
@@ -183,8 +184,8 @@ class Tuner:
         Args:
             candidates: The candidates.
             known: Bounds by name of the candidate.
-            is_walked: True: the bound from simulating a mean step (depth `even`). False: the bound
-                from adding up the work (depth `work`).
+            is_walked: Whether the bound comes from simulating a mean step (depth `even`) rather
+                than from adding up the work (depth `work`).
         """
         what = "walked" if is_walked else "priced"
         found = self._run(candidates, TrialRunner.outline, what, is_walked)
@@ -267,9 +268,9 @@ class Tuner:
             )
         least = min(trials, key=lambda t: (t.mean_delay, t.name))
         return (
-            f"no setting keeps the mean delay of tokens within {self.max_delay_mean:g} steps; the "
-            f"least delay is {least.mean_delay:.3f} steps ({least.packing} on {least.layout}); "
-            f"raise --max-delay-mean, or try more policies"
+            f"no packing delays tokens by at most {self.max_delay_mean:g} steps on average; the "
+            f"smallest mean delay is {least.mean_delay:.3f} steps (packing {least.packing}, layout "
+            f"{least.layout}); raise --max-delay-mean, or allow more --policies"
         )
 
 
@@ -278,7 +279,7 @@ GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...
 
 
 def _run_group(task: GroupTask) -> list[Any]:
-    """Run a task: return `function(runner, item, *arguments)` for each of its items."""
+    """Run a task, and return `function(runner, item, *arguments)` for each of its items."""
     sample, function, items, arguments = task
     runner = TrialRunner.of(_spec_of(items[0]), sample)
     return [function(runner, item, *arguments) for item in items]

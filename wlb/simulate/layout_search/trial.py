@@ -84,7 +84,7 @@ class Trial:
     """The result of simulating one layout, packing and sharding on the sample."""
 
     spec: RunSpec  # the run with this layout, packing and sharding
-    is_sharded: bool  # True: by the sharding strategy; False: CP ranks get equal work
+    is_sharded: bool  # whether the sharding strategy ran; otherwise CP ranks have equal work
     num_steps: int  # number of simulated steps, including the flush
     time_s: float  # seconds per global batch
     balanced_s: float  # seconds per global batch if micro-batches and CP ranks were equal
@@ -111,12 +111,12 @@ class Trial:
 
     @property
     def of_bound(self) -> float:
-        """Time if micro-batches and CP ranks were equal, over the simulated time; at best 1."""
+        """Time with equal micro-batches and CP ranks, divided by the simulated time; at best 1."""
         return self.balanced_s / self.time_s
 
     @property
     def fits(self) -> bool:
-        """Whether the peak memory is within what plans may use."""
+        """Whether the peak memory is at most the memory that plans may use."""
         return self.peak_memory_bytes <= planned_bytes(self.spec)
 
     @property
@@ -124,7 +124,7 @@ class Trial:
         """The packing as text, such as "bounded S 1.5 T 1.1": the policy, S_max and T.
 
         S_max is in windows and T in global batches. "M 12" follows if a step has 12 micro-batches
-        rather than one for each window. "L" is followed by the thresholds of Algorithm 1.
+        rather than one for each window. With Algorithm 1 "L" follows, with its thresholds.
         """
         section, window = self.spec.packing, self.spec.data.context_window
         if not section.varies_lengths:
@@ -180,8 +180,8 @@ class TrialRunner:
 
         Args:
             candidate: The layout.
-            is_walked: True: the bound from simulating a mean step (depth `even`). False: the bound
-                from adding up the work (depth `work`).
+            is_walked: Whether the bound comes from simulating a mean step (depth `even`) rather
+                than from adding up the work (depth `work`).
         """
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)
@@ -214,7 +214,7 @@ class TrialRunner:
             try:
                 trial = self._try(spec, is_sharded=is_sharded)
             except UserError:
-                # T would be too small to train delayed documents.
+                # Memory allows only a T that is too small to train delayed documents.
                 return None
             if trial.fits:
                 return trial
@@ -270,7 +270,7 @@ def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str, bool]:
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
-    """Return S_max and T of a run's packing, as memory allows.
+    """Return the S_max and T with which a run packs: its settings, or less if memory requires it.
 
     For policies that pack windows, S_max is the context window and there is no T.
     """

@@ -135,8 +135,8 @@ def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
 def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
     """Return a text that says which kinds of work make one layout slower than another.
 
-        The text names the kinds of work that take the most additional seconds in the slower layout,
-        and the kind that saves it the most seconds.
+    The text names the kinds of work that take the most additional seconds in the slower layout. It
+    also names the kind of work in which the slower layout saves the most seconds.
 
     Args:
         loser: The slower layout.
@@ -254,7 +254,7 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
     elif best.name in known.packed and winner.layout in known.packed:
         trial, against = known.packed[best.name], known.packed[winner.layout]
     else:
-        return Loser(label=label, why=f"{best.name}: no packing setting fits into its memory")
+        return Loser(label=label, why=f"{best.name}: no packing that was tried fits into memory")
     return Loser(
         label=label,
         why=reasons(trial, against, node=node),
@@ -264,9 +264,9 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
 
 
 def _does_not_fit(label: str, layouts: Layouts) -> str:
-    """Return a text that says why no layout of the family named `label` is possible."""
+    """Return a text that says why no layout of the family `label` fits into memory."""
     found = [large for large in layouts.too_large if label in _labels(large.spec)]
     if not found:
-        return "no such layout is possible or within the restrictions"
+        return "no such layout is possible and allowed by the restrictions"
     closest = min(found, key=lambda large: large.missing_bytes)
-    return f"does not fit; closest: {closest.message}"
+    return f"does not fit into memory; the layout that lacks the least is {closest.message}"
