@@ -3,8 +3,8 @@
 SPEC 1 is Scientific Python's convention for lazy loading.
 
 The stub `__init__.pyi` beside a package's `__init__.py` says which file defines each public name.
-Type checkers read the stub, and so does `attach` when the package is imported. `import wlb` thus
-stays fast and imports no torch.
+Type checkers read the stub. `attach` reads it as well, when the package is imported. So `import
+wlb` is fast and does not import torch.
 """
 
 import ast
@@ -16,8 +16,8 @@ from pathlib import Path
 def attach(room: str) -> None:
     """Make the names in a package's `__init__.pyi` available; import each on its first use.
 
-    A public name must not be the name of one of the package's files: when Python imports a file, it
-    sets the module as an attribute of the package, which would hide the public name.
+    A public name must differ from the names of the package's files. When Python imports a file, it
+    sets the file's module as an attribute of the package, and this would hide the public name.
 
     Args:
         room: Import name of the package, such as "wlb.packing".

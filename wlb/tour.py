@@ -52,7 +52,7 @@ SPEC = check(
         source="the tour",
     )
 )
-"""Configuration of the run, a decoder of two layers. Real runs use a preset or a TOML file."""
+"""Configuration of the run, whose model has two layers. Real runs use a preset or a TOML file."""
 
 
 class NoiseTokens:
@@ -160,7 +160,7 @@ def sharded(planner: Planner, step: StepPlan) -> PipelinePlan:
 def exchanged(pipeline: PipelinePlan) -> None:
     """Print which rows of keys travel between ranks, and what the attention kernel receives.
 
-    A row attends to the earlier rows of its document, and some of those are on other ranks.
+    A row attends to the earlier rows of its document, and other ranks have some of these rows.
     """
     sharding, rows = pipeline.shardings[0], pipeline.local_tokens[0]
     exchange = exchange_of(sharding, local_tokens=rows)
@@ -197,7 +197,7 @@ def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[floa
 
 
 def rows_of_ranks(pipeline: PipelinePlan) -> None:
-    """Print each rank's inputs: the tokens of its rows, and the next tokens as labels."""
+    """Print the inputs of each rank: the tokens of its rows, and as labels the next tokens."""
     place = pipeline.micro_batches[0], pipeline.shardings[0]
     for rank in range(CP):
         inputs = (rank, pipeline.local_tokens[0], NoiseTokens())
@@ -209,7 +209,7 @@ def rows_of_ranks(pipeline: PipelinePlan) -> None:
 
 
 def one_process(pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
-    """Train the same documents one after the other in one process, without a plan."""
+    """Train the same documents one by one in one process; return loss and gradient norm."""
     model = build_reference(SPEC.model, seed=SPEC.run.seed)
     total = 0.0
     for document in np.concatenate([b.pieces.document for b in pipeline.micro_batches]).tolist():

@@ -1,1 +1,1 @@
-"""The planner in other libraries' training loops: one module per library, imported by its name."""
+"""Adapters for training loops of other libraries; import a module, such as wlb.adapters.trl."""

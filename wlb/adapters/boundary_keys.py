@@ -6,7 +6,7 @@ from typing import Any
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments for FlashAttention and recurrent layers: document offsets and the longest document.
 
-They are passed only together."""
+A model gets either all four or none of them."""
 SEQ_IDX = "seq_idx"
 """Argument for short convolutions: for each token, the index of its document."""
 _WRAPPERS = {
@@ -20,9 +20,9 @@ Names are compared instead of classes, because DeepSpeed may not be installed.""
 def boundary_keys(model: Any) -> tuple[str, ...]:
     """Return the arguments for document boundaries that a model's forward accepts.
 
-    A forward with **kwargs accepts all of them. In transformers, linear attention, recurrent layers
-    and convolutions do not read position_ids. Without these arguments they treat a packed row as
-    one document. TRL passes all of them.
+    A forward with **kwargs counts as accepting all of these arguments. In transformers,
+    linear-attention layers, recurrent layers and convolutions do not read position_ids. Without
+    these arguments, such layers treat a packed row as one document.
 
     Args:
         model: The model, which may be wrapped (see `unwrapped`).
@@ -41,7 +41,10 @@ def boundary_keys(model: Any) -> tuple[str, ...]:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside torch.compile, DDP, DataParallel, FSDP, DeepSpeed and PEFT."""
+    """Return a model without its wrappers.
+
+    Known wrappers are those of torch.compile, DDP, DataParallel, FSDP, DeepSpeed and PEFT.
+    """
     while True:
         kinds = {kind.__name__ for kind in type(model).__mro__}
         if "OptimizedModule" in kinds:

@@ -18,8 +18,8 @@ from wlb.planner import Planner
 class DealtRows:
     """The dataset rows of every micro-batch of every step, for all data-parallel ranks.
 
-    The order of micro-batches: step after step; within a step, first the first micro-batch of every
-    rank, then the second of every rank, and so on.
+    Micro-batches are ordered by step. Within a step, the first micro-batch of every rank comes
+    first, then the second micro-batch of every rank, and so on.
     """
 
     rows: IntArray  # indices of dataset rows, one micro-batch after the other
@@ -30,7 +30,7 @@ class DealtRows:
 
     @classmethod
     def of(cls, planner: Planner, num_documents: int) -> "DealtRows":
-        """Plan all steps to the end of the data.
+        """Plan all steps to the end of the data, and return the dataset rows of these steps.
 
         Args:
             planner: A planner whose data ends, with no document longer than its context window.
@@ -52,7 +52,7 @@ class DealtRows:
         return (self.offsets.size - 1) // self.num_micro_batches
 
     def step(self, step: int) -> Iterator[IntArray]:
-        """Yield the rows of each micro-batch of a step, in the order that the class describes."""
+        """Yield the rows of each micro-batch of a step: the first one of every rank, and so on."""
         first = step * self.num_micro_batches
         for i in range(first, first + self.num_micro_batches):
             yield self.rows[self.offsets[i] : self.offsets[i + 1]]
@@ -64,16 +64,16 @@ class DealtRows:
             lengths: Tokens of every row of the dataset.
             cost: Predicts the time of a row from its length.
         """
-        # With running sums, the work of a micro-batch is the difference of two entries.
+        # A micro-batch consists of consecutive rows, so its work is a difference of running sums.
         each = np.concatenate([[0], np.cumsum(cost.workload_ns(lengths)[self.rows])])
         micro_batches = np.diff(each[self.offsets])
         return micro_batches.reshape(self.num_steps, -1, self.num_ranks).sum(1)
 
 
 class DealtSteps:
-    """Plans each step when it is first requested, and stores its dataset rows.
+    """Plans each step when it is first requested, and stores the step's dataset rows.
 
-    Planning all steps at once would delay the first step of a run, also when it resumes.
+    Planning all steps at once would delay the first step of a run, also of a resumed one.
 
     Args:
         planner: The planner. No document may be longer than its context window.
@@ -95,7 +95,7 @@ class DealtSteps:
         return len(self._steps)
 
     def step(self, step: int) -> list[IntArray]:
-        """Return the rows of each micro-batch of a step, in the order of `DealtRows`.
+        """Return the rows of each micro-batch of a step: the first one of every rank, and so on.
 
         Raises:
             IndexError: The step is after the last one.
@@ -115,7 +115,7 @@ class DealtSteps:
             num_ranks=self._planner.dp,
             num_micro_batches=self._planner.packer.num_micro_batches,
         )
-        # Replace the lists by views, so that the rows are in memory only once.
+        # Replace the stored arrays by views of `dealt.rows`, so that memory holds the rows once.
         self._steps = [list(dealt.step(i)) for i in range(dealt.num_steps)]
         return dealt
 
@@ -146,10 +146,10 @@ class DealtSteps:
 class RankBalance:
     """How evenly predicted work is divided over ranks that wait for each other in every step."""
 
-    num_steps: int  # number of steps that the figures below are computed from
+    num_steps: int  # number of steps from which the figures below are computed
     imbalance: float  # work of the slowest rank over the mean of all ranks; mean over the steps
-    worst: float  # the same ratio in the worst step
-    utilisation: float  # share of all ranks' predicted time in which they compute
+    worst: float  # imbalance of the worst step
+    utilisation: float  # share of the predicted time that ranks compute instead of waiting
 
     @classmethod
     def of(cls, work_ns: IntArray | FloatArray) -> "RankBalance":

@@ -53,8 +53,8 @@ class Balance:
     # attention FLOPs to other FLOPs; `wlb.workload_of` makes a model of a measured GPU.
     cost: WorkloadModel = LLAMA2_7B
     seed: int = 0  # seed of the shuffle
-    # Context parallelism: how many processes share each micro-batch, which may then be cp times as
-    # long. It must divide the number of all processes.
+    # Context parallelism: the number of processes that share each micro-batch, which may then be cp
+    # times as long. cp must divide the number of all processes.
     cp: int = 1
     strategy: str = "adaptive"  # sharding strategy, see `ContextSharder`; used only if cp > 1
     # Exchange of keys and values, see `ContextSharder`; used only if cp > 1.
@@ -240,7 +240,7 @@ class RankBatches(Sampler[list[int]]):
         self.batches, self.rank = batches, rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate next, for the sampler of all processes."""
+        """Choose the epoch to iterate next, by setting it in the sampler of all processes."""
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -255,8 +255,9 @@ class RankBatches(Sampler[list[int]]):
 class BalancedTrainer(PlannedTrainer):
     """Mixin that makes a transformers Trainer train balanced batches; see `balanced`.
 
-    Put it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. It raises UserError for
-    settings with which rows would be lost, repeated or mixed, or masked tokens trained:
+    Put it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. UserError is raised for
+    settings with which rows would be lost or repeated, documents would see each other, masked
+    tokens would be trained, or tokens would have unequal weights:
 
     - datasets that are packed already or streamed, and loss masks other than labels;
     - accelerate's dispatch_batches and split_batches;
@@ -312,10 +313,11 @@ class BalancedTrainer(PlannedTrainer):
         return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return the Trainer's values with max_steps limited to the number of planned steps.
+        """Return the values of the Trainer's method, with max_steps limited to the planned steps.
 
-        max_steps is the last value and the length of the learning-rate schedule. The Trainer
-        computes it as steps per epoch times epochs, but the last epochs may be short or empty.
+        max_steps is the last of these values. It is also the length of the learning-rate schedule.
+        The Trainer computes it as steps per epoch times epochs, which may exceed the number of
+        planned steps, because the last epochs may be short or empty.
         """
         theirs = cast(Any, super())
         *values, max_steps = theirs.set_initial_training_values(args, dataloader)
@@ -329,7 +331,7 @@ def balanced(trainer: type[Any]) -> type[Any]:
 
 
 def _check_rows(lengths: IntArray, balance: Balance) -> None:
-    """Raise UserError if there are no rows, an empty row, or a row that is too long."""
+    """Raise UserError if there is no row, an empty row, or a row longer than the context window."""
     if not lengths.size:
         raise UserError("train_dataset has no rows; give a dataset with at least one row")
     if int(lengths.min()) < 1:

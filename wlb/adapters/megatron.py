@@ -265,18 +265,18 @@ class PackedSteps(PlannedRank):
 class PlannedP2P(P2PCommunicator):
     """Megatron's pipeline communicator, changed to take the shapes of messages from the plan.
 
-    Stages then need not send shapes to each other, which saves a round trip per message. It
-    requires 1F1B without virtual stages and `config.variable_seq_lengths = True`. Call `begin`
-    before every forward-backward with the shapes of all its micro-batches. If more micro-batches
-    are received than announced, RuntimeError is raised at once; if fewer are received, the next
-    `begin` raises it.
+    Stages then need not send shapes to each other, which saves a round trip per message. The
+    schedule must be 1F1B without virtual stages, and `config.variable_seq_lengths` must be True.
+    Call `begin` before every forward-backward call with the shapes of all its micro-batches. If
+    more micro-batches are received than announced, RuntimeError is raised at once; if fewer are
+    received, the next `begin` raises it.
     """
 
     _shapes: Sequence[Shape] = ()
     _num_received: Sequence[int] = (0, 0)  # micro-batches received in forward and in backward
 
     def begin(self, shapes: Sequence[Shape]) -> None:
-        """Announce the micro-batches of the next forward-backward.
+        """Announce the micro-batches of Megatron's next forward-backward call.
 
         Args:
             shapes: Activation shape of each of this pipeline's micro-batches, in execution order.
@@ -315,11 +315,11 @@ class PlannedP2P(P2PCommunicator):
         return self._known(0, receives=recv_prev), self._known(1, receives=recv_next)
 
     def _known(self, direction: int, *, receives: bool) -> list[int]:
-        """Return the shape of the next message in one direction.
+        """Return the shape of the next message to receive in one direction.
 
         Args:
             direction: 0 for forward (activations), 1 for backward (gradients).
-            receives: Whether a message is received; otherwise the shape is [0, 0, 0].
+            receives: Whether a message is received; if not, the result is [0, 0, 0].
         """
         if not receives:
             return [0, 0, 0]
@@ -336,9 +336,9 @@ class PlannedP2P(P2PCommunicator):
 class BalancedScheduler:
     """Replaces Megatron's schedulers of packed samples; balances work instead of tokens.
 
-    Use it if Megatron's sampling must stay as it is, so that each step trains exactly its samples.
-    It cannot delay a sample to a later step. So if one sample has more work than the mean of all
-    ranks, the other ranks wait for it.
+    Use it if each step must train exactly the samples that Megatron draws for it. Because no sample
+    is delayed to a later step, a sample with more work than the mean of all ranks makes the other
+    ranks wait.
 
     Args:
         dp: Data-parallel ranks.
@@ -417,13 +417,13 @@ def spread(
 ) -> list[list[int]] | None:
     """Divide samples into `num` bins of nearly equal work and at most `most` tokens each.
 
-    First the greedy placement of the paper's Algorithm 1 (longest sample first, into the bin with
-    least work), then swaps of samples between bins.
+    Samples are placed as in the paper's Algorithm 1: the longest first, each into the bin with the
+    least work. Afterwards samples are swapped between bins to improve the balance.
 
     Args:
         members: Indices of the samples to place.
         lengths: Tokens of each sample, also of samples that are not placed.
-        work: Predicted time of each of these samples.
+        work: Predicted time of each sample, also of samples that are not placed.
         num: Number of bins.
         most: Most tokens of a bin.
 
@@ -440,9 +440,10 @@ def spread(
 
 
 def fill_empty(parts: list[list[int]], work: list[int]) -> None:
-    """Fill each empty micro-batch with a sample of the one that has most samples, in place.
+    """Move a sample into each empty micro-batch, in place.
 
-    The sample with least work is moved.
+    The sample comes from the micro-batch with the most samples, and is the one with the least work
+    there.
 
     Args:
         parts: Indices of the samples of each micro-batch.

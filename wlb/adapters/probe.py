@@ -26,21 +26,22 @@ from wlb.parallel.collectives import agree
 from wlb.plan import UserError
 
 LENGTH = 16
-"""Tokens of each of the probe's two documents.
+"""Number of tokens of each of the two documents in a row of the test.
 
-That is longer than the kernel of any short convolution, and short enough for every model's table of
+This is longer than the kernel of any short convolution, and short enough for every model's table of
 positions."""
 LEAK = 1e-4
-"""Smallest effect across documents that counts as a leak, relative to that within one document.
+"""Share of the full effect from which an effect across documents counts as a leak.
 
-The effect is how much the second document's logits change if the first document gets other tokens;
-"within one document" means that both are joined to one."""
+An effect is how much the second document's logits change if the first document gets other tokens.
+The full effect is measured with both documents joined to one."""
 NOISE = 8
 """A leak must exceed the effect of rounding errors by this factor.
 
-Rounding is measured as the effect of changing the second document on the first one. With causal
-attention it should be zero. In floating point it is not: the matrix products of experts change
-their sizes, and a token may go to another expert if two have nearly equal scores."""
+The effect of rounding is measured as how much the first document's logits change if the second
+document gets other tokens. With causal attention it should be zero. In floating point it is not:
+the matrix products of experts change their sizes, and a token may be routed to another expert if
+two experts have nearly equal scores."""
 TRIES = 3
 """Number of tests with different tokens, which must all show a leak, to rule out chance."""
 
@@ -48,14 +49,15 @@ TRIES = 3
 def check_documents_apart(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise UserError if a document's logits depend on another document of the packed row.
 
-    All ranks must call this together, with the model wrapped and placed as in training. If one rank
-    finds a leak, all ranks raise UserError. It runs a few forward passes of 32 tokens in evaluation
-    mode without gradients, and afterwards restores modes, buffers and random number generators.
+    All ranks must call this function together, with the model wrapped and placed as in training. If
+    one rank finds such a dependence, all ranks raise UserError. The test runs a few forward passes
+    of 32 tokens in evaluation mode without gradients. Afterwards it restores the training modes,
+    buffers and random number generators.
 
     Args:
         model: The model that trains, with its wrappers (DDP, FSDP, PEFT, ...).
-        batch: A micro-batch as passed to the model. The probe takes token ids from it, and passes
-            document boundaries under the same keys. For padded rows nothing is tested.
+        batch: A micro-batch as passed to the model. The test takes token ids from it, and passes
+            document boundaries under the same keys. If its rows are padded, nothing is tested.
     """
     # All ranks must take the same branches, because a wrapped model's forward may communicate.
     if not _anywhere(_is_packed(batch)):
@@ -76,9 +78,9 @@ def check_documents_apart(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def _is_packed(batch: Mapping[str, Any]) -> bool:
-    """Return whether the batch is one row with document boundaries.
+    """Return whether the batch is one row with document boundaries and without attention mask.
 
-    Padded rows have an attention mask.
+    A batch of padded rows has an attention mask.
     """
     keys = ("position_ids", *FLASH_KEYS, SEQ_IDX)
     has_boundaries = any(batch.get(key) is not None for key in keys)
@@ -88,21 +90,22 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
 
 
 def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
-    """Return how strongly the first document affects the second; 0 means not at all.
+    """Return how strongly a row's first document affects the logits of the second, usually 0 to 1.
 
-    1 means as strongly as if both were one document. The result is 0 if the effect may be rounding.
+    0 means no effect, or one so small that it may be a rounding error. 1 means the same effect as
+    if both were one document.
 
     Args:
         model: The model.
         batch: A micro-batch as passed to the model.
-        try_: Number of the test, which selects its tokens.
+        try_: Number of the test, from 0. Every test uses other tokens.
     """
     first, other, second = (_tokens(batch["input_ids"], 3 * try_ + i) for i in range(3))
     before = [_logits(model, batch, [x, second])[-LENGTH:] for x in (first, other)]
     behind = [_logits(model, batch, [second, x])[:LENGTH] for x in (first, other)]
     within = [_logits(model, batch, [x + second])[-LENGTH:] for x in (first, other)]
-    # before: the changed document comes before the compared one. behind: it comes after, so that
-    # only rounding can differ. within: both are joined to one document, so the effect is full.
+    # `before`: the changed document is before the compared one. `behind`: it is behind the compared
+    # one, so that logits can differ only by rounding. `within`: both are joined to one document.
     across, rounding, within_one = _change(*before), _change(*behind), _change(*within)
     if within_one == 0:
         warnings.warn(
@@ -115,30 +118,33 @@ def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> floa
 
 
 def _change(one: Tensor, other: Tensor) -> float:
-    """Return the difference between two tensors of logits, shape [tokens, vocabulary].
+    """Return how much two tensors of logits differ, both of shape [tokens, vocabulary].
 
-    It is the root mean square over the vocabulary, at the token with the largest one. A mean over
-    tokens would hide a short convolution, which affects only the first tokens of a document.
+    The difference at a token is the root mean square over the vocabulary. The result is the largest
+    difference of all tokens, because a mean over tokens would hide a leak through a short
+    convolution, which affects only the first tokens of a document.
     """
     return float((one - other).square().mean(-1).sqrt().max())
 
 
 def _tokens(input_ids: Tensor, which: int) -> list[int]:
-    """Return a probe document of token ids that occur in the batch, so the vocabulary has them.
+    """Return the `LENGTH` tokens of one of the test's documents.
+
+    All of them are token ids that occur in the batch, so they are in the vocabulary.
 
     Args:
         input_ids: Tokens of the batch.
-        which: Number of the probe document. Different documents differ at every position.
+        which: Number of the document. Documents 3 i and 3 i + 1 differ at every position.
     """
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
-    if len(known) == 1:  # the id before it is in the vocabulary, too
+    if len(known) == 1:  # two ids are needed, and the id before this one is in the vocabulary
         known.append(known[0] - 1 if known[0] else 1)
-    # Step through the ids with different strides, so that no document is a shift of another.
+    # Three documents at a time step through the ids with the same stride, but from different ids.
     return [known[(which + (1 + which // 3) * i) % len(known)] for i in range(LENGTH)]
 
 
 def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]:
-    """Return a packed row of these documents, with the same keys and device as the batch."""
+    """Return a packed row of these documents, with the boundary keys and device of the batch."""
     tokens, positions = batch["input_ids"], batch.get("position_ids")
     collator = PaddingFreeCollator(
         return_flash_attn_kwargs=batch.get("cu_seq_lens_q") is not None,
@@ -158,7 +164,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int
     """Return the logits of a packed row of documents, float32 [2 * LENGTH, vocabulary]."""
     row = _row(batch, documents)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        row["use_cache"] = False  # transformers does not support a cache with recomputation
+        row["use_cache"] = False  # transformers supports no KV cache with gradient checkpointing
     out: Any = model(**row)
     logits: Any = getattr(out, "logits", None)
     if logits is None and isinstance(out, Mapping):
@@ -169,12 +175,12 @@ def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int
         logits = logits.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
         raise UserError(f"its forward returned {type(out).__name__} without logits for each token")
-    # PEFT's prompt tuning puts tokens in front of the row.
+    # Take the last logits, because PEFT's prompt tuning puts more tokens in front of the row.
     return logits.reshape(-1, logits.shape[-1])[-2 * LENGTH :].float()
 
 
 def _callable(model: nn.Module) -> nn.Module:
-    """Remove the wrappers of DDP and torch.compile, and return the model to call.
+    """Return the model without the wrappers of DDP, DataParallel and torch.compile.
 
     DDP's forward would synchronise buffers. FSDP's wrapper is kept, because it gathers parameters.
     """
@@ -189,7 +195,7 @@ def _callable(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluate without gradients; restore modes, buffers and random state at the end."""
+    """Within this context, the model evaluates without gradients; at the end, restore its state."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())

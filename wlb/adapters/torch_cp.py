@@ -59,8 +59,8 @@ class ShardedLoadBalancer(_LoadBalancer):
 def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
     """Return the positions of a packed row, sorted by the rank that computes them, shape [T].
 
-    Each rank has T / cp entries: first its tokens, then padding. Positions after the last document
-    are padding.
+    Each rank has T / cp entries: first the positions of its tokens, then positions of padding,
+    which are those after the last document.
 
     Args:
         sharding: Which tokens each rank computes.

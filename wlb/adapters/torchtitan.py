@@ -91,9 +91,9 @@ class BalancedDataLoader(BaseDataLoader):
         """
 
         micro_batches_per_step: int = 0
-        """Micro-batches of a data-parallel rank in a step.
+        """Micro-batches of a data-parallel rank in a step; must be set.
 
-        That is gradient accumulation steps x micro-batches of the pipeline."""
+        The number is gradient accumulation steps x micro-batches of the pipeline."""
 
         s_max: int = 0
         """Most tokens of a micro-batch; 0 means 1.5 context windows."""
@@ -108,7 +108,7 @@ class BalancedDataLoader(BaseDataLoader):
         """Pad T to a multiple of this; torchtitan's CP needs 2 x cp (SDPA) or cp x 128 (Flex)."""
 
         equal_lengths: bool = False
-        """Whether to pad every micro-batch to s_max, as torch's pipelines require equal shapes."""
+        """Whether to pad every micro-batch to s_max. torch's pipelines need such equal shapes."""
 
         epochs: int = 1
         """How often the store is read; 0 means without end."""
@@ -223,7 +223,7 @@ class BalancedDataLoader(BaseDataLoader):
         self._loader.load_state_dict(self._before)
 
     def _refuse_other_steps(self, state: dict[str, Any]) -> None:
-        # Checkpoints of earlier versions lack micro_batches_per_step.
+        # Checkpoints of earlier versions of wlb lack micro_batches_per_step.
         num = state.get("micro_batches_per_step", self._num)
         planned = state.get("planned", self._planned)
         key = "dataloader.micro_batches_per_step"

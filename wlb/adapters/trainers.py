@@ -1,7 +1,7 @@
 """What the balanced trainers of transformers and TRL share: checks, collator and DataLoader.
 
 `PlannedTrainer` is the base class of two mixins. `hugging_face.BalancedTrainer` may delay a row to
-a later step; `trl.BalancedSteps` may not.
+a later step; `trl.BalancedSteps` never does.
 """
 
 import importlib
@@ -73,7 +73,7 @@ class BalancedCollator:
 
 
 class PlannedTrainer:
-    """Base of the mixins that plan a Trainer's micro-batches; put it before the Trainer.
+    """Base class of mixins that plan a Trainer's micro-batches; a mixin comes before the Trainer.
 
     Args:
         *args: Arguments of the Trainer.
@@ -92,12 +92,12 @@ class PlannedTrainer:
         # A positional collator is recognised by identity, because subclasses may have other
         # positional arguments.
         given = kwargs.get("data_collator") is not None or any(value is chosen for value in args)
-        # The Trainer's own default collator pads; `_collator` replaces it.
+        # The Trainer's own default collator pads, so remember it: `_collator` replaces it.
         self._default_collator = None if given else chosen
 
     def _collator(self: Any) -> Callable[[Any], dict[str, Any]]:
         """Return the user's collator, or a padding-free one if the user gave none."""
-        # The user may also set a collator after the trainer was made.
+        # Look for a collator only now, because the user may set it after the trainer was made.
         given = None if self.data_collator is self._default_collator else self.data_collator
         if isinstance(given, PaddingFreeCollator):
             return BalancedCollator(collator=given)
@@ -317,7 +317,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _check_sequences(trainer: Any) -> None:
-    """Raise UserError if accelerate divides sequences over ranks, which ignores documents."""
+    """Raise UserError if accelerate divides sequences over ranks, because it ignores documents."""
     sp, cp = trainer.get_sp_size(), trainer.get_cp_size()
     if sp > 1:
         raise UserError(

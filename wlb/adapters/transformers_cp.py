@@ -153,7 +153,7 @@ def context_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention over the CP group; this is the function that transformers' layers call.
 
-    In evaluation and generation there is no `wlb_context`. Then it computes the usual attention of
+    In evaluation and generation `wlb_context` is None, and the result is the usual attention over
     this process's tokens alone.
 
     Args:
@@ -209,8 +209,9 @@ def context_attention(
 def context_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
     """Return the attention mask for evaluation and generation; transformers calls this.
 
-    It is a mask for eager attention if the model has a soft cap, and for SDPA otherwise. In
-    training over CP ranks it is not called, because `ContextParallel` passes a ready-made mask.
+    If the model has a soft cap, the mask is made for eager attention, otherwise for SDPA. In
+    training over CP ranks transformers does not call this function, because `ContextParallel`
+    passes a ready-made mask.
 
     Args:
         *args: transformers' arguments of mask functions.
@@ -269,14 +270,14 @@ class ContextParallel:
         return ContextCollator(collator=collator, sharder=self.sharder)
 
     def close(self) -> None:
-        """Restore the model's own attention and remove the hook."""
+        """Restore the model's own attention and remove the hook on its decoder."""
         self._hook.remove()
         self.model.set_attn_implementation(self._was)
 
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the decoder's forward, replace the plan in its arguments by a `RowsAttention`."""
+        """Replace the plan in the arguments of the decoder's forward by a `RowsAttention`."""
         host = kwargs.get(ROWS_KEY)
         if host is None:
             if decoder.training and torch.is_grad_enabled():
@@ -303,9 +304,9 @@ class ContextParallel:
         return args, kwargs | {ROWS_KEY: attention, "attention_mask": mask, "use_cache": False}
 
     def _check(self, host: ContextRows, tokens: Tensor, kwargs: dict[str, Any]) -> None:
-        """Raise UserError unless the batch is for this rank and unchanged since the collator.
+        """Raise UserError unless the collator made the batch for this rank and nobody changed it.
 
-        For the first micro-batch, also check that all ranks of the group have the same documents.
+        For the first micro-batch, also check that all ranks of the CP group got the same documents.
 
         Args:
             host: The batch's plan.

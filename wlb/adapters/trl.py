@@ -114,7 +114,7 @@ class BalancedStep(Sampler[list[int]]):
             try:
                 yield rows, self._balance(self.lengths[rows])
             except UserError as error:
-                # Use the Trainer's name of the option in the message.
+                # The user knows this number as an option of the Trainer, so name that option.
                 message = str(error).replace("num_micro_batches", "gradient_accumulation_steps")
                 raise UserError(
                     f"in a step of {rows.size} rows of train_dataset: {message}"

@@ -27,6 +27,6 @@ def require(*needs: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numeric parts of a version without suffix: "5.23.0rc1" gives (5, 23, 0)."""
+    """Return the numbers of a version, without its suffix: "5.23.0rc1" gives (5, 23, 0)."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release[0].split(".")) if release else ()

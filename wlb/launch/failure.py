@@ -23,7 +23,7 @@ from pathlib import Path
 
 from wlb.plan import RunError, UserError
 
-_RECORDS, _START = "ranks", "start-"  # a folder of records is ranks/start-TIME
+_RECORDS, _START = "ranks", "start-"  # a folder of failure records is ranks/start-TIME
 DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a rank writes its Python stack to a file.
 
@@ -39,7 +39,7 @@ class FailureKind(StrEnum):
     """How a rank failed."""
 
     RAISED = "raised"  # an exception, written by the rank itself
-    DIED = "died"  # the process ended by a signal or an exit code
+    DIED = "died"  # the process ended by a signal or with an exit code, without an exception
     SILENT = "silent"  # the process exists but does not react to signals
 
 
@@ -140,9 +140,9 @@ def _starts(directory: Path) -> list[Path]:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a text is a decimal number.
+    """Return whether a text is a decimal number, as in the name of a folder of failure records.
 
-    It is false for copies of record folders, such as "1.000.bak" of start-1.000.bak.
+    The result is False for the "1.000.bak" of start-1.000.bak, a copy of such a folder.
     """
     return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
 
@@ -180,7 +180,7 @@ def write_failure(folder: Path, failure: FailedRank) -> None:
             except FileExistsError:
                 raise
             except OSError:
-                # Some network file systems have no hard links.
+                # Some network file systems have no hard links, so rename the file instead.
                 if not final.exists():
                     part.replace(final)
         finally:
@@ -254,7 +254,7 @@ def stack_path(folder: Path, rank: int) -> Path:
 def read_stack(folder: Path, rank: int) -> str:
     """Return the text of the stacks that a rank wrote; "" if it wrote none.
 
-    The newest thread comes first, and within a thread the most recent call.
+    The newest thread comes first. Within a thread, the most recent call comes first.
     """
     try:
         return stack_path(folder, rank).read_text("utf-8", errors="replace").strip()

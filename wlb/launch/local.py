@@ -6,9 +6,10 @@ are forked from a forkserver that has imported torch, so 8 ranks start in about 
 is killed with everything that the rank has started. Ranks find each other through a file, inherit
 stdout, stderr and the environment variables, and import the function by its name.
 
-torch's launchers are not used, for three reasons. If the launching process is killed, processes
-that a rank has started, such as a planner, keep running. The ranks then get SIGINT, which in wlb
-means to save a checkpoint first. And torch's elastic agent needs a store that listens on a port.
+torch's launchers are not used, for three reasons. If a launcher of torch is killed, processes that
+a rank has started, such as a planner, keep running. The ranks themselves get SIGINT in this case,
+which in wlb means to save a checkpoint before they end. And torch's elastic agent needs a store
+that listens on a port.
 """
 
 import contextlib
@@ -62,22 +63,24 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# More such modules, which the forkserver imports only if this process has imported them.
+# Modules that the forkserver imports before it forks if this process has imported them.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0
-"""Seconds to wait for ranks to write their stacks; for ranks that use a CPU, up to `_JOIN_S`."""
+"""Seconds to wait for ranks to write their stacks. Running ranks get up to `_JOIN_S`."""
 _SILENT_STATES = {
     ProcessState.STOPPED: "its process is stopped",
     ProcessState.AWAITS_DISK: "it waits for a disk or a file server",
 }
 """States in which a process does not react to signals, and words for them in a report."""
 _PEER_WAIT_S = 0.2
-"""Seconds to collect failures of other ranks after a rank has failed for a reason of its own."""
+"""Seconds to collect failures of other ranks, if a failure so far has a cause of its own."""
 _CAUSE_WAIT_S = 2.0
-"""Seconds to wait for the failure that caused others, if only consequences have arrived."""
+"""Seconds to wait for the original failure, if all failures so far are consequences of it."""
 _JOIN_S = 10.0
-"""Most seconds to wait for a process to end, for stacks, and in a failed rank for its end."""
+"""Most seconds to wait for a process to end, and for running ranks to write their stacks.
+
+A failed rank waits as long to be killed by the launcher."""
 
 
 class RankFailure(RuntimeError):
@@ -99,11 +102,11 @@ class RankFailure(RuntimeError):
 class _RankJob:
     """What a rank's process gets from the launcher."""
 
-    world: worlds.World  # its rank, and how ranks find each other
+    world: worlds.World  # the process's rank, and how ranks find each other
     task: bytes  # pickled (fn, args)
-    device: str  # "cpu" or "cuda"
+    device: str  # "cpu" or "cuda", for which the torch process group is created
     start_group: bool  # whether to create a torch process group before calling `fn`
-    group_timeout_s: float  # time limit of its collectives
+    group_timeout_s: float  # time limit of the process group's collectives
     environment: dict[str, str]  # environment variables to set
     records: Path  # folder of the ranks' stacks and failures
 
@@ -156,7 +159,7 @@ def run_local(
                 task=task,
                 device=device,
                 start_group=start_group,
-                # Collectives must time out later than the launcher, whose report says more.
+                # The launcher must time out before a collective does, because its report says more.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 environment=environment,
                 records=records,
@@ -221,8 +224,8 @@ def _ignoring_interrupts() -> Iterator[None]:
     """Within this context, ignore SIGINT, also in processes that are started in it.
 
     On Ctrl-C, a terminal sends SIGINT to all of its processes, also to the forkserver and to ranks
-    that do not lead their process group yet. Only the launching process should react, and end the
-    others.
+    that do not lead their process group yet. Only the launching process should react to it, by
+    ending the other processes.
     """
     before = signal.getsignal(signal.SIGINT)
     is_changed = threading.current_thread() is threading.main_thread() and before is not None
@@ -237,10 +240,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary_files_in_our_folder() -> Iterator[None]:
-    """Within this context, let multiprocessing create its temporary folder in a folder of wlb.
+    """Within this context, multiprocessing creates its temporary folder in a folder of wlb.
 
-    It contains the forkserver's socket. If this process is killed, the next start of wlb removes
-    wlb's folder.
+    The temporary folder contains the forkserver's socket. If this process is killed, the next start
+    of wlb removes wlb's folder with everything in it.
     """
     before = tempfile.tempdir
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore
@@ -307,7 +310,9 @@ class _LocalRanks:
         return [self.results[rank] for rank in range(len(self.jobs))]
 
     def _peers(self, first: list[FailedRank]) -> list[FailedRank]:
-        """Wait a short time for more failures, one of which may have caused those so far.
+        """Wait a short time for failures of other ranks, and return them.
+
+        One of them may have caused the failures so far.
 
         Args:
             first: The failures so far.
@@ -376,7 +381,7 @@ class _LocalRanks:
         ]
 
     def _dump_stacks(self) -> list[int]:
-        """Make running ranks write their stacks by a signal; return the ranks that wrote none."""
+        """Send running ranks a signal to write their stacks; return the ranks that wrote none."""
         before = {rank: self._stack_bytes(rank) for rank in self.pending.values()}
         for rank in before:
             with contextlib.suppress(ProcessLookupError):
@@ -386,7 +391,8 @@ class _LocalRanks:
         while left and self.records.exists() and time.monotonic() < begin + _JOIN_S:
             time.sleep(0.02)
             left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
-            # On a busy machine, a running process may need long. A stopped process never writes.
+            # Wait longer for processes that run, because they may be slow on a busy machine. A
+            # stopped process never writes its stack.
             if time.monotonic() > begin + _STACK_WAIT_S and all(
                 process_state(_pid(self.processes[rank])) != ProcessState.RUNS for rank in left
             ):

@@ -39,29 +39,29 @@ _NAME = "positions-"  # prefix of the files' names
 
 
 class SlotOwner(NamedTuple):
-    """Which rank writes a slot, and how reports call it."""
+    """The rank that writes a slot of the position file, and its description for reports."""
 
     rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    world_size: int  # number of ranks of the run
+    local_rank: int  # rank within the node
+    local_world_size: int  # number of ranks of the node
     node_rank: int
     # The rank in words, for example "tp 0, cp 1, pp 0, dp 0; process 77 on gpu3, cuda:1".
     words: str
 
 
 class SeenPosition(NamedTuple):
-    """A rank's position as read from its slot."""
+    """What a rank was doing (its position), as read from its slot of the position file."""
 
     rank: int
-    world_size: int
+    world_size: int  # number of ranks of the run
     pid: int
     started: float  # start time of the process, in clock ticks since the machine booted
     host: str
     place: str  # the rank in words, see `SlotOwner.words`
     has_ended: bool  # whether the rank has finished its work
-    step: int  # the step that the rank works on; -1 before the first
-    stage: int  # pipeline stage of the pass
+    step: int  # the step that the rank works on; -1 before the first step
+    stage: int  # pipeline stage of the pass that the rank has begun most recently
     micro_batch: int  # micro-batch of the pass; -1 if no pass has begun in this step
     kind: str  # kind of pass, for example "backward"
     doing: str  # activity in a few words
@@ -95,7 +95,7 @@ class Position:
         self._offset = offset
         self._step, self._doing, self._has_ended = -1, "starting", False
         self._pass = ("", 0, -1)
-        # Number of changes, modulo 2^32. While it grows, the rank is working.
+        # Number of changes of the position, modulo 2^32. A rank that works increases it.
         self.num_changes = 0
 
     @classmethod
@@ -149,7 +149,8 @@ class Position:
         self._has_ended = True
         self._change()
         if isinstance(self._buffer, mmap.mmap):
-            # Otherwise a network file system may show it to other machines half a minute later.
+            # Without this, a network file system may show the end to other machines only half a
+            # minute later.
             with contextlib.suppress(OSError):
                 self._buffer.flush()
 
@@ -200,13 +201,13 @@ def _read_file(path: Path) -> Iterator[SeenPosition]:
 
 
 def _read_slot(file: int, offset: int) -> bytes:
-    """Read the bytes of a slot; read again while its rank is writing it.
+    """Return the bytes of a slot of the position file.
 
-    After the last attempt, fields may still be from two different moments. That only makes one line
-    of a report inaccurate.
+    If the rank is just writing the slot, read it again, a few times at most. Afterwards the fields
+    may still be from two different moments, which only makes one line of a report inaccurate.
 
     Args:
-        file: Descriptor of the file.
+        file: Descriptor of the position file.
         offset: Byte at which the slot begins.
     """
     slot = b""

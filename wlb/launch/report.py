@@ -4,9 +4,9 @@ The report names the rank that failed first, and says what each rank was doing. 
 the local launcher, by the script of a Slurm job, by the next start of the run, or by `wlb report`.
 
 When a rank fails, other ranks fail as well: their collectives time out or lose a connection. Such
-errors are consequences. The cause is the first of these that exists: a rank that died; a rank that
-raised another error; a rank whose process is gone without a message; a running rank that is not
-waiting for other ranks.
+errors are called consequences. The cause is the first in this list that exists: a rank that died; a
+rank that raised an error that is no consequence; a rank whose process is gone without a message; a
+running rank that does not wait for other ranks.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from wlb.launch.position import SeenPosition, read_positions
 from wlb.plan.processes import ProcessState, process_start, process_state
 
 LOGS = "logs"  # folder of the ranks' logs, in the run's folder
-FAILURE = "failure.txt"  # file of the reports, in the run's folder
+FAILURE = "failure.txt"  # file in the run's folder that contains all failure reports
 FLIGHT_RECORDS = "nccl-rank-"
 """Prefix of the names of the files in `logs` to which NCCL's flight recorder writes."""
 _LAST_LINES = 20  # how many lines of a traceback, stack or log a report shows
@@ -70,7 +70,7 @@ _WAITS = (
 They are parts of file paths or, for torch's pipeline schedules, the function that waits, because
 other functions of that file compute. Collectives on CUDA are asynchronous, so wlb's files in which
 their results are read are listed as well."""
-_INNERMOST = 8  # how many stack frames are searched for these texts
+_INNERMOST = 8  # how many of the innermost stack frames are searched for the texts in `_WAITS`
 _NOTICED_S = 1.0
 """Most seconds until a launcher notices that a rank has died."""
 
@@ -79,9 +79,9 @@ class _Life(Enum):
     """Whether the process of a rank still exists."""
 
     RUNS = auto()
-    ENDED = auto()  # it has finished its work
-    STOPPED = auto()
-    GONE = auto()
+    ENDED = auto()  # the rank has finished its work, whether or not its process still exists
+    STOPPED = auto()  # suspended, for example by SIGSTOP
+    GONE = auto()  # the process has ended, but the rank has not finished its work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,10 @@ class RankState:
 
     rank: int
     world_size: int  # number of ranks of the run
-    at: SeenPosition | None  # what it was doing; None if it did not write that
-    failure: FailedRank | None  # None if it reported no failure
-    life: _Life  # whether its process exists
-    # Stack of its main thread, or of all threads at a fatal signal; "" if it wrote none.
+    at: SeenPosition | None  # what the rank was doing; None if the rank did not record it
+    failure: FailedRank | None  # None if no failure of the rank was reported
+    life: _Life  # whether the rank's process exists
+    # Stack of the rank's main thread, or of all threads at a fatal signal; "" if it wrote none.
     stacks: str
 
     @property
@@ -103,7 +103,7 @@ class RankState:
 
     @property
     def waits(self) -> bool:
-        """Return whether its main thread was waiting for other ranks, judged by its stack."""
+        """Return whether the main thread was waiting for other ranks, judged by its stack."""
         return any(part in line for line in self.stack[:_INNERMOST] for part in _WAITS)
 
     @property
@@ -122,7 +122,7 @@ class RankState:
 
     @property
     def is_wordless(self) -> bool:
-        """Return whether its process is gone or stopped, without an error or a stack."""
+        """Return whether the rank's process is gone or stopped and left no error and no stack."""
         if self.failure is not None:
             return self.failure.kind == FailureKind.SILENT
         return self.life in (_Life.GONE, _Life.STOPPED) and not self.stacks
@@ -163,7 +163,7 @@ def compose_report(
         directory: The run's folder.
         is_over: Whether all processes of the run have ended. If False, processes on other machines
             count as running.
-        known: Failures that the caller knows, in case that they could not be written to the folder.
+        known: Failures that the caller knows; the folder may lack them if the disk was full.
         records: Folder of failure records (`wlb.launch.failure`); None means the folder of the
             run's most recent start.
 
@@ -212,7 +212,7 @@ def keep_report(directory: Path, report: FailureReport) -> None:
     with contextlib.suppress(OSError):
         if path.exists() and report.text in path.read_text("utf-8", errors="replace"):
             return
-        # A message may contain a file name that is not valid UTF-8.
+        # Escape invalid characters, because a message may contain a file name that is not UTF-8.
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
 
@@ -283,8 +283,8 @@ def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
     died = [s for s in causes if s.failure and s.failure.kind == FailureKind.DIED]
     if died and died[0].failure and causes[0].failure:
         later_s = died[0].failure.time_s - causes[0].failure.time_s
-        # If a rank raised an error more than a second before the first death, the error is the
-        # cause. Otherwise the death is, because launchers notice it up to a second late.
+        # If a rank raised an error more than a second before the first rank died, the error is the
+        # cause. Otherwise the death is the cause, because launchers notice it up to a second late.
         if later_s <= _NOTICED_S:
             return died, died[0].failure.error
     if causes and causes[0].failure:
@@ -299,10 +299,10 @@ def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
 
 
 def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
-    """Return in words why ranks may have ended that left neither an error nor a stack.
+    """Return in words why ranks without an error and a stack may have ended.
 
     Args:
-        wordless: These ranks.
+        wordless: The ranks that left neither an error nor a stack.
         ranks: All ranks.
     """
     first = wordless[0]
@@ -343,7 +343,14 @@ def _log_lines(directory: Path, rank: int) -> list[str]:
 
 
 def _flight(directory: Path, records: Path) -> list[str]:
-    """Return a line that names NCCL's flight records, if they were written since this start."""
+    """Return [a line that names the files of NCCL's flight recorder], or [] if there are none.
+
+    Files that were written before the run's most recent start do not count.
+
+    Args:
+        directory: The run's folder.
+        records: The folder of failure records of the run's most recent start.
+    """
     path = directory / LOGS / f"{FLIGHT_RECORDS}*"
     if not records.exists():
         return []
@@ -354,7 +361,7 @@ def _flight(directory: Path, records: Path) -> list[str]:
 
 
 def _failed_first(seen: RankState) -> tuple[bool, float, int]:
-    """Sort key: first the ranks that failed, by time, then the others by rank."""
+    """Return a sort key: failed ranks come first, by time of failure, then the others by rank."""
     return seen.failure is None, seen.failure.time_s if seen.failure else 0.0, seen.rank
 
 
@@ -373,7 +380,7 @@ def _line(seen: RankState) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return rank numbers as text; of more than `_MOST_OTHERS`, only count the rest."""
+    """Return the first `_MOST_OTHERS` rank numbers as text, and how many more there are."""
     more = len(ranks) - _MOST_OTHERS
     return ", ".join(map(str, ranks[:_MOST_OTHERS])) + f" and {more} more" * (more > 0)
 
@@ -384,5 +391,5 @@ def _more(ranks: Sequence[RankState]) -> list[str]:
 
 
 def _tail(lines: list[str], title: str) -> list[str]:
-    """Return lines, indented under a title; [] if there are no lines."""
+    """Return the title followed by the lines, indented; [] if there are no lines."""
     return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []

@@ -30,11 +30,12 @@ class RecordedRun:
     spec: RunSpec  # the run's configuration
     left_out: int  # how many steps at the beginning are not compared
     measured: tuple[MeasuredStep, ...]  # the compared steps, as measured
-    simulations: tuple[Simulation, ...]  # the same steps, as simulated; each of consecutive steps
-    # Peak of the GPU memory that torch allocated on rank 0, since the start. None on a CPU, where
-    # only the memory of the whole process is known.
+    # The same steps, as simulated. Each simulation has consecutive steps.
+    simulations: tuple[Simulation, ...]
+    # Most bytes of GPU memory that torch had allocated on rank 0 since the run's most recent start.
+    # None on a CPU, where only the memory of the whole process is known.
     peak_bytes: int | None = None
-    remark: str = ""  # why later steps are not compared; "" if all are
+    remark: str = ""  # why the last steps are not compared; "" if all are compared
 
     @property
     def profile(self) -> KernelProfile:
@@ -63,12 +64,12 @@ class RecordedRun:
 
     @property
     def mape(self) -> float:
-        """Return the mean over steps of |simulated - measured| / measured step time."""
+        """Return the mean over compared steps of |simulated - measured| / measured step time."""
         return float(np.mean(np.abs(self.simulated_s / self.measured_s - 1)))
 
     @property
     def ratio(self) -> float:
-        """Return the total simulated time over the total measured time."""
+        """Return the simulated time of all compared steps divided by their measured time."""
         return float(self.simulated_s.sum() / self.measured_s.sum())
 
     @property
@@ -87,7 +88,8 @@ def simulate_recorded(
     Args:
         folder: The run's folder, run.output_dir/run.name.
         profile: Name or path of a kernel profile; "" means the profile of the run.
-        skip: How many steps at the beginning to leave out; None means telemetry.warmup_steps.
+        skip: Number of steps at the beginning that are not compared; None means the run's
+            telemetry.warmup_steps.
         console: Where progress is printed; None means nowhere.
     """
     records = read_run(folder)

@@ -5,9 +5,9 @@ passes, the messages and the delayed weight gradients are real. A pass sleeps fo
 messages are small. So a replay verifies in which order the simulator runs passes and which ranks
 wait for each other, but not the times of passes and messages.
 
-A step takes longer than its sleeps: by 1 ms per pass on the critical path, or 2 ms with CP
+A step takes longer than its sleeps alone: each pass on the critical path adds 1 ms, or 2 ms with CP
 (measured with 8 to 32 processes on two cores). Multiply all times by a factor that makes this
-negligible.
+overhead negligible.
 """
 
 import gc
@@ -41,7 +41,7 @@ TOO_SHORT = (
     f"(20 ms and more are good)"
 )
 _START_S = 0.02
-"""Seconds from agreeing on a common start to the start, plus `_START_PER_RANK_S` per rank."""
+"""Seconds until a replay starts after its ranks agreed on when, without `_START_PER_RANK_S`."""
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
 """Seconds of the time limit that are allowed for starting the processes."""
@@ -57,9 +57,10 @@ class StepWaits:
     means that the pass does not sleep.
     """
 
-    forward: FloatArray  # forward passes
-    backward: FloatArray  # backward passes without weight gradients
-    # Weight gradients: separate passes in zero-bubble schedules, part of backward in others.
+    forward: FloatArray  # seconds of each forward pass
+    backward: FloatArray  # seconds of each backward pass, without the weight gradients
+    # Seconds of each micro-batch's weight gradients. In zero-bubble schedules, they are passes of
+    # their own; in other schedules, the backward pass takes these seconds in addition.
     weight: FloatArray
     rows: IntArray  # rows of each micro-batch's messages between stages, shape [dp, n]
 
@@ -85,7 +86,7 @@ class StepWaits:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return dp, n, num_stages and cp."""
+        """Return the shape of the arrays of seconds: (dp, n, num_stages, cp)."""
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property
@@ -100,13 +101,22 @@ class StepWaits:
 
     @property
     def bound_s(self) -> float:
-        """Return an upper bound of the step time: the sum of all passes of the slowest pipeline."""
+        """Return an upper bound of the step time in seconds.
+
+        It is the time of the slowest pipeline if its passes ran one after the other.
+        """
         total = (self.forward + self.backward + self.weight).max(axis=3)
         return float(total.sum(axis=(1, 2)).max())
 
 
 def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError for sleeping times of a wrong shape, negative ones and too short ones."""
+    """Raise ValueError if sleeping times have a wrong shape, or one is negative or too short.
+
+    Args:
+        name: Name of the sleeping times in error messages.
+        waits: The sleeping times in seconds.
+        shape: The shape that they must have.
+    """
     if waits.shape != shape:
         raise ValueError(
             f"{name} has shape {waits.shape}, but must have the shape of forward, {shape}"
@@ -146,8 +156,8 @@ def replay(
 ) -> list[list[Replayed]]:
     """Replay every step several times on dp * pp * cp processes, without tensor parallelism.
 
-    Each step first runs once without sleeping, to open its connections. With pp = 1, a rank runs
-    forward and backward of one micro-batch after the other.
+    Each step first runs once without sleeping, so that the connections between ranks are open. With
+    pp = 1, a rank runs the forward and the backward pass of one micro-batch after the other.
 
     Args:
         steps: The sleeping times of each step. All steps must have the same dp and cp.
@@ -216,26 +226,29 @@ def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplaySettings:
-    """Settings that all ranks share."""
+    """Settings that are the same on all ranks of a replay."""
 
-    spec: RunSpec  # only its layout and pipeline are used
-    repeats: int  # runs of each step
+    spec: RunSpec  # only the sizes of parallel groups and the pipeline's settings are used
+    repeats: int  # how often each step is replayed
 
 
 class _RankTimes(NamedTuple):
-    """One run of a step on one rank."""
+    """Measured times of one replay of a step on one rank."""
 
-    at: tuple[int, int, int]  # (dp, pp, cp)
-    stop_s: float  # end of the last all-reduce, since the common start
-    spans: list[TimedWait]
+    at: tuple[int, int, int]  # the rank as (dp, pp, cp)
+    stop_s: float  # seconds from the common start of all ranks to the end of the last all-reduce
+    spans: list[TimedWait]  # when each pass ran, in the order of execution
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingMicroBatch:
-    """How long the passes of a micro-batch sleep; the pipeline passes it to stages like `Rows`."""
+    """How long this rank sleeps in each pass of one micro-batch.
 
-    index: int
-    seconds: dict[PassKind, FloatArray]  # wait in each stage, shape [num_stages], by kind of pass
+    The pipeline hands this object to its stages in place of the `Rows` that real stages get.
+    """
+
+    index: int  # number of the micro-batch within its pipeline
+    seconds: dict[PassKind, FloatArray]  # sleep in each stage, shape [num_stages], by kind of pass
 
 
 @dataclass(slots=True)
@@ -243,19 +256,22 @@ class _Timer:
     """Sleeps in each pass of a rank, and records when the pass ran."""
 
     group: dist.ProcessGroup | None  # the CP group; None for cp = 1
-    origin_s: float = 0.0  # common start of the step
-    spans: list[TimedWait] = field(default_factory=list)
+    origin_s: float = 0.0  # instant at which all ranks start the step
+    spans: list[TimedWait] = field(default_factory=list)  # when the step's passes so far ran
 
     def restart(self, origin_s: float) -> None:
-        """Begin a new run of the step."""
+        """Forget the recorded passes, and count time from `origin_s`, the start of a step."""
         self.origin_s, self.spans = origin_s, []
 
     def compute(self, kind: PassKind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
-        """Sleep for the time of a pass; with CP, until the pass has ended on all CP ranks."""
+        """Run a pass: sleep for its time and then, with CP, wait for the other CP ranks.
+
+        Passes of weight gradients do not wait, because they exchange no keys and values.
+        """
         start_s = time.perf_counter()
         group = None if kind == PassKind.BACKWARD_WEIGHT else self.group
-        # Begin to count when the last CP rank starts. The collective's own time is then part of the
-        # sleeping time, as it is part of predicted times.
+        # Count the sleep from when the last CP rank starts the pass. The time of this all-reduce is
+        # then part of the sleep, because predicted times contain the time of collectives, too.
         ready_s = start_s if group is None else _latest(start_s, group)
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
@@ -265,9 +281,10 @@ class _Timer:
 
 
 def _latest(instant_s: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the latest of the instants that the ranks of a group pass, by an all-reduce.
+    """Return the latest `instant_s` of the ranks of a group, which all must call this function.
 
-    Instants can be compared, because processes of one machine share the clock of perf_counter.
+    Instants of different ranks can be compared, because all processes of a machine have the same
+    clock (`time.perf_counter`).
     """
     latest = torch.tensor([instant_s], dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
@@ -344,7 +361,7 @@ class _Rank:
     pipeline: Pipeline | None  # None for pp = 1, where the rank has one stage
 
     def run(self, step: StepWaits, *, factor: float) -> _RankTimes:
-        """Replay a step once.
+        """Replay a step once on this rank; return when its passes ran.
 
         Args:
             step: The sleeping times of all ranks.

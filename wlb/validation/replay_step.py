@@ -1,9 +1,9 @@
 """Compare simulated steps with their replay on real processes.
 
 In the replay, each pass sleeps for its simulated time, multiplied by a factor that makes the
-shortest pass long enough to be measured. The simulator gets the same times, and messages and
-collectives that take no time. So the comparison tests the order of passes and which ranks wait for
-each other.
+shortest pass long enough to be measured. (Passes that are far shorter than the mean are lengthened
+first, see `MOST_SPREAD`.) The simulator gets the same times, and simulates messages and collectives
+that take no time. So the comparison tests the order of passes and which ranks wait for each other.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from wlb.spec import PipelineSection
 from wlb.validation.replay import StepWaits, replay
 
 ROWS_PER_TOKEN = 1 / 2048
-"""Rows of a replay's message per token of the micro-batch, so that messages stay small."""
+"""Rows of a message in a replay per token of the micro-batch: few, so that messages are small."""
 MOST_SPREAD = 20
-"""Shorter passes are lengthened to the mean time of passes divided by this.
+"""No pass sleeps for less than the mean time of a kind of pass divided by this.
 
-Otherwise an almost empty micro-batch would decide the factor, and other passes would sleep for
-minutes."""
+The kind with the smallest mean decides, and shorter passes are lengthened. Otherwise an almost
+empty micro-batch would decide the factor, and other passes would sleep for minutes."""
 MOST_PROCESSES = 32
 """Most processes of a replay."""
 
@@ -34,7 +34,7 @@ class Agreement:
 
     label: str  # name of the step in a report
     simulated_s: float
-    replayed_s: tuple[float, ...]  # time of every repeat
+    replayed_s: tuple[float, ...]  # step time of every replay, in seconds
 
     @property
     def difference(self) -> float:
@@ -45,11 +45,13 @@ class Agreement:
 def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWaits:
     """Return the times of a simulated step's passes as sleeping times for a replay.
 
+    Very short passes are lengthened (`MOST_SPREAD`). Then all times are multiplied by one factor,
+    so that the shortest pass takes `shortest_s`.
+
     Args:
         simulation: The simulation.
         step: Index of the step in the simulation.
-        shortest_s: Time of the shortest pass in the result, in seconds. All times are multiplied by
-            the factor that this needs.
+        shortest_s: Seconds of the shortest pass in the result.
     """
     spec, prices = simulation.simulator.spec, simulation.prices
     _, dp, n, cp = prices.shape
@@ -76,7 +78,9 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
 
 
 def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> float:
-    """Return the simulated step time in seconds if passes take the given times.
+    """Return the simulated time of a step in seconds, if its passes take the times in `waits`.
+
+    Messages and collectives take no time in this simulation.
 
     Args:
         waits: The time of each pass.
@@ -99,7 +103,7 @@ def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> floa
 def compare(
     waits: Sequence[StepWaits], labels: Sequence[str], pipeline: PipelineSection, *, pp: int
 ) -> list[Agreement]:
-    """Simulate and replay each step.
+    """Simulate and replay each step; return both times for each step.
 
     Args:
         waits: The sleeping times of each step.

@@ -37,9 +37,10 @@ _READ = """
     quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
     tie_word_embeddings vocab_size use_sliding_window max_window_layers
 """
-# Keys that do not affect logits, in four groups: names, versions, custom code, settings of other
-# libraries and of how transformers runs the model; special tokens; dropout, which is off in
-# evaluation; settings of generation, which older versions of transformers wrote here.
+# Keys that do not affect logits, in four groups. First: names, versions, custom code, settings of
+# other libraries, and settings of how transformers runs the model. Second: special tokens. Third:
+# dropout, which is off in evaluation. Fourth: settings of generation, which older versions of
+# transformers wrote into config.json.
 _HARMLESS = """
     _name_or_path name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
     torchscript return_dict output_hidden_states output_attentions attn_implementation
@@ -73,9 +74,9 @@ _MORE = {
     "gemma2": f"{KEYS} sliding_window_size",
     **dict.fromkeys(hybrids.ARCHITECTURES, f"{hybrids.READ} {hybrids.HARMLESS}"),
 }
-"""Further known keys of config.json, for some values of model_type.
+"""Further known keys of config.json, by model_type.
 
-Not all of them are read by transformers: use_qk_norm and sliding_window_size only repeat what every
+transformers does not read all of them: use_qk_norm and sliding_window_size only repeat what every
 model of that type has."""
 
 
@@ -388,8 +389,8 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
         raise keys.error("hidden_act", "is not silu, which wlb computes in all models but Gemma's")
     code: Any = values.get("auto_map") or {}
     named = cast("dict[str, Any]", code).get(_MODEL) if isinstance(code, dict) else code
-    # Custom code in the folder is accepted if its class has the name of transformers' class. Then
-    # it computes the same, for example with a faster attention kernel.
+    # Accept custom code if its class is called as the class in transformers. Such code computes the
+    # same, for example with a faster attention kernel.
     if named is not None and str(named).rpartition(".")[2] != ARCHITECTURES[model_type]:
         raise keys.error("auto_map", f"names another model's code than {ARCHITECTURES[model_type]}")
     for name in ("attention_bias", "mlp_bias"):

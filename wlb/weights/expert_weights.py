@@ -74,9 +74,9 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 
 
 def layers_with_experts(keys: Fields) -> dict[str, Any]:
-    """Return which layers of a Qwen3-MoE or Qwen3-Next have experts.
+    """Return which layers of a Qwen3-MoE or Qwen3-Next model have experts.
 
-    Entries of mlp_only_layers that are not the index of a layer are ignored, as in transformers.
+    Entries of mlp_only_layers that are not indices of layers are ignored, as in transformers.
 
     Returns:
         The fields `every` and `dense_layers` of `ExpertsSpec`.
@@ -197,7 +197,9 @@ def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
 
 
 def names_in_files(name: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names of the folder's tensors that make up a parameter: one, or one per expert.
+    """Return the names of the tensors in a Hugging Face folder that make up a parameter.
+
+    A stack of experts' matrices has one tensor per expert in the folder; other parameters have one.
 
     Args:
         name: The parameter's name in wlb.model.

@@ -54,7 +54,7 @@ def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _cap(keys: Fields, name: str, default: float) -> float:
-    """Return the soft cap under a key; 0 means none.
+    """Return the value of a key that is a soft cap; 0 means no cap.
 
     Args:
         keys: Keys of config.json.
@@ -65,7 +65,7 @@ def _cap(keys: Fields, name: str, default: float) -> float:
 
 
 def full_rope(keys: Fields) -> tuple[Fields, float]:
-    """Separate the two RoPEs of a Gemma 3: of full-attention layers and of sliding layers.
+    """Separate the RoPE of a Gemma 3's full-attention layers from that of its sliding layers.
 
     Args:
         keys: Keys of config.json.

@@ -46,7 +46,7 @@ class StoredTensor:
 class HubTensors:
     """The tensors of a folder, as listed in its files' headers."""
 
-    # Where each tensor is, by the name that the language model's own folder would give it.
+    # Where each tensor is. Names are those in a folder of the language model alone.
     tensors: dict[str, StoredTensor] = field(repr=False)
     # How many tensors are not read, by the part of the model to which they belong (`LEFT_OUT`).
     left_out: dict[str, int] = field(default_factory=dict[str, int])
@@ -79,7 +79,7 @@ def open_tensors(
     """Find the tensors of a folder, and check that they are exactly the tensors of the model.
 
     Args:
-        folder: The folder.
+        folder: The Hugging Face folder.
         parameters: The model's parameters.
         is_tied: Whether the output head is the embedding (tie_word_embeddings). The folder may then
             contain the same tensor under both names.
@@ -140,9 +140,9 @@ def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTenso
         tensors: All tensors of the folder, by name.
 
     Returns:
-        The language model's tensors, by the names that its own folder would give them, with stacks
-        of experts split into one tensor per expert; and how many other tensors there are, by the
-        part of the model to which they belong.
+        The language model's tensors by name, and the number of other tensors by the part of the
+        model to which they belong. Names are those in a folder of the language model alone. Stacks
+        of experts are split into one tensor per expert.
     """
     found: dict[str, StoredTensor] = {}
     left_out: dict[str, int] = {}
@@ -159,21 +159,22 @@ def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTenso
 def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
     """Split a stack of experts' matrices [E, out, in] into one tensor per expert and matrix.
 
-    A stack of fused gate and up matrices is split into both. Other tensors are returned unchanged.
+    If the stack fuses gate and up matrices, each expert gets a gate tensor and an up tensor. A
+    tensor that is no such stack is returned unchanged.
 
     Args:
         name: Name of the tensor.
-        stored: Where it is.
+        stored: Where the tensor is in its file.
 
     Returns:
-        Where each matrix is, by its name in a folder with one tensor per expert.
+        Where each matrix is in the file, by its name in a folder with one tensor per expert.
     """
     block, _, last = name.rpartition(".")
     if not block.endswith(".mlp.experts") or len(stored.shape) != 3:
         return {name: stored}
     num, columns, rows = stored.shape
     half = columns // 2
-    # Output rows of each matrix within the [out, in] matrix of an expert.
+    # For each matrix, which output rows of an expert's [out, in] matrix it consists of.
     if last == "gate_up_proj":
         ranges = {"gate_proj": slice(0, half), "up_proj": slice(half, columns)}
     else:
@@ -280,9 +281,9 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _opened(path: Path) -> Generator[Any]:
-    """Within this context, a safetensors file is open; raise UserError if it is corrupt.
+    """Open a safetensors file within this context; raise UserError if the file is corrupt.
 
-    The result has type Any, because the type stubs of safetensors are incomplete.
+    The opened file has type Any, because the type stubs of safetensors are incomplete.
     """
     try:
         with cast(Any, safe_open)(path, framework="pt") as file:

@@ -82,7 +82,7 @@ def export(
     def num_bytes(parameter: Parameter) -> int:
         return prod(parameter.unpadded) * taken.itemsize
 
-    # Leave out the running shares of tokens per expert, which only the auxiliary loss needs.
+    # Leave out the buffers with each expert's share of tokens, which only the auxiliary loss needs.
     weights = [p for p in saved.parameters.values() if not p.name.endswith(BALANCE)]
     shards = list(shards_of(weights, num_bytes, shard_bytes))
     with new_folder(out) as folder:
@@ -166,8 +166,9 @@ def stops_of(run: dict[str, Any], found: FoundTokenizer) -> tuple[int, ...]:
     eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
     if found.chat is not None:
         return tuple(dict.fromkeys((*found.chat.ends.values(), *eos_ids)))
-    # An imported model may have several: one that ends a text, and others that end a turn. Keep all
-    # of them, unless the store's documents end with another token, which the model has now learned.
+    # An imported model may have several such tokens: one that ends a text, and others that end a
+    # turn. Keep all of them, unless the store's documents end with another token: the model has
+    # then learned to end with that token.
     return (found.eos_id,) if found.eos_id not in (None, *eos_ids) else eos_ids
 
 

@@ -36,10 +36,10 @@ class Imported:
 
     checkpoint: Path  # folder of the new checkpoint
     model: HubModel  # the model that config.json describes
-    toml: str  # contents of its `model.toml`
-    dtypes: tuple[str, ...]  # dtypes of its tensors, such as "bfloat16"
-    num_padding_rows: int  # zero rows that pad the vocabulary
-    # For each parameter with NaN or infinite values, how many there are.
+    toml: str  # contents of the checkpoint's `model.toml`
+    dtypes: tuple[str, ...]  # dtypes of the checkpoint's tensors, such as "bfloat16"
+    num_padding_rows: int  # number of zero rows that pad the vocabulary
+    # For each parameter with NaN or infinite values, how many such values it has.
     not_finite: dict[str, int]
     # How many tensors were not imported, by the part of the model to which they belong (LEFT_OUT).
     left_out: dict[str, int]
@@ -149,7 +149,7 @@ def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -
         tensors: The tensors of the Hugging Face folder.
 
     Returns:
-        For each parameter with NaN or infinite values, how many there are.
+        For each parameter with NaN or infinite values, how many such values it has.
     """
     planned = {
         name: torch.empty(p.shape, dtype=tensors.stored(p.in_files[0]).dtype, device="meta")

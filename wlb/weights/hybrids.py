@@ -120,7 +120,8 @@ def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
 def _pattern(keys: Fields, linear: LinearSpec) -> dict[str, Any]:
     """Return the fields of `ModelSpec` that say which layers are linear attention.
 
-    Supported are no linear layers ({}), and linear layers except every n-th.
+    The result is {} if no layer is linear attention. Otherwise all layers except every n-th must be
+    linear attention; another pattern raises UserError.
 
     Args:
         keys: Keys of config.json.
@@ -151,8 +152,8 @@ def read_share(keys: Fields, rope: Fields) -> float:
     """Return the share of each head's channels that RoPE rotates, from 0 to 1.
 
     Args:
-        keys: Keys of config.json, where older files have partial_rotary_factor.
-        rope: Keys of its rope_parameters, where newer files have it.
+        keys: Keys of config.json, which contain the share in older files (partial_rotary_factor).
+        rope: Keys of its rope_parameters, which contain the share in newer files.
     """
     share = keys.real("partial_rotary_factor", _SHARE)
     share = rope.real("partial_rotary_factor", share)
@@ -201,11 +202,12 @@ def is_hybrid(spec: ModelSpec) -> bool:
 def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
     """Return the model_type under which a hybrid is exported.
 
-    If several model types compute the same, it is the one from which the model was imported.
+    If several model types compute the same, it is that from which the model was imported.
 
     Args:
         spec: The model.
-        preferred: The model_type that it was imported as; "" if it was not imported.
+        preferred: The model_type of the folder from which the model was imported; "" if it was not
+            imported.
     """
     if not spec.experts.num:
         return preferred if preferred in (NEXT, DENSE) else DENSE
@@ -219,7 +221,8 @@ def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
 
     Args:
         spec: The model.
-        preferred: The model_type that it was imported as; "" if it was not imported.
+        preferred: The model_type of the folder from which the model was imported; "" if it was not
+            imported.
 
     Raises:
         UserError: The model lacks a part that this model_type always has, or has a part that it
@@ -305,19 +308,20 @@ class TensorPart(NamedTuple):
 
     name: str  # name of the fused tensor, after `linear_attn.`
     shape: tuple[int, ...]  # shape of the fused tensor
-    rows: Tensor  # indices of the parameter's rows in it, in the parameter's order; 1-D
+    # For each row of the parameter, its index in the fused tensor, shape [rows of the parameter].
+    rows: Tensor
 
 
 @lru_cache
 def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
-    """Return where the parameters of a linear-attention layer are in fused tensors of a folder.
+    """Return where a linear-attention layer's parameters are in the fused tensors of a folder.
 
     Args:
         spec: The model.
         model_type: The folder's model_type, which decides how tensors are fused.
 
     Returns:
-        The part of a tensor for each fused parameter, by its name after `linear_attn.`.
+        For each fused parameter, by its name after `linear_attn.`, which part of a tensor it is.
     """
     s, width = spec.linear, spec.hidden_size
     found: dict[str, TensorPart] = {}
@@ -370,9 +374,10 @@ _RENAMED["o_proj.weight"] = "out_proj.weight"
 
 
 def name_in_files(name: str, spec: ModelSpec, model_type: str) -> tuple[str, TensorPart | None]:
-    """Return the name of the tensor in a folder that contains a parameter, and which part it is.
+    """Return which tensor of a Hugging Face folder contains a parameter, and where in the tensor.
 
-    The part is None if the parameter is the whole tensor.
+    The result is the tensor's name, and which part of the tensor the parameter is. The part is None
+    if the parameter is the whole tensor.
 
     Args:
         name: The parameter's name in wlb.model.

@@ -40,7 +40,7 @@ class _CachedAttention:
 
     attention: _Attention
     model: ModelSpec
-    # Keys and values of each attention layer.
+    # Keys and values of all tokens so far, for each attention layer.
     cache: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
     layer: int = 0  # index of the attention layer that calls next
 
@@ -55,7 +55,7 @@ class _CachedAttention:
         return self.cache[0][0].shape[0] if self.cache else 0
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new keys and values to the cache of the current layer; return all that it has.
+        """Append keys and values to the current layer's cache; return those of all tokens so far.
 
         Args:
             k_TGD: Keys of the new tokens.
@@ -83,7 +83,7 @@ class _CachedAttention:
         """
         k_SGD, v_SGD = begun
         rows = [0, q_THD.shape[0]], [0, k_SGD.shape[0]]
-        # `begin` has already counted this layer.
+        # Subtract 1, because `begin` has already set `layer` to the next layer.
         slides = self.model.slides((self.layer - 1) % self._num_attention_layers)
         scores = Scores.of(self.model, slides=slides)
         segments = Segments.from_offsets(*rows, device=q_THD.device, scores=scores)
@@ -100,7 +100,7 @@ class LoadedModel:
 
     folder: Path  # folder of the checkpoint
     module: Llama = field(repr=False)  # the model in evaluation mode
-    tokenizer: FoundTokenizer = field(repr=False)  # or why there is none
+    tokenizer: FoundTokenizer = field(repr=False)  # the tokenizer, or why none was found
     stops: tuple[int, ...]  # ids of the tokens that end generation
     attention: str  # name of the attention kernel
 
@@ -125,7 +125,7 @@ class LoadedModel:
     ) -> list[int]:
         """Continue a text with the most likely token each time; return the new tokens.
 
-        The token that ends generation is included.
+        If a token of `stops` ends generation, it is the last of the new tokens.
 
         Args:
             tokens: Ids of the text so far.

@@ -33,8 +33,9 @@ class Parameter:
     name: str  # name in wlb.model and in checkpoints
     shape: tuple[int, ...]  # shape in wlb.model and in checkpoints
     unpadded: tuple[int, ...]  # shape without the padding of the vocabulary
-    in_files: tuple[str, ...]  # names of its tensors in the folder: one, or one per expert
-    # If the tensor in the folder fuses several parameters: which part of it this parameter is.
+    in_files: tuple[str, ...]  # names of the parameter's tensors in the folder: 1, or 1 per expert
+    # Which part of the tensor in the folder this parameter is, if the tensor fuses several
+    # parameters; None if not.
     part: TensorPart | None = field(default=None, repr=False)
 
     @property

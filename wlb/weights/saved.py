@@ -132,8 +132,8 @@ def save_tensors(
 def _single_process(failed: str) -> Generator[None]:
     """Within this context, silence DCP's warning about a single process, and convert its errors.
 
-    DCP raises CheckpointException, which becomes a UserError. It derives from BaseException, so
-    `except Exception` would not catch it.
+    DCP's CheckpointException becomes a UserError. Otherwise `except Exception` would not catch it,
+    because it derives from BaseException.
 
     Args:
         failed: Beginning of the error message.

@@ -27,7 +27,7 @@ TOKENIZER_FILE = "tokenizer.json"
 class FoundTokenizer:
     """The tokenizer of a run, or the reason why none was found."""
 
-    why: str  # where the file was found, or why there is none
+    why: str  # where the tokenizer's file was found, or why none was found
     file: Path | None = None  # its tokenizer.json; None if none was found
     eos_id: int | None = None  # token that ends a document in the store
     # Contents of its tokenizer_config.json; empty if there is none.
@@ -95,14 +95,14 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
     spec = apply(RunSpec(), known | {"data": data}, source="run.json", is_stored=True)
     name = train_store(spec, stores=Path(folder) if folder else None)
     for prefix in (name,) if isinstance(name, str) else (p for p, _ in parse_blend(name)):
-        # A store's description may be missing, but if it is corrupt, this raises an error.
+        # Raise an error if the store's description (.json) is corrupt; it may be missing.
         StoreInfo.read(store_path(prefix, ".json"))
     try:
         opened = open_store(name)
     except (UserError, OSError) as error:
         return FoundTokenizer(why=f"its token store: {error}")
     stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
-    # Opening a blend checks that all its stores have the same tokenizer.
+    # Take the first store's values: opening a blend checks that all stores have the same tokenizer.
     infos = [(store, store.info) for store in stores if store.info is not None]
     eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
     arguments: list[dict[str, Any]] = [i.preparation.get("arguments", {}) for _, i in infos]
@@ -121,7 +121,7 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
         if info.tokenizer:
             file = store_path(store.prefix, "").with_name(info.tokenizer)
             if file.is_file():
-                # With the policy EOS_BOS, every document begins with BOS.
+                # The first token of a document is BOS if the store was prepared with EOS_BOS.
                 before = (int(store.read(0, 0, 1)[0]),) if has_bos else ()
                 return replace(found, file=file, before=before, why=f"named by {store.prefix}")
             return replace(found, why=f"{file} is gone")
@@ -134,7 +134,8 @@ def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
     None means that no store contains conversations.
 
     Raises:
-        UserError: The stores have different chat formats, or one does not say which.
+        UserError: The stores have different chat formats, or a store of conversations does not
+            contain its chat format.
     """
     formats: dict[str, ChatFormat] = {}
     for store in stores:

@@ -26,7 +26,7 @@ _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 
 
 def flag(keys: Fields, name: str) -> bool:
-    """Return the value of a key that must be true or false; null or no key means false."""
+    """Return the value of a key that must be true or false; a missing key or null means false."""
     value = keys.values.get(name)
     if value not in (None, False, True):
         raise keys.error(name, "must be true or false")
@@ -44,7 +44,7 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     if model_type == "qwen3_moe" and window:
         _check_all_slide(keys)
     if model_type in ("llama", "mistral", "qwen3_moe"):
-        # transformers ignores layer_types in these families, so the list must agree.
+        # transformers ignores layer_types in these families, so refuse a list that contradicts it.
         slide = [window > 0] * num_layers
         if types is not None and types != slide:
             raise keys.error("layer_types", f"contradicts a window of {window or 'no'} tokens")
@@ -66,8 +66,8 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
 def _check_all_slide(keys: Fields) -> None:
     """Raise UserError for a Qwen3-MoE with max_window_layers above 0.
 
-    The key means that as many layers at the beginning have no window. transformers 5 ignores it,
-    but some versions of transformers 4 do not, so what the model computes is not certain.
+    max_window_layers is how many layers at the beginning have no window. transformers 5 ignores the
+    key, but some versions of transformers 4 do not, so it is not certain what the model computes.
     """
     if keys.whole("max_window_layers", 0, at_least=0):
         raise keys.error(
@@ -166,7 +166,7 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         # Older versions of transformers read sliding_window_pattern instead of layer_types.
         period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
         return {"sliding_window": window, "layer_types": types} | period
-    # transformers reads layer_types; other programs read max_window_layers.
+    # Write both keys: transformers reads layer_types, other programs read max_window_layers.
     config = {"use_sliding_window": window is not None, "sliding_window": window}
     first = types.index(_SLIDING) if window else spec.num_layers
     return config | {"max_window_layers": first, "layer_types": types}

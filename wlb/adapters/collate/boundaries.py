@@ -19,7 +19,7 @@ from wlb.plan.arrays import MOST_INT32
 from wlb.plan.arrays import Int32Array as Int32Array
 
 MAX_MASK_BYTES = 1 << 28
-"""Largest mask that `block_mask` makes by default, in bytes: a mask of 16,384 tokens."""
+"""Default of the largest size of a mask that `block_mask` makes, in bytes (16,384^2)."""
 _COPIED_TOKENS = 256
 """Mean document length, in tokens, from which position_ids are made by copying.
 
@@ -136,12 +136,12 @@ def lengths_from_position_ids(
 def cu_seqlens_from_position_ids(position_ids: npt.ArrayLike, *, start: int = 0) -> Int32Array:
     """Return the offsets of all documents, int32, from position ids.
 
-    Padding is not allowed. Position ids of another form raise UserError (see
+    Padding is not allowed. Ids that do not increase by 1 within a document raise UserError (see
     `lengths_from_position_ids`).
 
     Args:
         position_ids: Ids that restart at each document, for one row [T] or several [rows, T].
-            Offsets of several rows count as if the rows were concatenated.
+            If there are several rows, the offsets are those of the concatenated rows.
         start: Position of a document's first token.
     """
     ids = np.asarray(position_ids)
@@ -168,18 +168,19 @@ def block_mask(
 ) -> BoolArray:
     """Return a mask [T, T] that is True where query t (row) attends to key s (column).
 
-    A query attends to the keys of its own segment with s <= t. The mask takes T * T bytes, and
-    making it takes a few times as many.
+    A query attends to the keys of its own segment with s <= t. The mask takes T * T bytes of
+    memory, and building it temporarily takes a few times as much.
 
-    With SDPA, transformers accepts `mask[None, None]` as attention_mask. Its eager attention adds
-    the mask to the scores, so convert True to 0 and False to the lowest float.
+    If a transformers model uses SDPA, pass `mask[None, None]` as attention_mask. If it uses eager
+    attention, which adds the mask to the scores, first convert True to 0 and False to the lowest
+    value of the dtype.
 
     Args:
         cu_seqlens: Offsets of the segments.
         causal: If False, a query attends to later keys of its segment as well.
         window: Sliding window: a query attends only to keys with s > t - window. None means no
             window.
-        max_bytes: Largest mask allowed; a larger one raises UserError.
+        max_bytes: Largest size of the mask in bytes. A larger mask raises UserError.
     """
     lengths = lengths_from_cu_seqlens(cu_seqlens)
     num_tokens = int(lengths.sum())

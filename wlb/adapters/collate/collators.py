@@ -36,7 +36,7 @@ Examples with such a key raise UserError, because ignoring it would train masked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingFreeCollator(FlatOptions):
-    """Concatenates examples to one row without padding.
+    """Collator that concatenates examples to one row without padding.
 
     The batch has input_ids, labels and position_ids, each int64 [1, T], and the keys that the
     fields below add.
@@ -48,11 +48,12 @@ class PaddingFreeCollator(FlatOptions):
     return_flash_attn_kwargs: bool = False
     # Whether the batch has seq_idx: for each token the index of its document, int32 [1, T].
     return_seq_idx: bool = False
-    # Whether the batch has shift_labels, int64 [1, T]: the label of each token is the next token.
-    # transformers' losses accept this key.
+    # Whether the batch has shift_labels, int64 [1, T], in which each token's label is the next
+    # token. Models of transformers then do not shift labels themselves.
     return_shift_labels: bool = False
     return_tensors: Tensors = "pt"  # "pt" for torch tensors, "np" for arrays
-    # Fields of `FlatOptions` that the caller cannot set, because they follow from the others.
+    # Fields of `FlatOptions` that the caller cannot set: `next_labels` follows
+    # `return_shift_labels`, and transformers expects int64.
     next_labels: bool = field(init=False, default=False, repr=False)
     dtype: npt.DTypeLike = field(init=False, default=np.int64, repr=False)
 
@@ -86,7 +87,7 @@ class PaddingFreeCollator(FlatOptions):
         return self.batch(flat, return_tensors=return_tensors)
 
     def batch(self, flat: FlatBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """Return the collator's batch for documents that are concatenated already.
+        """Convert concatenated documents to the dictionary that the collator returns.
 
         Args:
             flat: The documents, for example from `flatten_micro_batch`.
@@ -112,7 +113,7 @@ class PaddingFreeCollator(FlatOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedCollator(PadOptions):
-    """Makes one padded row of each example.
+    """Collator that pads every example to a row of its own.
 
     The batch has input_ids, labels, attention_mask and position_ids, each int64 [examples, width].
     An example must be one document; a packed row raises UserError.
@@ -140,7 +141,7 @@ class PaddedCollator(PadOptions):
         return self.batch(made, return_tensors=return_tensors)
 
     def batch(self, made: PaddedBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """Return the collator's batch for rows that are padded already.
+        """Convert padded rows to the dictionary that the collator returns.
 
         Args:
             made: The padded rows.
@@ -187,7 +188,8 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
 def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
     """Return the examples' values by key: input_ids, and labels, lengths and position_ids if given.
 
-    Other keys are ignored, except masks with a zero and loss masks, which raise UserError.
+    Other keys are ignored, except two that raise UserError: an attention_mask that contains a zero,
+    and any loss mask.
     """
     present: set[str] = set().union(*features)
     out = {"input_ids": _column(features, "input_ids")}
@@ -238,10 +240,10 @@ def _check_attention_masks(features: Sequence[Feature]) -> None:
 
 
 def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
-    """Raise UserError if an example consists of several documents, by its lengths or position ids.
+    """Raise UserError if an example consists of several documents.
 
     Args:
-        columns: The examples' values by key.
+        columns: The examples' values by key. Only document lengths and position ids are read.
     """
     for i in range(len(columns["input_ids"])):
         num = 1

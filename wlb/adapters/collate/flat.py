@@ -40,9 +40,9 @@ TokenArray = npt.NDArray[np.integer[Any]]
 """Array with the dtype `FlatOptions.dtype`, int64 by default."""
 
 _PACKED_TOKENS = 256
-"""Mean length of lists from which each list is written by a `pack_into` call of its own.
+"""If lists have at least this mean length, each is written by its own `pack_into` call.
 
-Shorter lists are joined first (`_pack`), because that is faster for them."""
+Shorter lists are joined first (`_pack`), because one call for several of them is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class FlatOptions:
 
     # The batch is padded to a multiple of this many tokens; None means no padding.
     pad_to_multiple_of: int | None = None
-    # Longest segment of padding. It limits the positions of padding, for models with a table of
-    # positions; None puts all padding into one segment.
+    # Most tokens of one segment of padding; None puts all padding into one segment. Positions of
+    # padding count from the segment's beginning, so this keeps them within a model's table.
     longest_padding: int | None = None
     pad_token_id: int = 0  # token of the padding
     # Label of each document's first token, which the loss must ignore; IGNORE (-100) by default.
@@ -80,7 +80,7 @@ class FlatOptions:
         return -num_tokens % multiple if num_tokens else multiple
 
     def padding_segments(self, num_padding: int) -> IntArray:
-        """Return the size of each segment of `num_padding` tokens of padding, shape [n]."""
+        """Divide `num_padding` tokens of padding into segments; return their lengths, shape [n]."""
         longest = self.longest_padding or max(1, num_padding)
         starts = np.arange(0, num_padding, longest)
         return np.minimum(longest, num_padding - starts)
@@ -103,11 +103,11 @@ class FlatBatch:
     cu_seqlens: Int32Array
     max_seqlen: int  # tokens of the longest segment
     num_padding: int = 0  # tokens of padding
-    # Shifted labels: the label of the document's next token, shape [T]; `separator_id` at its last
-    # token. None if `FlatOptions.next_labels` is False.
+    # Shifted labels, shape [T]: at each token, the label of the next token of its document, and
+    # `separator_id` at the document's last token. None if `FlatOptions.next_labels` is False.
     next_labels: TokenArray | None = None
-    # Number of targets that only next_labels have: for each piece whose document continues, the
-    # token that follows the piece.
+    # Number of targets that next_labels have and labels lack: one for each piece that ends before
+    # its document does, unless the token after the piece has no label.
     num_cut_targets: int = 0
 
     @property
@@ -205,9 +205,9 @@ def flatten_micro_batch(
 ) -> FlatBatch:
     """Return the batch for a plan's micro-batch, in which each piece counts as a document.
 
-    If a piece ends before its document does, its last token predicts the document's next token.
-    That target is only in `next_labels`; without them it is not trained. An empty micro-batch
-    becomes padding.
+    If a piece ends before its document does, the piece's last token predicts the document's next
+    token. Only `next_labels` contain that target, so without them it is not trained. An empty
+    micro-batch becomes padding.
 
     Args:
         micro_batch: The micro-batch, with pieces in the plan's order.
@@ -401,12 +401,12 @@ def _short(lengths: IntArray) -> str:
 
 
 def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOptions) -> TokenArray:
-    """Concatenate values into a new array of `num_rows` entries; the rest is left for padding.
+    """Concatenate values at the beginning of a new array; the caller fills the rest with padding.
 
     Args:
         what: Name of the values in error messages.
         values: Lists or arrays from `_checked`.
-        num_rows: Size of the result, at least the number of values.
+        num_rows: Number of entries of the array, at least the number of values.
         options: Gives the dtype.
     """
     out = np.empty(num_rows, options.dtype)
@@ -423,9 +423,10 @@ def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOpti
 def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
     """Copy lists of integers into `out`, one after the other, with `struct.pack_into`.
 
-    It is faster than NumPy's conversion and raises an error for values that are not integers. A
-    call takes as long as writing 50 integers, so short lists are joined for one call. Long lists
-    are not joined, because very many arguments do not fit into the processor's caches.
+    `pack_into` is faster than NumPy's conversion, and raises an error for values that are not
+    integers. Each call costs as much time as writing 50 integers, so short lists are joined and
+    written by one call. Long lists are not joined, because the arguments of such a call would not
+    fit into the processor's caches.
     """
     rows: Iterable[Any] = values
     if sum(map(len, values)) < _PACKED_TOKENS * len(values):

@@ -27,9 +27,9 @@ class LoadedStep(NamedTuple):
 
 
 class PlannedRank:
-    """Base of loaders: a planner, and the position up to which this rank has returned its steps.
+    """Base class of loaders: a planner, and after which of its steps this rank continues.
 
-    Checkpoints save the position (`state_dict`).
+    A checkpoint saves this position (`state_dict`).
 
     Args:
         planner: The planner, which must be the same on all ranks.
@@ -47,7 +47,7 @@ class PlannedRank:
         self._state = planner.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the most recent step as JSON values; equal on all ranks."""
+        """Return the position after the last returned step as JSON values, equal on all ranks."""
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,8 +100,8 @@ class PlannedSteps(IterableDataset[LoadedStep]):
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
         planner, reader = self.open_planner(), self.open_reader()
-        # Every worker plans all steps, because each step depends on the one before. It collates
-        # only its own steps.
+        # Every worker plans all steps, because each step depends on the step before, but collates
+        # only every num_workers-th one.
         for i, plan in enumerate(planner.steps(self.state)):
             if i % every == first:
                 made = [self.collate(m, reader) for m in micro_batches_of(plan, self.dp_rank)]
@@ -111,8 +111,8 @@ class PlannedSteps(IterableDataset[LoadedStep]):
 def check_targets(planner: Planner, reader: TokenReader) -> None:
     """Raise UserError unless planner and reader agree on whether only some tokens are trained.
 
-    The planner counts the trained tokens by which the loss is divided, and the reader masks the
-    labels of the others. A `LabelReader` masks labels unless its `has_targets` is False.
+    The loss is divided by the planner's count of trained tokens, and the reader masks the labels of
+    tokens that are not trained. A `LabelReader` masks labels unless its `has_targets` is False.
     """
     source = planner.source
     counts = isinstance(source, TargetCounter) and source.has_targets
@@ -140,12 +140,12 @@ def _unchanged(step: Any) -> Any:
 class PlannedLoader(PlannedRank):
     """Iterates over one data-parallel rank's collated steps to the end of the data.
 
-    If an iteration is stopped, the next iteration continues after its last step.
+    If an iteration is stopped, the next one continues after the last step that was returned.
 
     Args:
         open_planner: Makes the planner. If num_workers > 0, this function must be picklable, for
             example a `functools.partial` of a function at the top of a module.
-        open_reader: Makes the reader. The same rule applies.
+        open_reader: Makes the reader. If num_workers > 0, this function must be picklable, too.
         dp_rank: Data-parallel rank of this process.
         collate: Makes a batch of each micro-batch.
         num_workers: As in torch's DataLoader.

@@ -42,9 +42,9 @@ class PadOptions:
     pad_token_id: int  # token of the padding
     side: Side = Side.RIGHT
     pad_to: PadTo = PadTo.LONGEST
-    # Longest document allowed; a longer one is a UserError. None means no limit.
+    # Most tokens of a document; a longer document raises UserError. None means no limit.
     max_length: int | None = None
-    # The width is rounded up to a multiple of this, which must divide max_length.
+    # The width is rounded up to a multiple of this number of tokens, which must divide max_length.
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class PadOptions:
                 )
 
     def width(self, lengths: IntArray) -> int:
-        """Return the width of a batch of documents of `lengths`, shape [rows]."""
+        """Return the width in tokens of a batch whose documents have `lengths`, shape [rows]."""
         longest = int(lengths.max())
         if self.max_length is not None and longest > self.max_length:
             raise UserError(

@@ -41,8 +41,8 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 class ContextRows:
     """What attention over CP ranks needs to know of a micro-batch besides this rank's tokens.
 
-    It is a value in the batch and stays in CPU memory. It is not a dataclass, because FSDP2 and DDP
-    would copy a dataclass field by field.
+    The batch contains this object as a value, in CPU memory. The class is not a dataclass, because
+    FSDP2 and DDP would copy a dataclass field by field.
 
     Args:
         plan: Which tokens of the micro-batch each CP rank computes.
@@ -73,7 +73,7 @@ class ContextSharder:
     # How CP ranks exchange keys and values: "gather" sends every row to every rank, "needed" only
     # rows that are read, and "auto" takes the faster of both.
     exchange: str = "gather"
-    cost: WorkloadModel = LLAMA2_7B  # predicts times for strategies that choose by them
+    cost: WorkloadModel = LLAMA2_7B  # predicts times, for strategies that compare them
     row_multiple: int = 1  # the number of tokens of a rank is padded to a multiple of this
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class ContextCollator:
 
 
 def next_labels(labels: IntArray, lengths: IntArray) -> IntArray:
-    """Shift labels: return the label of each token's successor in its document, shape [T].
+    """Shift labels: return at each token the label of its document's next token, shape [T].
 
     The last token of a document gets IGNORE.
 
@@ -211,7 +211,7 @@ def _lengths(batch: Mapping[str, Any], packed: Mapping[str, IntArray]) -> IntArr
 
     Args:
         batch: The batch.
-        packed: Its arrays with one value per token, from `_checked`.
+        packed: The batch's arrays with one value per token, from `_checked`.
     """
     num_tokens = packed["input_ids"].size
     if batch.get("cu_seq_lens_q") is not None:

@@ -1,9 +1,9 @@
 """Divide each rank's samples into balanced micro-batches, without moving samples between ranks.
 
 verl, OpenRLHF, AReaL and TRL's GRPO assign samples to ranks first, and then each rank divides its
-own samples into micro-batches. Call `cut` there, on every rank of the data-parallel group. The
-ranks exchange their samples' lengths. So all get equally many micro-batches, and the m-th
-micro-batches of all ranks take nearly equal time.
+own samples into micro-batches. Call `cut` for this division, on every rank of the data-parallel
+group. The ranks exchange their samples' lengths, so that all ranks get equally many micro-batches
+and the m-th micro-batches of all ranks take nearly equal time.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Cut:
     at_least: int = 1  # fewest micro-batches of a rank
     multiple: int = 1  # the number of micro-batches must be a multiple of this
     # Whether all ranks of the group get the same number of micro-batches. If False, each rank
-    # divides its samples without regard to the others.
+    # divides its samples without regard to other ranks.
     in_step: bool = True
 
 
@@ -39,15 +39,15 @@ def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
     Args:
         lengths: Tokens of each sample of this rank.
         how: Rules of the division.
-        group: Data-parallel process group, on all ranks of which this is called; None means the
+        group: Data-parallel process group; all of its ranks must call this function. None means the
             default group.
 
     Returns:
         For each micro-batch, the ascending indices of its samples in `lengths`.
 
     Raises:
-        UserError: A rank has a sample longer than max_tokens, or fewer samples than another rank
-            needs micro-batches. All ranks raise it.
+        UserError: A rank has no sample, a sample longer than max_tokens, or fewer samples than
+            micro-batches. All ranks raise the error.
     """
     mine = np.asarray(lengths, np.int64)
     atoms = np.arange(mine.size) if how.atoms is None else np.asarray(how.atoms, np.int64)
@@ -77,8 +77,8 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
     Args:
         mine: This process's value.
-        group: The process group; None means the default group. False, or no torch.distributed,
-            means that there is only this process.
+        group: The process group; None means the default group. If it is False, or if
+            torch.distributed is not initialised, only this process's value is returned.
     """
     if group is False or not (dist.is_available() and dist.is_initialized()):
         return 0, [mine]
@@ -88,6 +88,6 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
 
 def _labels(atoms: list[Any]) -> Any:
-    """Concatenate the labels of all ranks after making those of different ranks distinct."""
+    """Concatenate the labels of all ranks, shifted so that no two ranks have a label in common."""
     above = np.cumsum([0, *(int(a.max()) + 1 for a in atoms)])
     return np.concatenate([a + first for a, first in zip(atoms, above[:-1], strict=True)])

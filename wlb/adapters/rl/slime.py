@@ -5,7 +5,8 @@
 
 The replaced function is slime's `build_dp_schedule`. Rollouts are divided into steps by slime's own
 rule. Within a step, samples are divided over ranks and micro-batches so that work is balanced. A
-sample longer than the limit gets a micro-batch of its own, as in slime.
+sample with more tokens than a micro-batch may have (max_tokens_per_gpu x CP ranks) gets a
+micro-batch of its own, as in slime.
 """
 
 import importlib
@@ -23,9 +24,9 @@ from wlb.balance.request import labels
 from wlb.plan import UserError
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
-# The replaced function, as "module:name".
+# The function of slime that wlb replaces, as "module:name".
 PLACE = "slime.utils.dp_schedule:build_dp_schedule"
-# Argument of `install` (a list, so that it can be changed); None means slime's FLOPs.
+# The cost given to `install`, in a list so that it can be changed; None means slime's FLOPs.
 _costs: list[Cost | None] = [None]
 
 

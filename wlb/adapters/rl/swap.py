@@ -21,7 +21,7 @@ class Swap:
         self.theirs: dict[str, Any] = {}  # the library's original functions, by "module:name"
 
     def install(self) -> None:
-        """Replace the functions; a second call changes nothing."""
+        """Replace the library's functions. A second call changes nothing."""
         for place, ours in self.functions.items():
             module, name = place.split(":")
             try:

@@ -24,9 +24,9 @@ class BalancedBatcherConfig(Batcher.Config):
 class BalancedBatcher(Batcher):
     """torchtitan's Batcher, changed to choose the samples of each packed row by their work.
 
-    All rows of one micro-batch take nearly equal time on every rank. If there are fewer samples
-    than rows, UserError is raised, because some ranks would get only padding; lower
-    local_batch_size in this case.
+    Within a micro-batch, all rows of all ranks take nearly equal time. If there are fewer samples
+    than rows, UserError is raised, because some ranks would get only padding. In this case, lower
+    local_batch_size.
     """
 
     Config = BalancedBatcherConfig
@@ -41,7 +41,7 @@ class BalancedBatcher(Batcher):
             cost=self.cost,
         )
         num = int(step.num_micro_batches[0])
-        # torchtitan takes row i of micro-batch m on rank r from place (i * num + m) * dp + r of the
+        # torchtitan expects row i of micro-batch m on rank r at index (i * num + m) * dp + r of the
         # list, so return the rows in this order.
         return [
             [training_samples[s] for s in step.samples(0, rank * rows + row, m)]

@@ -32,16 +32,17 @@ BY_TOKEN = (
 
 
 class BalancedCompletions:
-    """Mixin that balances the slices of TRL's GRPOTrainer; see `balanced_grpo`.
+    """Mixin that balances the micro-batches of TRL's GRPOTrainer; see `balanced_grpo`.
 
     Put it before the trainer in a class definition. TRL shuffles the completions of a rank, divides
-    them into slices, and pads all slices to the same length. With this mixin, all optimiser steps
-    have nearly the same mix of lengths. Within a step, every rank computes its slices from long to
-    short, so ranks take nearly equal time. Columns that are only padding are removed.
+    them into micro-batches, and pads all of these to the same length. With this mixin, all
+    optimiser steps have nearly the same mix of lengths. Within a step, every rank computes its
+    micro-batches from long to short, so ranks take nearly equal time. Columns that are only padding
+    are removed.
 
-    Every slice still has per_device_train_batch_size completions. So losses that divide by the
-    number of completions, by a constant or by the tokens of the step keep their values. Settings
-    whose result depends on the tokens of a slice raise UserError.
+    Every micro-batch still has per_device_train_batch_size completions. So losses that divide by
+    the number of completions, by a constant or by the tokens of the step keep their values.
+    Settings whose result depends on the tokens of a micro-batch raise UserError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,15 +68,15 @@ class BalancedCompletions:
 
 
 def balanced_grpo(trainer: type[Any]) -> type[Any]:
-    """Return a subclass of TRL's GRPOTrainer whose slices are balanced and lose padding."""
+    """Return a subclass of TRL's GRPOTrainer with balanced micro-batches that have less padding."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedCompletions, trainer), {})
     return made
 
 
 def _check_slices(trainer: Any) -> None:
-    """Raise UserError for settings whose result depends on which completions share a slice."""
+    """Raise UserError for settings that depend on which completions share a micro-batch."""
     args = trainer.args
-    # GRPOConfig checks these as well, but not if `accelerate launch` sets them.
+    # GRPOConfig checks cp_size and sp_size as well, but not if `accelerate launch` sets them.
     for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
         if size > 1:
             raise UserError(
@@ -90,7 +91,7 @@ def _check_slices(trainer: Any) -> None:
             "of the other"
         )
     if min(generated, accumulated) == 1:
-        # Each step has only one slice of a generation, so no slices of a step differ in length.
+        # Each step has only one slice of each generation, so its slices cannot differ in length.
         return
     one_slice = "or set gradient_accumulation_steps = 1"
     if args.loss_type == "bnpo":
@@ -133,12 +134,12 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the columns of a slice that are padding in all of its rows.
+    """Remove the columns of a micro-batch that are padding in all of its rows.
 
     Prompts are padded at the beginning, completions at the end.
 
     Args:
-        inputs: Tensors of the slice by name, as TRL makes them.
+        inputs: Tensors of the micro-batch by name, as TRL makes them.
     """
     out: dict[str, Any] = dict(inputs)
     prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]

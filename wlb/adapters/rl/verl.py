@@ -29,7 +29,7 @@ BALANCING = "verl.utils.seqlen_balancing"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 BY_WIDTH = "seq-mean-token-sum-norm"
 """Value of verl's loss_agg_mode with which a loss is divided by the width of its micro-batch."""
-# Argument of `install` (a list, so that it can be changed).
+# The cost given to `install`, in a list so that it can be changed.
 _costs: list[Cost] = ["verl"]
 # Number of mini-batches of a step while verl's `_balance_batch` runs; empty otherwise.
 _mini_batches: list[int] = []
@@ -41,8 +41,8 @@ def install(*, cost: Cost = "verl") -> None:
     A second call only changes the cost.
 
     Args:
-        cost: Predicts the time of a sample from its length, to divide a rank's samples into
-            micro-batches. For dividing samples over ranks, verl computes the costs itself.
+        cost: Predicts the time of a sample from its length. It is used to divide a rank's samples
+            into micro-batches; the division of samples over ranks uses costs that verl computes.
     """
     _costs[:] = [cost]
     _swap.install()
@@ -79,8 +79,9 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Divide values into k lists with nearly equal sums; replaces verl's function of this name.
 
-    If `_balance_batch` calls it, each list is in the order in which the rank later divides it into
-    mini-batches. Otherwise each list is ascending.
+    Each list has ascending indices, except if verl's `_balance_batch` calls this function. Each
+    list then consists of mini-batches, one after the other, and the m-th mini-batches of all ranks
+    have nearly equal sums as well.
 
     Args:
         seqlen_list: The values, such as costs of samples.
@@ -88,7 +89,7 @@ def get_seqlen_balanced_partitions(
         equal_size: Whether all lists must be equally long.
 
     Returns:
-        For each list, the indices of its values in `seqlen_list`.
+        For each of the k lists, the indices of its values in `seqlen_list`.
 
     Raises:
         UserError: There are fewer values than lists.
@@ -134,7 +135,7 @@ def rearrange_micro_batches(
         same_micro_num_in_dp: Whether all ranks of the group get equally many micro-batches.
         min_num_micro_batch: Fewest micro-batches.
         use_dynamic_bsz_balance: Whether micro-batches with little work come first and last, which
-            shortens pipeline bubbles; otherwise those with most work come first.
+            shortens pipeline bubbles. If False, micro-batches are sorted by descending work.
         force_group_size: Number of consecutive samples that stay in one micro-batch.
 
     Returns:
@@ -162,7 +163,7 @@ def rearrange_micro_batches(
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Return the length of each sample of a batch of nested or padded tensors."""
+    """Return the tokens of each sample in a batch, whose tensors may be nested or padded."""
     ids = batch["input_ids"]
     found = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     return found.tolist()
@@ -171,11 +172,12 @@ def _lengths(batch: Any) -> list[int]:
 def balance_batch(theirs: Any) -> Any:
     """Wrap the V1 trainer's `_balance_batch` so that it also balances the actor's mini-batches.
 
-    Each rank later divides its samples into mini-batches in order, so the wrapped method arranges
-    the samples in that order. `actor.shuffle` must be off, because it would change the order.
+    A rank later takes its samples in order to form mini-batches, so the wrapped method arranges
+    each rank's samples accordingly. `actor.shuffle` must be off, because it would change the order.
 
     The wrapped method raises UserError for the loss "seq-mean-token-sum-norm" without
-    `actor.loss_scale_factor`, because its value depends on which samples share a micro-batch.
+    `actor.loss_scale_factor`, because the value of that loss depends on which samples share a
+    micro-batch.
 
     Args:
         theirs: verl's `_balance_batch`.
@@ -205,7 +207,11 @@ def _check_loss(actor: Any) -> None:
 
 @contextlib.contextmanager
 def _in_mini_batches(num: int) -> Iterator[None]:
-    """Within this context, `get_seqlen_balanced_partitions` also balances `num` mini-batches."""
+    """Within this context, `get_seqlen_balanced_partitions` also balances mini-batches.
+
+    Args:
+        num: Number of mini-batches of a step.
+    """
     _mini_batches.append(num)
     try:
         yield
