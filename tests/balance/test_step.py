@@ -149,7 +149,7 @@ REFUSED = {
     "fixed": (([30] * 6,), {"num_micro_batches": 2}, "180 tokens do not fit into 2 "),
     "counts": (([3, 4, 5],), {"equal_counts": True}, "2 samples, but there are 3; .* count_slack"),
     "slack": (([3, 4],), {"count_slack": 1}, "has no effect without equal_counts"),
-    "multiple": (([3, 4],), {"num_micro_batches": 3, "multiple": 2}, "3 must be a multiple of 2"),
+    "multiple": (([3, 4],), {"num_micro_batches": 3, "multiple": 2}, "3 must be divisible by"),
     "divided": (([3, 4],), {"groups": [0, 0], "mini_batches": [0, 1]}, "0 and 1 are in the same"),
     "group": (([3, 4],), {"groups": [0, 1], "atoms": [0, 0]}, "0 and 1 are in the same atom"),
     "groups": (([3, 4],), {"groups": [0, 0], "groups_on": "rank"}, "1 groups.*2 ranks"),

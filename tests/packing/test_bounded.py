@@ -317,7 +317,7 @@ def test_refusals() -> None:
     small = BoundedPacker(
         options=PackerOptions(num_micro_batches=4, context_window=C // 4, cost=COST), s_max=C // 2
     )
-    with pytest.raises(ValueError, match="cut for a larger context window"):
+    with pytest.raises(ValueError, match="larger context window cut this piece"):
         small.push(None, carry)
 
 

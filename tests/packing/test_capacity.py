@@ -129,7 +129,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="method = 'worst_fit' is unknown; use one of first_fit"):
         packer("worst_fit")  # pyright: ignore[reportArgumentType]
     _, carry = packer().push(batch([9]), packer().start())
-    with pytest.raises(ValueError, match="a piece of 9 tokens of document 0 waits in the carry"):
+    with pytest.raises(ValueError, match="document 0 has a waiting piece of 9 tokens"):
         packer(window=8).push(None, carry)
 
 

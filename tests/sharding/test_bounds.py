@@ -69,5 +69,5 @@ def test_ranks_with_equal_work_receive_no_less_than_the_bound(lengths: list[int]
 
 
 def test_a_workload_without_what_hides_is_refused() -> None:
-    with pytest.raises(UserError, match="FlopsWorkload cannot price an exchange"):
+    with pytest.raises(UserError, match="FlopsWorkload cannot predict which part"):
         least_time_ns([5], cp=2, cost=FlopsWorkload(quadratic_ns=1))

@@ -43,8 +43,8 @@ class StepBalance:
     def __post_init__(self) -> None:
         if not np.array_equal(np.sort(self.order), np.arange(self.lengths.size)):
             raise ValueError(
-                "an assignment must have every sample exactly once, but order is no permutation "
-                f"of the {self.lengths.size} samples"
+                f"order must contain each index of the {self.lengths.size} samples exactly once, "
+                "but some are missing, repeated or out of range"
             )
 
     @property

@@ -126,8 +126,8 @@ class StepRequest:
             )
         if self.slots.num is not None and self.slots.num % self.slots.multiple:
             raise UserError(
-                f"num_micro_batches = {self.slots.num} must be a multiple of {self.slots.multiple} "
-                f"(multiple = {self.slots.multiple}); change num_micro_batches or multiple"
+                f"num_micro_batches = {self.slots.num} must be divisible by the argument multiple "
+                f"= {self.slots.multiple}; change num_micro_batches or multiple"
             )
         self._check_caps()
         self._check_labels(self.labels)

@@ -77,7 +77,7 @@ def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:
     if (i := first_true(~(np.isfinite(out) & (out >= 0)))) is not None:
         raise UserError(
             f"the cost of sample {i}, which has {lengths[i]} tokens, is {out[i]}, but costs must "
-            "be finite and at least 0; correct cost"
+            "be finite and at least 0; correct the argument cost"
         )
     return out
 

@@ -140,8 +140,8 @@ class PackerOptions:
             piece = pieces[int(work.argmax())]
             raise UserError(
                 f"the costs of {len(pieces)} pieces add up to more than a 64-bit integer can "
-                f"store; the largest is {most} ns, of {piece}. Correct the units of the cost "
-                "model, which must be ns"
+                f"store; the largest cost is {most} ns, for {piece}. The cost model must return "
+                "ns; correct its units"
             )
         return work
 
@@ -313,9 +313,10 @@ def check_fits(pieces: Pieces, limit: int, *, name: str = "s_max") -> None:
     if (i := first_true(pieces.length > limit)) is not None:
         piece = pieces[i]
         raise UserError(
-            f"a piece of {piece.stop - piece.start} tokens of document {piece.document} waits in "
-            f"the carry, but pieces must have at most {name} = {limit} tokens. It was cut for a "
-            f"larger context window; resume with a larger context window or a larger {name}"
+            f"document {piece.document} has a waiting piece of {piece.stop - piece.start} tokens, "
+            f"but a piece may now have at most {limit} tokens ({name}). An earlier run with a "
+            "larger context window cut this piece; resume with that context window, or raise "
+            f"{name}"
         )
 
 

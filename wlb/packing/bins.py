@@ -61,8 +61,8 @@ class Bins:
         ends_ok = self.offsets[0] == 0 and self.offsets[-1] == self.order.size
         if not ends_ok or self.tokens.size != self.num_bins:
             raise ValueError(
-                f"offsets must go from 0 to the {self.order.size} documents and divide them into "
-                f"{self.tokens.size} bins, but offsets has {self.offsets.size} entries from "
+                f"offsets must have {self.tokens.size + 1} entries from 0 to {self.order.size}, "
+                f"the number of documents, but has {self.offsets.size} entries from "
                 f"{self.offsets[0]} to {self.offsets[-1]}"
             )
         if (b := first_true(self.tokens > self.capacity)) is not None:

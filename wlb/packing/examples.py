@@ -46,7 +46,7 @@ class ExamplesPacker(PolicyPacker):
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
-        check_fits(carry.pieces, self.options.context_window, name="the context window")
+        check_fits(carry.pieces, self.options.context_window, name="data.context_window")
         arrived = self.options.arrived(batch, carry.next_step)
         pieces = Pieces.concat(carry.pieces, arrived)
         at_once = self.per_step * (STEPS_SORTED if self.by_length else 1)

@@ -68,7 +68,7 @@ class OriginalPacker(PolicyPacker):
     def _push_whole(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         """Pack `batch` as `push` does, but cut only short documents (`WindowCut.SHORT`)."""
         num = self.num_micro_batches
-        check_fits(carry.pieces, self.options.context_window, name="the context window")
+        check_fits(carry.pieces, self.options.context_window, name="data.context_window")
         arrived = self.options.arrived(batch, carry.next_step)
         stream = Pieces.concat(carry.pieces, arrived)
         filling = _OpenWindows(self.options.context_window, MOST_OPEN * num)

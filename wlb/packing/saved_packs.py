@@ -68,8 +68,8 @@ class Packs:
         num, offsets = self.num_micro_batches, self.offsets
         if num < 1 or offsets.size < 2 or (offsets.size - 1) % num:
             raise UserError(
-                f"packs with {offsets.size} offsets do not divide into steps of num_micro_batches "
-                f"= {num} micro-batches; make the packs again with `wlb pack`"
+                f"the packs have {offsets.size - 1} micro-batches, which do not make whole steps "
+                f"of num_micro_batches = {num}; make the packs again with `wlb pack`"
             )
         if (i := first_true(np.diff(offsets) < 0)) is not None:
             raise UserError(

@@ -578,9 +578,9 @@ def assign_rounds(
     """
     if work_ns.size % dp or dp % pipelines_per_ep_group:
         raise UserError(
-            f"the number of micro-batches, {work_ns.size}, must be a multiple of the number of "
-            f"pipelines, {dp}, which must be a multiple of the {pipelines_per_ep_group} pipelines "
-            "that share an EP group; change one of these numbers"
+            f"a step has {work_ns.size} micro-batches, which must be a multiple of dp = {dp}, and "
+            f"dp must be a multiple of the {pipelines_per_ep_group} pipelines of an EP group; "
+            "change one of these numbers"
         )
     rounds = np.argsort(-work_ns, kind="stable").reshape(-1, pipelines_per_ep_group)
     slowest, together = work_ns[rounds].max(1), tokens[rounds].sum(1)

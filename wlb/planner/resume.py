@@ -122,7 +122,7 @@ def _check_steps(state: PlannerState) -> None:
     if planned != list(range(after - len(planned), after)):
         raise UserError(
             f"steps {planned} are planned, but the next step to plan is {after}; the planned steps "
-            "must have consecutive numbers that end before the next one"
+            f"must be consecutive and end with step {after - 1}"
         )
     made = [metrics.step for metrics in state.baseline_made]
     if made != sorted(set(made)) or (made and made[-1] >= state.baseline.next_step):

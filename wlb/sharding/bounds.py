@@ -87,8 +87,8 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     pieces = checked_lengths(lengths, cp)
     if not isinstance(cost, HiddenExchange):
         raise UserError(
-            f"{type(cost).__name__} cannot price an exchange of keys that is hidden by attention; "
-            "give a cost that implements HiddenExchange, such as a ProfiledWorkload"
+            f"{type(cost).__name__} cannot predict which part of a key exchange is hidden by "
+            "attention; give a cost that implements HiddenExchange, such as a ProfiledWorkload"
         )
     ideal = float(ideal_kernels_ns(pieces, cost, cp=cp))
     if cp == 1 or not pieces.size:
