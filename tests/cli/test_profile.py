@@ -84,7 +84,7 @@ def test_a_sweep_writes_a_profile_plots_and_a_log(small, tmp_path, capsys):
     begin = printed.partition("about ")[0]
     assert lacks(begin, str(tmp_path / "mine.json"), "mine_plots/", "mine.log", "measures ") == []
     assert lacks(begin, "float32", "points of attention (sdpa of 1:1 heads of 16") == []
-    assert re.search(r"; about \d+ min, in which nothing else should run", printed)
+    assert re.search(r"; this takes about \d+ min, in which nothing else should run", printed)
     log = (tmp_path / "mine.log").read_text("utf-8")
     residuals = dict(made.provenance.residuals)
     for text in (printed, log):
@@ -132,9 +132,8 @@ def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
     small.clear()
     assert profile(tmp_path, "--no-plots", "--set", "model.rope_theta=10000.0") == 0
     assert len(small) == 4
-    assert f"{len(whole) - 4} of {len(whole)} points are in" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"an earlier start measured {len(whole) - 4} of {len(whole)} points" in told
     # Both starts are told, and the profile is stamped with the last one that measured something.
     for _ in range(2):
         made = load_profile(str(tmp_path / "mine.json"))

@@ -35,5 +35,5 @@ def record(kind: str, **point: int) -> Record:
 def test_a_record_without_its_time_is_named() -> None:
     records = [record("call"), record("grid", q=8, k=8), record("grid", q=16, k=8)]
     origin = SweepOrigin(name="made", environment=ENVIRONMENT)
-    with pytest.raises(UserError, match="a record of the sweep lacks 'forward_ns'; remove this"):
+    with pytest.raises(UserError, match="a record of the sweep has no entry 'forward_ns'"):
         build(records, model=load("demo").model, layouts=[LAYOUT], grid=GRID, origin=origin)

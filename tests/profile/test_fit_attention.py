@@ -210,8 +210,8 @@ def test_batches_that_contradict_the_grid_are_told():
     fitted = fit_attention(measured(of, kernel(of), slow=4.0), backends=("x",), provenance=SOURCE)
     # After notes the cost of a grid of blocks is not fitted.
     told = (
-        r"without a price of blocks: \w+ward of segments in random batches took [23456]\.\d+.* "
-        r"measure again"
+        r"without a price of thread blocks: in random batches the \w+ward of segments took "
+        r"[23456]\.\d+.* measure again"
     )
     assert fitted.notes
     assert all(re.search(told, note) for note in fitted.notes)

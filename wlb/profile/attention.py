@@ -2,12 +2,12 @@
 
 - A grid point is a call on equal segments of `q` queries and `kv` keys. A call has enough segments
   to fill the device, because in training a segment shares the device with others.
-- Kernels that group similar segments (SDPA) are measured with and without a prefix, which is the
-  keys before the first query. A one-token segment is added to the call, because equal segments
-  alone would form a single group.
+- Kernels that group similar segments (SDPA) are measured on segments with and without a prefix. A
+  prefix is the keys before the first query. Their calls also have a one-token segment, because
+  equal segments alone would form a single group.
 - A random batch is a call on the segments of one CP rank in a random micro-batch. Held-out batches
-  are not used by the fit and only test it. They run first and last in a sweep; the difference shows
-  how well times can be reproduced.
+  only test the fit. They are measured at the beginning and at the end of a sweep, and the
+  difference shows how well times can be reproduced.
 
 Kernels are called through the custom operators that training uses, without autograd.
 """
@@ -68,7 +68,7 @@ class HeadLayout:
 
     @property
     def kernel(self) -> tuple[str, int, int]:
-        """(Kernel, head size, query heads per KV head); one fit covers any number of such heads."""
+        """(Kernel, head size, query heads per KV head), for which one fit covers any head count."""
         return self.backend, self.head_dim, self.group
 
     @property
@@ -87,7 +87,7 @@ class HeadLayout:
 class AttentionGrid:
     """Settings of an attention sweep: which calls are measured, and for how long."""
 
-    lengths: tuple[int, ...]  # numbers of queries, and of keys, that grid points combine; ascending
+    lengths: tuple[int, ...]  # numbers of queries and numbers of keys of grid points; ascending
     held_pairs: int  # number of random points between grid points, on which errors are measured
     batches: int  # number of random batches that the fit uses
     held_batches: int  # number of random batches on which errors are measured
@@ -106,8 +106,8 @@ def steps(first: int, last: int, per_octave: Sequence[float] = (1.0, 1.5)) -> tu
     Args:
         first: Shortest length.
         last: Longest length, which is always included.
-        per_octave: Factors by which first, 2 * first, 4 * first and so on are multiplied to give
-            the lengths. (1.0,) gives these numbers only.
+        per_octave: For each of first, 2 * first, 4 * first and so on, the result has the products
+            with all these factors. So (1.0,) gives only first, 2 * first, 4 * first and so on.
     """
     found = {last}
     power = first
@@ -130,8 +130,8 @@ def time_call(
         budget_s: Seconds for the repeats.
 
     Returns:
-        forward_ns and backward_ns, the median times, and forward_spread and backward_spread, the
-        difference between 90th and 10th percentile divided by the median.
+        forward_ns and backward_ns are median times. forward_spread and backward_spread are the
+        differences between the 90th and the 10th percentile, divided by the median.
     """
     offsets_q, offsets_k = offsets_of(q), offsets_of(kv)
     segments = Segments.from_offsets(offsets_q, offsets_k, device=layout.device)
@@ -165,10 +165,11 @@ def time_call(
 
 
 def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, int]]:
-    """Yield (queries, keys) of the grid points, with at most as many queries as keys.
+    """Yield (queries, keys) of the grid points, which have at most as many queries as keys.
 
-    Kernels that pad lengths differ in speed on segments with and without a prefix. So for each
-    point (n, n) they get a second point (n - 1, n), which has a prefix of one key.
+    A kernel that pads lengths is not equally fast on segments with and without a prefix (keys
+    before the first query). So it gets, for each point (n, n), a second point (n - 1, n) with a
+    prefix of one key.
 
     Args:
         layout: Kernel and heads.
@@ -192,9 +193,9 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
 
 
 def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
-    """Return numbers of queries and numbers of keys, one of each per segment of a task's call.
+    """Return the numbers of queries and the numbers of keys of all segments of a task's call.
 
-    The segments are equal, except that a one-token segment may come first.
+    All segments are equal, except that a one-token segment may come first.
 
     Args:
         point: `Task.point` of the task.
@@ -208,8 +209,9 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
 def grid_tasks(layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer) -> list[Task]:
     """Return the tasks that measure calls on equal segments.
 
-    Their kinds are "call" (one tiny segment), "two_groups" (two segments, which the kernel puts
-    into different groups), "grid" (grid points), and "held_pair" (random points between them).
+    The kinds of these tasks are "call" (one tiny segment), "two_groups" (two segments that the
+    kernel puts into different groups), "grid" (grid points), and "held_pair" (random points between
+    grid points, on which only errors are measured).
 
     Args:
         layout: Kernel and heads.
@@ -267,12 +269,12 @@ def _equal_task(
         layout: Kernel and heads.
         grid: Settings of the sweep.
         timer: Timer of the device.
-        kind: Kind of the task.
-        q: Number of queries of a segment.
-        kv: Number of keys of a segment.
+        kind: `Task.kind` of the task.
+        q: Number of queries of each segment.
+        kv: Number of keys of each segment.
         count: Number of segments. Defaults to the number that fills the device.
-        has_other: Whether the call also has a one-token segment. Defaults to whether the kernel
-            groups similar segments.
+        has_other: Whether the call also has a one-token segment. By default it has one if the
+            kernel groups similar segments.
     """
     count = count_of(layout, q, kv) if count is None else count
     has_other = bool(layout.padded_lengths) if has_other is None else has_other
@@ -285,7 +287,7 @@ def _equal_task(
 
 
 def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
-    """Draw a micro-batch, and return numbers of queries and of keys per segment of one CP rank.
+    """Draw a micro-batch, and return numbers of queries and keys of a CP rank's segments.
 
     Args:
         grid: Settings of the sweep.
@@ -331,8 +333,8 @@ def batch_tasks(
     first = 1000 if held else 0
     tasks: list[Task] = []
     for index in range(first, first + num):
-        # The digest is part of the task's key. So a stored record is not used for other segments,
-        # which `random_call` may return after a change of its code.
+        # The digest of the segments is part of the task's key. So if `random_call` returns other
+        # segments after a change of its code, old records are not used for them.
         segments = digest(*random_call(grid, index))
         point = {**layout.name, "index": index, "repeat": repeat, "segments": segments}
         tasks.append(Task(kind=kind, point=point, run=partial(run, index), may_fail=True))

@@ -39,11 +39,11 @@ RANKS_PER_NODE = {"cpu": 1024, "cuda": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltProfile:
-    """A kernel profile, with the errors and notes that reports show."""
+    """A kernel profile that was built from a sweep, with errors and notes for reports."""
 
     profile: KernelProfile
     attention: tuple[FittedAttention, ...]  # fits of the profile's attention tables, in order
-    residuals: dict[str, float]  # relative errors of the first table and of whole layers
+    residuals: dict[str, float]  # relative errors, by name, of the first table and of whole layers
     notes: tuple[str, ...]  # sentences on what is missing, assumed or doubtful
     records: Sequence[Record] = field(repr=False)  # all records of the sweep
 
@@ -67,11 +67,11 @@ class SweepOrigin:
         return self.environment["dtype"]
 
     def provenance(self, source: str, **more: Any) -> Provenance:
-        """Return a provenance with date, commit and command of the latest start of the sweep.
+        """Return a provenance with the date, commit and command of the sweep's latest start.
 
         Args:
-            source: What the values come from.
-            **more: Further fields of `Provenance`.
+            source: Text that says how the values were measured.
+            **more: Further fields of `Provenance`, by name.
         """
         start = self.environment["starts"][-1]
         return Provenance(
@@ -104,14 +104,14 @@ def build(
         origin: Where the sweep ran.
 
     Raises:
-        UserError: If too little was measured. The message says what is missing.
+        UserError: If too little was measured.
     """
     try:
         return _built(records, model, layouts, grid, origin)
     except KeyError as error:
         raise UserError(
-            f"a record of the sweep lacks {error}; remove this record's line from the sweep's "
-            f"file, or remove the file, to measure again"
+            f"a record of the sweep has no entry {error}; to measure again, remove this record's "
+            f"line from the sweep's file, or remove the file"
         ) from error
 
 
@@ -211,9 +211,10 @@ def collectives(
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
     """Return the costs of all collectives, and notes on costs that could not be fitted.
 
-    A collective may not have been measured, or its measured times may not grow with size because of
-    noise. On a CPU it then gets the cost that was measured within a node, and otherwise the cost in
-    a shipped profile. Its provenance says so.
+    A cost cannot be fitted if the collective was not measured, or if its times do not grow with
+    size because of noise. The collective then gets a cost from elsewhere, and its provenance says
+    so: on a CPU the cost of the same collective within a node, if that was fitted, and in all other
+    cases the cost in a profile that comes with wlb.
 
     Args:
         records: Records of the sweep.
@@ -234,8 +235,8 @@ def collectives(
         try:
             fit = fit_alpha_beta(sizes, [r.numbers["ns"] for r in matching], op, ranks)
         except UserError as error:
-            notes.append(f"{scope} {error}; its cost in this profile is assumed")
-            why[op, scope] = "measured, but without a fit"
+            notes.append(f"{scope} {error}; until then the profile has an assumed cost for {op}")
+            why[op, scope] = "measured, but the times could not be fitted"
             continue
         found[op, scope] = CollectiveCost(
             op=op,
@@ -244,13 +245,13 @@ def collectives(
             bytes_per_s=float(f"{fit.bytes_per_s:.4g}"),
             provenance=origin.provenance(f"wlb profile, {ranks} ranks", residuals=fit.residuals),
         )
-    # Fill the gaps with costs from elsewhere, and say so in their provenance.
+    # Fill the gaps with costs from elsewhere, and say in their provenance where they come from.
     for op, scope in pairs:
         if (op, scope) in found:
             continue
         stand_in = found.get((op, Scope.INTRA_NODE))
         if stand_in is not None and origin.environment["device"] == "cpu":
-            source = "as between processes of one machine"
+            source = "this is the cost between processes of one machine"
         else:
             other = load_profile(STAND_INS[origin.environment["device"]])
             stand_in = next(c for c in other.collectives if (c.op, c.scope) == (op, scope))

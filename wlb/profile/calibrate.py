@@ -43,13 +43,13 @@ _ATTENTION = ("{}", "square_{}", "launch_{}_ns", "group_{}_ns")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Factors between measured and predicted time of a run (measured / predicted), by term."""
+    """Measured divided by predicted time of a run, for each term of predicted time."""
 
     attention_forward: float
     attention_backward: float
     linear_forward: float
     linear_backward: float
-    # Constant time that each micro-batch takes in each stage, in addition to the scaled prediction.
+    # Constant time that a micro-batch takes in each stage, in addition to factor x predicted time.
     linear_forward_extra_ns: float = 0.0
     linear_backward_extra_ns: float = 0.0
     head: float = 1.0  # factor of output head and loss; 1 if their time was not predicted
@@ -58,7 +58,7 @@ class Scales:
 
     @property
     def by_term(self) -> dict[str, float]:
-        """The factor of each term, by the name of the term."""
+        """Name of each term -> its factor."""
         return {name: getattr(self, name) for name in TERMS}
 
     @property
@@ -68,7 +68,7 @@ class Scales:
 
     @property
     def relative(self) -> dict[str, float]:
-        """The factor of each term divided by the median factor of the other terms, by name."""
+        """Name of each term -> its factor divided by the median of the other terms' factors."""
         factors = self.by_term
         return {
             name: factor / median(f for other, f in factors.items() if other != name)
@@ -81,7 +81,7 @@ class Scales:
 
 
 def fit_scales(records: Sequence[Telemetry]) -> Scales:
-    """Fit the factor of each term to the records of a run.
+    """Fit the factor of each term of predicted time to the records of a run.
 
     Raises:
         UserError: If there is a term for which no record has both a measured and a predicted time.
@@ -92,11 +92,11 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
         known = [m for m in known if m.measured_s and m.predicted_s]
         if not known:
             raise UserError(
-                f"the profile cannot be calibrated: none of {len(records)} records after warm-up "
-                f"has a time of {name}; train more steps or lower telemetry.warmup_steps"
+                f"the profile cannot be calibrated, because none of {len(records)} records after "
+                f"warm-up has a time of {name}; train more steps or lower telemetry.warmup_steps"
             )
-        # Fit a line (factor and constant) if at least half of the records allow it, otherwise only
-        # a factor.
+        # Fit a line (factor and constant) if at least half of the records allow a line. Otherwise
+        # fit only a factor.
         lines = [(m, line) for m in known if (line := m.line) is not None]
         if name in LINEAR and 2 * len(lines) >= len(known):
             scales[name] = _weighted_median([(slope, m.predicted_s) for m, (slope, _) in lines])
@@ -116,8 +116,8 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
 def _weighted_median(pairs: list[tuple[float, float]]) -> float:
     """Return the weighted median of (value, weight) pairs.
 
-    If exactly half of the weight belongs to values up to some value, the result is the mean of this
-    value and the next.
+    If the values up to some value have exactly half of the weight, the result is the mean of this
+    value and the next larger one.
     """
     half, below = sum(weight for _, weight in pairs) / 2, 0.0
     ordered = sorted(pairs)
@@ -157,17 +157,18 @@ def scaled_profile(
         attention_backward: Factor of attention's backward times.
         linear_forward: Factor of forward times of all other work in layers.
         linear_backward: Factor of backward times of all other work in layers.
-        linear_forward_extra_ns: Added to the forward time of each call of a layer.
-        linear_backward_extra_ns: Added to the backward time of each call of a layer.
-        head: Factor of head and loss.
+        linear_forward_extra_ns: Nanoseconds to add to the forward time of each call of a layer.
+        linear_backward_extra_ns: Nanoseconds to add to the backward time of each call of a layer.
+        head: Factor of the times of output head and loss.
         name: Name of the new profile.
         provenance: Provenance of the scaled parts.
         table: The attention table to scale; None scales all tables.
         backend: The attention kernel that the run used. Other kernels of a scaled table keep an
-            unscaled copy of the table. None scales the table for all its kernels.
-        collectives: Whether linear factors also apply to all-gathers and reduce-scatters. Pass
-            False if the measurement did not include collectives. Collectives get the mean of the
-            factors of both passes, weighted by the number of calls that each pass has under TP.
+            unscaled copy of the table. With None, no kernel keeps one.
+        collectives: Whether to scale all-gathers and reduce-scatters, too. Pass False if the
+            measurement did not include collectives. They are scaled by the mean of
+            `linear_forward` and `linear_backward`, weighted by how often TP calls collectives in
+            forward and in backward.
     """
     factors = (attention_forward, attention_backward, linear_forward, linear_backward, head)
     if not all(0 < factor < float("inf") for factor in factors):
@@ -199,20 +200,23 @@ def scaled_profile(
 
 
 def calibrated_name(name: str) -> str:
-    """Return the name after calibration: "cpu-calibrated" for "cpu", then "cpu-calibrated-2"."""
+    """Return the name of a calibrated profile, given the name of the profile before.
+
+    "cpu" becomes "cpu-calibrated", and "cpu-calibrated" becomes "cpu-calibrated-2".
+    """
     match = re.fullmatch(r"(.*-calibrated)(?:-(\d+))?", name)
     return f"{match[1]}-{int(match[2] or 1) + 1}" if match else f"{name}-calibrated"
 
 
 def _slower(cost: Any, factors: tuple[float, float], *names: str) -> dict[str, Any]:
-    """Return new values for fields of `cost`, with which passes take `factors` times as long.
+    """Return new values for fields of `cost` that make each pass take `factors` times as long.
 
-    Times and factors are multiplied. Throughput in surfaces and curves is divided.
+    Fields that hold times or factors are multiplied. Throughput (surfaces and curves) is divided.
 
     Args:
         cost: A part of a profile.
-        factors: Factors of forward and of backward.
-        *names: Names of fields, in which "{}" is to be replaced by the pass.
+        factors: Factors of the times of forward and of backward.
+        *names: Names of the fields, with "{}" in place of the pass, such as "{}_call_ns".
     """
     found: dict[str, Any] = {}
     for one_pass, factor in zip(("forward", "backward"), factors, strict=True):
@@ -244,7 +248,7 @@ def _slower_tables(
         if table.blocks is not None:
             slower = replace(slower, blocks=table.blocks.times(*factors))
         others = tuple(b for b in table.backends if backend is not None and b != backend)
-        # Other backends were not measured and keep their prices.
+        # The run did not measure the other backends, so they keep their prices.
         if others:
             rest.append(replace(table, backends=others))
             slower = replace(slower, backends=(backend,))
@@ -267,8 +271,8 @@ def _slower_layer(
 def _slower_collectives(
     costs: tuple[CollectiveCost, ...], forward: float, backward: float
 ) -> tuple[CollectiveCost, ...]:
-    # A collective has one cost for both passes, so average the factors, weighted by the number of
-    # calls in each pass.
+    # A collective has a single cost for both passes, so take the mean of the two factors, weighted
+    # by the number of calls in each pass.
     passes = (sum(TP_FORWARD), sum(TP_BACKWARD))
     both = (passes[0] * forward + passes[1] * backward) / sum(passes)
     in_layers = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

@@ -1,10 +1,11 @@
 """Measure collectives and fit time = alpha + bytes on the wire / bandwidth.
 
-- The size of an all-gather is that of the gathered buffer, and the size of a reduce-scatter is that
-  of the buffer before scattering, as in nccl-tests.
-- The trainer's functions (`wlb.parallel.collectives`) are measured.
-- A time is the median over repeats of the slowest rank's time. On a CPU it is wall time after a
-  barrier. On CUDA it is the time between events, after a small all-reduce.
+- As in nccl-tests, the size of an all-gather is the size of the gathered buffer, and the size of a
+  reduce-scatter is the size of the buffer before scattering.
+- The measured functions are those of the trainer (`wlb.parallel.collectives`).
+- In each repeat the slowest rank's time counts, and the result is the median over repeats. A time
+  on a CPU is wall time after a barrier. A time on CUDA lies between two events, after a small
+  all-reduce.
 - Under torchrun or srun, rank 0 runs the tasks and the other ranks take part (`follow`).
   Collectives within a node are measured on rank 0's node. Collectives between nodes are measured
   with one rank of each node.
@@ -71,12 +72,12 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class CollectiveSweep:
-    """The tasks that rank 0 runs, and the function by which the other ranks take part.
+    """The tasks that rank 0 runs, and the function with which the other ranks take part.
 
-    It is a context manager. When rank 0 leaves the block, `follow` returns on the other ranks.
+    A sweep is a context manager. When rank 0 leaves the block, `follow` returns on the other ranks.
 
         with collective_tasks(world, device, dtype=dtype) as sweep:
-            sweep.follow()  # returns at once on rank 0, on others when rank 0 leaves the block
+            sweep.follow()  # rank 0: returns at once; others: returns when rank 0 leaves the block
             for record in file.run(sweep.tasks): ...
     """
 
@@ -84,7 +85,7 @@ class CollectiveSweep:
     note: str  # a sentence for the user on what is measured
     # Takes part in rank 0's tasks until rank 0 calls `release`. Returns at once on rank 0.
     follow: Callable[[], None] = lambda: None
-    # On rank 0: makes `follow` return on the other ranks.
+    # Makes `follow` return on the other ranks. Only rank 0 calls this.
     release: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -110,9 +111,9 @@ def collective_tasks(
     and high_ns (10th and 90th percentile) and count (of repeats).
 
     Args:
-        world: This process among the ranks of a launcher, which must all call this function; None
-            if there is no launcher.
-        device: Device of this rank. If there is no launcher, only its type matters.
+        world: Place of this process among the ranks that a launcher started, which must all call
+            this function; None if there is no launcher.
+        device: Device of this rank. Without a launcher, only the type of the device matters.
         dtype: Data type of buffers.
         sizes: Sizes of buffers in bytes, rounded down to whole values on each rank. Defaults to
             powers of 4 from 4 KiB to 16 MiB on a CPU, and to 1 GiB on CUDA.
@@ -128,13 +129,17 @@ def collective_tasks(
         num_ranks = torch.cuda.device_count()
         if num_ranks < 2:
             note = (
-                "collectives were not measured: they need two GPUs, and there is 1 here; start the "
-                "sweep under torchrun on several, or keep figures of another profile"
+                "collectives are not measured, because this process sees only one GPU; the profile "
+                "gets their costs from a profile that comes with wlb; to measure them, start the "
+                "sweep under torchrun on several GPUs"
             )
             return CollectiveSweep(tasks=[], note=note)
     points = _points({Scope.INTRA_NODE: num_ranks}, sizes or default_sizes(device), dtype.itemsize)
     measure_locally = _of_local_ranks(device.type, num_ranks, dtype, points, repeats)
-    note = f"collectives: {num_ranks} local ranks on {device.type}; nothing between nodes"
+    note = (
+        f"collectives are measured between {num_ranks} ranks of this machine on {device.type}, but "
+        f"not between nodes"
+    )
     return CollectiveSweep(tasks=[_task(point, measure_locally) for point in points], note=note)
 
 
@@ -188,13 +193,13 @@ def _of_local_ranks(
 ) -> Callable[[CollectivePoint], Numbers]:
     """Return a function that returns the measured numbers of a point.
 
-    Its first call starts local ranks, which measure all points.
+    The first call of this function starts local ranks, which measure all points at once.
 
     Args:
         kind: Type of the device: "cpu" or "cuda".
         num_ranks: Number of local ranks.
         dtype: Data type of buffers.
-        points: All points that will be asked for.
+        points: All points with which the function will be called.
         repeats: How often each point is repeated.
     """
 
@@ -258,10 +263,10 @@ def _sweep_of_world(
 
 
 def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
-    """Return the ranks of the groups within a node and between nodes; groups of 1 are left out.
+    """Return the ranks of the group within a node, and of the group between nodes.
 
     The group within a node has all ranks of rank 0's node. The group between nodes has the first
-    rank of each node.
+    rank of each node. A group of a single rank is left out.
 
     Args:
         nodes: Number of the node of each rank.
@@ -274,9 +279,9 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 
 @dataclass(slots=True, kw_only=True)
 class _LedRanks:
-    """Measures points on all ranks of a launcher, in the order that rank 0 broadcasts.
+    """Measures points on all ranks that a launcher started. Rank 0 broadcasts each point.
 
-    The other ranks wait in a broadcast for the next point, at most until the broadcast's timeout.
+    The other ranks wait in the broadcast for the next point. They fail if its timeout passes first.
     """
 
     world: worlds.World
@@ -284,7 +289,7 @@ class _LedRanks:
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Measure a point. Only rank 0 calls this, because it is in the groups of all scopes."""
+        """Measure a point. Only rank 0 calls this, because rank 0 belongs to every group."""
         self._broadcast(point)
         return _numbers(measure(point, self.places[point.scope]))
 
@@ -304,7 +309,7 @@ class _LedRanks:
             self.released = True
 
     def _broadcast(self, point: CollectivePoint | None) -> CollectivePoint | None:
-        """Send the next point of rank 0 to all ranks, and return it; None ends `follow`."""
+        """Send rank 0's next point to all ranks, and return the point. None ends `follow`."""
         points = [point]
         dist.broadcast_object_list(points, src=0, group=host_group())
         return points[0]
@@ -341,7 +346,7 @@ def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
 
 
 def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
-    """Return a function that calls the collective once."""
+    """Return a function that calls the collective of `point` once."""
     num_values = point.size_bytes // place.dtype.itemsize
     group, rank = place.group, dist.get_rank(place.group)
 
@@ -360,7 +365,7 @@ def _call(point: CollectivePoint, place: _Place) -> Callable[[], Any]:
 
 
 def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    """Send a tensor from the first rank of a group to the second, as pipeline stages do.
+    """Send a tensor from the first rank of a group to the second, as a pipeline stage does.
 
     Args:
         whole: Tensor to send, or to receive into.
@@ -428,39 +433,40 @@ class AlphaBeta:
 
     alpha_ns: float
     bytes_per_s: float
-    # Median and maximum of relative errors, of two kinds. "fit": errors of the fit to all times.
-    # "leave_one_out": errors of each time, predicted by a fit to all other times.
+    # Median and maximum of two kinds of relative errors. "fit" compares each time with the fit to
+    # all times. "leave_one_out" compares each time with a fit to all other times.
     residuals: tuple[tuple[str, float], ...]
 
 
 def fit_alpha_beta(
     sizes: Sequence[int], times_ns: Sequence[float], op: Collective, num_ranks: int
 ) -> AlphaBeta:
-    """Fit alpha and bandwidth by non-negative least squares of relative errors.
+    """Fit alpha and bandwidth to the times of a collective by non-negative least squares.
 
-    Errors are relative, because sizes span six orders of magnitude.
+    The fit minimises relative errors, because sizes span six orders of magnitude.
 
     Args:
         sizes: Buffer sizes in bytes.
         times_ns: Measured time for each size.
         op: The collective.
-        num_ranks: Number of ranks of its group.
+        num_ranks: Number of ranks that took part.
 
     Raises:
-        UserError: With fewer than 3 sizes, or if times do not grow with size.
+        UserError: If there are fewer than 3 sizes, or if times do not grow with size.
     """
     wire = np.asarray(sizes, np.float64) * op.wire_share(num_ranks)
     times = np.asarray(times_ns, np.float64)
     if wire.shape != times.shape or np.unique(wire).size < 3 or not (times > 0).all():
         raise UserError(
-            f"{op} on {num_ranks} ranks: sizes {list(sizes)} with times {list(times_ns)} ns cannot "
-            f"be fitted; measure at least 3 different sizes on at least 2 ranks, with times above 0"
+            f"the cost of {op} on {num_ranks} ranks cannot be fitted to times {list(times_ns)} ns "
+            f"of buffers of {list(sizes)} bytes; measure at least 3 different sizes on at least 2 "
+            f"ranks, with times above 0"
         )
     alpha, beta = _solve(wire, times)
     if beta <= 0:
         raise UserError(
-            f"{op}: times {list(times_ns)} ns do not grow with sizes {list(sizes)}; measure larger "
-            f"buffers"
+            f"{op}: the times {list(times_ns)} ns do not grow with the buffers' sizes "
+            f"{list(sizes)} bytes; measure larger buffers"
         )
     fit = np.abs((alpha + beta * wire) / times - 1)
     # Predict each time by a fit to all the others.

@@ -1,8 +1,9 @@
 """Describe the machine of a sweep, and monitor its GPU's clocks, power and throttling.
 
 `describe` returns the same values at every start on a machine. A file of records begins with these
-values, so that a later start can compare them with its own. `Monitor` needs NVML (package
-nvidia-ml-py). Without NVML, or on a CPU, its record says why it has no samples.
+values, so that a later start of the sweep can check that it runs on the same machine. `Monitor`
+needs NVML (package nvidia-ml-py). Without NVML, or on a CPU, `Monitor.record` says why there are no
+samples.
 """
 
 import contextlib
@@ -40,8 +41,8 @@ THROTTLE_REASONS = {
 def describe(device: torch.device) -> dict[str, Any]:
     """Return names, versions and memory sizes of the device as plain JSON values.
 
-    Sizes that the system does not report are 0. "packages" has the versions of the installed
-    attention packages.
+    A size that the system does not report is 0. The entry "packages" has the versions of the
+    installed attention packages.
     """
     found: dict[str, Any] = {
         "device": device.type,
@@ -98,7 +99,7 @@ def _packages() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Return the version of the NVIDIA driver, from NVML or the kernel module's file."""
+    """Return the version of the NVIDIA driver, from NVML or from the file of its kernel module."""
     nvml, _ = start_nvml()
     if nvml is not None:
         try:
@@ -187,10 +188,12 @@ class Monitor:
         """Return a summary of the samples as plain JSON values. Call it after `stop`.
 
         Returns:
-            Each sampled quantity by name, as [min, median, max], and also: "num_samples";
-            "throttled", for each reason of throttling the share of samples that had it;
-            "unavailable", NVML's error messages for quantities that it cannot read; "why_empty",
-            the reason if there are no samples, otherwise "".
+            A dict that has [min, median, max] of each sampled quantity, by name, and also:
+
+            - "num_samples": Number of samples.
+            - "throttled": Reason of throttling -> share of the samples with this reason.
+            - "unavailable": Quantity that NVML cannot read -> NVML's error message.
+            - "why_empty": Why there are no samples; "" if there are some.
         """
         assert self._thread is None, "stop first"
         throttled = self._samples.get("throttling", [])

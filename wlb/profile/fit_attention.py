@@ -1,6 +1,6 @@
 """Fit an AttentionTable to measured calls, and report its errors on held-out calls.
 
-1. Tiny calls give the fixed cost of a call and of a group of similar segments.
+1. Calls on tiny segments give the fixed cost of a call, and of a group of similar segments.
 2. Grid points give throughput: FLOPs, rounded up to whole tiles, divided by the call's time without
    its fixed cost.
 3. Robust least squares on random batches fits factors for short and for long segments (with and
@@ -60,7 +60,7 @@ Call = tuple[IntArray, IntArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRecords:
-    """A head layout, and the records of a sweep from which its table is fitted."""
+    """A head layout, and the records of a sweep to which its attention table is fitted."""
 
     layout: HeadLayout
     records: Sequence[Record]  # all records of the sweep
@@ -77,7 +77,7 @@ class HeldOutCall:
     """A held-out call, with its measured and predicted time."""
 
     kind: str  # "held_pair" or "held_batch"
-    label: Mapping[str, int]  # sizes of the call, by name
+    label: Mapping[str, int]  # the whole numbers in `Record.point`, such as sizes of the call
     measured_ns: tuple[float, float]  # time of forward and of backward
     predicted_ns: tuple[float, float]  # time of forward and of backward
 
@@ -129,20 +129,21 @@ def _from_grid(
     *,
     blocks: BlockCost | None = None,
 ) -> AttentionTable:
-    """Return the table that calls on equal segments alone give (steps 1 and 2).
+    """Fit a table to calls on equal segments alone (steps 1 and 2 at the top of this file).
 
     Args:
         attention: Head layout and records.
         backends: Names of the kernels that the table is for.
         provenance: Provenance of the table.
-        blocks: Cost of blocks to subtract from the times of calls; None subtracts nothing.
+        blocks: Cost of thread blocks to subtract from the times of calls; None subtracts nothing.
     """
     layout = attention.layout
     calls, grid = attention.of("call"), attention.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
         raise UserError(
             f"too little was measured of {layout.backend} with {layout.num_heads} heads: the sweep "
-            f"has {len(calls)} single calls and {len(grid)} grid points; run it again"
+            f"has {len(calls)} single calls and {len(grid)} grid points, but a fit needs a single "
+            f"call and grid points with two numbers of queries; run the sweep again"
         )
     values: dict[str, object] = {}
     surfaces: dict[str, Surface] = {}
@@ -186,9 +187,9 @@ def _on_shared_rows(
 ) -> dict[str, Surface | FloatArray | None]:
     """Return the surfaces of both passes with the same numbers of queries as nodes.
 
-    Both passes were measured with the same numbers of queries. But a surface has nodes where tiles
-    end, and the tiles of forward and backward differ. So both surfaces get all nodes. Interpolated
-    values do not change.
+    Both passes were measured with the same numbers of queries. But a surface has its nodes where
+    tiles end, and the tiles of forward and backward differ. So both surfaces get the nodes of both.
+    Interpolated values do not change.
 
     Args:
         surfaces: Throughput of each pass.
@@ -213,15 +214,15 @@ def _fixed_ns(
     group_ns: float,
     blocks: BlockCost | None,
 ) -> list[float]:
-    """Return the fixed cost (ns) of each grid point's call: its time except that of the segments.
+    """Return, for each grid point, the ns of its call that do not depend on its segments.
 
     Args:
         attention: Head layout and records.
         grid: Records of grid points.
         name: The pass: "forward" or "backward".
-        call_ns: Cost of a call with one group.
-        group_ns: Cost of a second group.
-        blocks: Cost of blocks; None means 0.
+        call_ns: Fixed ns of a call with one group.
+        group_ns: Additional ns if the call has a second group.
+        blocks: Cost of thread blocks; None means 0.
     """
     layout = attention.layout
     return [
@@ -233,11 +234,11 @@ def _fixed_ns(
 
 
 def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[float, float]:
-    """Return forward and backward ns of a call's grid of thread blocks, including its tail.
+    """Return forward and backward ns that a call takes for its thread blocks, including the tail.
 
     Args:
         layout: Kernel and heads.
-        blocks: Cost of blocks; None means 0.
+        blocks: Cost of thread blocks; None means 0.
         call: Segments of the call.
     """
     if blocks is None:
@@ -255,20 +256,20 @@ def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[
 
 
 class _Rates(NamedTuple):
-    """Throughput of segments in one pass, computed from the times of grid points."""
+    """Throughput of segments in forward or in backward, computed from the times of grid points."""
 
     surface: Surface
-    """TFLOP/s by numbers of queries and of keys."""
+    """TFLOP/s of a segment as a function of its numbers of queries and of keys."""
     square: Curve | None
-    """TFLOP/s of segments with q = kv; None for kernels that do not group segments."""
+    """TFLOP/s of segments with as many queries as keys; None if the kernel groups no segments."""
     reach: FloatArray | None
-    """For each number of queries, the most keys that were measured; None if all were."""
+    """For each number of queries, the most keys that were measured; None if no key was left out."""
 
 
 def _rates(
     layout: HeadLayout, grid: Sequence[Record], name: str, fixed_ns: Sequence[float]
 ) -> _Rates:
-    """Return the throughput of segments in one pass.
+    """Return the throughput of segments in one pass from the times of grid points.
 
     Args:
         layout: Kernel and heads.
@@ -284,7 +285,7 @@ def _rates(
     for record, fixed in zip(grid, fixed_ns, strict=True):
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
-        # The fixed cost is uncertain, so attribute at least a fifth of the time to the segments.
+        # The fixed cost is uncertain, so at least a fifth of the call's time counts for segments.
         price = max(took - fixed, 0.2 * took) / count
         rows = next((n for n in layout.padded_lengths if n >= q), q)  # rows with padding
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
@@ -315,9 +316,10 @@ def _rates(
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
     """Return throughput with all gaps filled.
 
-    Points with more queries than keys do not exist, but interpolation reads them. Their throughput
-    is chosen so that time does not depend on the number of keys. Points for which memory ran out
-    get the throughput of the point with the next smaller number of keys, or of queries.
+    Points with more queries than keys do not exist, but interpolation reads their throughput. It is
+    chosen so that time does not depend on the number of keys. A point for which memory ran out gets
+    the throughput of the next smaller number of keys. If memory ran out for all points of a number
+    of queries, they get the throughput of the next smaller number of queries.
 
     Args:
         axis_q: Numbers of queries of the grid, shape [num_rows].
@@ -333,7 +335,7 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
         if not known.size:
             if i == 0:
                 raise UserError(
-                    f"the sweep has no grid point with {axis_q[0]:.0f} queries; run it again"
+                    f"the sweep has no grid point with {axis_q[0]:.0f} queries; run the sweep again"
                 )
             out[i] = out[i - 1]
             known = np.flatnonzero(np.isfinite(out[i]))
@@ -359,7 +361,7 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
 
 
 def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
-    """Return queries, keys, predicted forward ns and backward ns of each segment of a call."""
+    """Return queries, keys, predicted forward ns and backward ns, one array over segments each."""
     q, kv = (x.astype(np.float64) for x in call)
     times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
     return q, kv, *times
@@ -368,12 +370,14 @@ def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
 def _fit_batches(
     attention: AttentionRecords, table: AttentionTable, *, has_blocks: bool
 ) -> tuple[AttentionTable, list[str]]:
-    """Use random batches to fit factors of segments and fixed costs of calls (step 3).
+    """Correct a table with random batches, which is step 3 of the fit (see the top of this file).
+
+    The fit finds factors for the times of segments, and new values for the fixed costs of calls.
 
     Args:
         attention: Head layout and records.
         table: Table fitted to calls on equal segments.
-        has_blocks: Whether to fit a cost of thread blocks, too.
+        has_blocks: Whether to fit a cost of thread blocks, too (step 4).
 
     Returns:
         The corrected table, and notes on what is missing or doubtful.
@@ -381,12 +385,12 @@ def _fit_batches(
     batches = attention.of("batch")
     if not batches:
         return table, [
-            "no random batch was measured: prices come from equal segments alone, and blocks have "
-            "no price"
+            "no random batch was measured, so prices come from calls on equal segments alone and "
+            "thread blocks have no price; run the sweep again to measure random batches"
         ]
     notes: list[str] = []
-    # Calls on equal segments also take part, so that the fit stays near the grid points. All of
-    # them together weigh less than the batches.
+    # The fit also uses calls on equal segments, so that it stays near the grid points. All these
+    # calls together have less weight than the batches.
     alone = [r for kind in ("call", "two_groups", "grid") for r in attention.of(kind)]
     weight = EQUAL_CALLS_WEIGHT * len(batches) / len(alone)
     weights = np.repeat([1.0, weight], [len(batches), len(alone)])
@@ -406,10 +410,11 @@ def _fit_batches(
         bad = [round(x, 2) for x in factors.tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
         if bad:
             notes.append(
-                f"{attention.layout.backend}, {table.num_heads} heads, fitted "
-                f"{'with' if has_blocks else 'without'} a price of blocks: {name} of segments in "
-                f"random batches took {', '.join(map(str, bad))} times what it took alone; was "
-                f"the machine busy or throttled? Remove the records and measure again"
+                f"{attention.layout.backend} with {table.num_heads} heads, fitted "
+                f"{'with' if has_blocks else 'without'} a price of thread blocks: in random "
+                f"batches the {name} of segments took {', '.join(map(str, bad))} times as long as "
+                f"in calls on equal segments; the machine may have been busy or throttled, so "
+                f"remove the records and measure again"
             )
             factors = np.clip(factors, 1 / MOST_FACTOR, MOST_FACTOR)
         changed |= {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])}
@@ -421,12 +426,18 @@ def _fit_batches(
 
 
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
-    """Return the features of a call, which the fit multiplies by costs and factors.
+    """Return the features of a call.
 
-    The features are [1, groups, blocks, tail, ns of short segments, ns of long segments]. `groups`
-    and `blocks` are numbers of groups and of thread blocks. `tail` is the largest number of keys of
-    a segment in forward, and of queries in backward. Kernels that group segments have the last two
-    features twice: for segments with a prefix, and for segments without.
+    The dot product of the features and the fitted costs and factors is the time of the call in ns.
+    The features are [1, groups, blocks, tail, short, long]:
+
+    - groups: Number of groups of similar segments.
+    - blocks: Number of thread blocks.
+    - tail: In forward the number of keys of the segment that has most keys, in backward the number
+      of queries of the segment that has most queries.
+    - short, long: Summed ns that the table predicts for short segments and for long segments. For
+      kernels that group segments, two such sums for segments with a prefix (keys before the first
+      query) are followed by two for segments without.
 
     Args:
         table: Table that predicts the ns of segments.
@@ -435,7 +446,7 @@ def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     """
     q, kv, *passes = _times(table, call)
     times = passes[which]
-    # groups() returns 0 if groups cost nothing. Set a cost, so that it returns their number.
+    # `groups` returns 0 if a group costs nothing, so set a cost to get the number of groups.
     counted = replace(table, group_forward_ns=1)
     groups = float(counted.groups(q, kv, np.array([0, q.size]))[0])
     is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
@@ -457,13 +468,14 @@ def _robust(
 ) -> FloatArray:
     """Return non-negative x for which features @ x has the smallest relative errors to `took`.
 
-    The robust loss gives outliers little weight. A factor keeps its value in `start` if its kind of
-    segments hardly occurs in random batches.
+    The robust loss gives outliers little weight. A factor keeps its value in `start` if random
+    batches have hardly any segments of the kind to which the factor applies.
 
     Args:
         features: Features of each call, shape [num_calls, num_features].
         took: Measured ns of each call, shape [num_calls].
-        weights: Weight of each call, shape [num_calls]. Only random batches have weight 1.
+        weights: Weight of each call, shape [num_calls]. Random batches, and no other calls, have
+            weight 1.
         start: Initial x, shape [num_features].
         is_grouped: Whether to fit the cost of a group.
     """
@@ -490,10 +502,10 @@ def _robust(
 
 
 def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, object]:
-    """Return the throughput of one pass divided by fitted factors, as fields of a table.
+    """Return fields of a table in which the throughput of one pass is divided by fitted factors.
 
-    Segments of LONG_ROWS / 2 to LONG_ROWS queries get a mixture of the factors of short and long
-    segments.
+    For segments of LONG_ROWS / 2 to LONG_ROWS queries, the factor changes gradually from that of
+    short segments to that of long segments.
 
     Args:
         table: The table.
@@ -520,9 +532,10 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
 
 
 def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
-    """Return the fields of a table for other numbers of heads, from tasks of kind "heads".
+    """Return the table's fields `heads` and `heads_efficiency`, from tasks of kind "heads".
 
-    `heads_efficiency` is the throughput with `heads` heads divided by that with the layout's heads.
+    `heads` are the measured numbers of heads. `heads_efficiency` is the throughput with each number
+    of heads, divided by the throughput with the layout's number of heads.
     """
     layout = attention.layout
     rates: dict[int, dict[tuple[int, int], float]] = {}
@@ -561,9 +574,10 @@ def held_out(attention: AttentionRecords, table: AttentionTable) -> list[HeldOut
 
 
 def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
-    """Return mean, 95th percentile and maximum of relative errors of predicted times.
+    """Return the mean, the 95th percentile and the maximum of relative errors of predicted times.
 
-    A name has the kind of call, the pass and the statistic, as in held_batch_forward_mape.
+    The name of an error consists of the kind of call, the pass and the statistic, as in
+    held_batch_forward_mape.
 
     Args:
         points: Held-out calls.
@@ -587,9 +601,9 @@ def errors(points: Sequence[HeldOutCall]) -> dict[str, float]:
 
 
 def retest(attention: AttentionRecords) -> dict[str, float]:
-    """Return how much two measurements of the same held-out batch differ: the mean over batches.
+    """Return the mean relative difference between two measurements of the same held-out batch.
 
-    The result has one relative difference for each pass and one for the sum of both, by name.
+    The result has, by name, a mean over batches for each pass and for the sum of both passes.
     """
     by_index: dict[int, list[Record]] = {}
     for record in attention.of("held_batch"):

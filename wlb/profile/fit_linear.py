@@ -3,9 +3,9 @@
 - GEMMs: the median TFLOP/s for each number of tokens and each size of the weight (in x out).
 - Element-wise operators: time = call + bytes / rate, where `call` is a constant time. The fit is
   robust non-negative least squares of relative errors.
-- Head: TFLOP/s of the head's three matrix products.
-- Layer: a factor and a constant, with which the summed times of a layer's operators match the time
-  of whole layers. The error is measured on held-out layers with other numbers of tokens.
+- Head: TFLOP/s of the head's three matrix products, and bytes per second of its backward pass.
+- Layer: a factor and a constant that turn the summed times of a layer's operators into the time of
+  the whole layer. The error is measured on held-out layers with other numbers of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,9 @@ def _weights(record: Record) -> float:
 
 
 def _filled(values: FloatArray) -> FloatArray:
-    """Fill gaps (NaN) in throughput, where memory ran out, with the value for fewer tokens.
+    """Return throughput in which each gap (NaN) has the value of the next smaller number of tokens.
+
+    A gap is a point for which memory ran out.
 
     Args:
         values: Throughput, shape [numbers of tokens, sizes of weights].
@@ -127,17 +129,17 @@ def fit_elementwise(
 def _bytes(record: Record, name: str, value_bytes: int) -> float:
     if record.kind != "embedding":
         return record.numbers[f"{name}_bytes"]
-    # These factors are those of the embedding in `elementwise_values` of wlb.cost.flops.
+    # `elementwise_values` of wlb.cost.flops has the same factors for the embedding.
     factor = {"forward": 2, "backward": 3}[name]
     return factor * record.point["tokens"] * record.point["hidden"] * value_bytes
 
 
 def call_and_rate(sizes: Sequence[float], times_ns: Sequence[float]) -> tuple[float, float]:
-    """Fit the constant ns of a call, and the bytes per second, of an element-wise operator.
+    """Fit the times of calls of an element-wise operator, and return its constant ns and bytes/s.
 
     Args:
         sizes: Bytes that each call reads and writes.
-        times_ns: Time of each call.
+        times_ns: Time of each call in nanoseconds.
     """
     took = np.maximum(np.array(times_ns, np.float64), 1.0)
     call, ns_per_byte = robust_line(np.array(sizes, np.float64), took)
@@ -161,7 +163,7 @@ def robust_line(
     design = np.stack([np.ones(took.size), x], 1)
     rest = np.maximum(took - offset, 0.0) / took
     first, _ = nnls(design / took[:, None], rest)
-    # For precision, solve for numbers near 1: divide the unknowns by a first estimate.
+    # For precision, divide the unknowns by a first estimate, so that they are near 1.
     unit = np.maximum(first, [took.min(), took.max() / max(float(x.max()), 1.0)])
 
     def residual(z: FloatArray) -> FloatArray:
@@ -176,8 +178,8 @@ def robust_line(
 def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
     """Fit the cost of the output head.
 
-    Only the larger half of the measured numbers of tokens is used, because the head's time matters
-    only there.
+    Only the larger half of the measured numbers of tokens is used, because with few tokens the
+    head takes little time, so its cost need not be exact there.
 
     Args:
         records: Records of the sweep.
@@ -189,7 +191,7 @@ def fit_head(records: Sequence[Record], provenance: Provenance) -> HeadCost:
     mine = measured(records, "head")
     if not mine:
         raise UserError(
-            "the sweep has no record of the output head; measure it by running the sweep again"
+            "the sweep has no record of the output head; run the sweep again to measure the head"
         )
     middle = np.median([r.point["tokens"] for r in mine])
     large = [r for r in mine if r.point["tokens"] >= middle]
@@ -214,8 +216,8 @@ def sum_of_operators(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the summed times of a layer's operators, without attention and collectives.
 
-    Norms and residuals are counted for all `tokens`, as in tasks of kind "layer". In training, TP
-    ranks share them.
+    Norms and residuals are counted for all `tokens`, as in tasks of kind "layer". In training, each
+    TP rank computes only a part of them.
 
     Args:
         model: Model whose layers are all of one kind.
@@ -226,8 +228,8 @@ def sum_of_operators(
         value_bytes: Bytes of a value.
 
     Returns:
-        The time that grows with size, and the constant time of calls, both as nanoseconds of
-        forward and of backward, shape [2].
+        (work, calls): the time that grows with sizes, and the constant time of calls. Each is
+        [forward ns, backward ns].
     """
     at = np.array([float(tokens)])
     work, calls = np.zeros(2), np.zeros(2)
@@ -252,8 +254,8 @@ Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
     """Fit the cost of a layer: time = call + calls + factor * work.
 
-    Only `call`, a constant time of the layer, and `factor` are fitted. `work` and `calls` are the
-    summed times of the layer's operators, which have been fitted before.
+    Only `call`, which is a constant time of the layer, and `factor` are fitted here. `work` and
+    `calls` are summed times of the layer's operators, whose costs were fitted before.
 
     Args:
         records: Records of the sweep.
@@ -266,8 +268,8 @@ def fit_layer(records: Sequence[Record], operators: Operators, provenance: Prove
     mine = measured(records, "layer")
     if len(mine) < 2:
         raise UserError(
-            f"the sweep has {len(mine)} records of whole layers, but a fit needs at least two; "
-            f"measure more numbers of tokens"
+            f"the sweep has {len(mine)} records of whole layers, but a fit needs at least two; run "
+            f"the sweep with more numbers of tokens"
         )
     sums = [operators(r.point["tokens"], r.point["tp"]) for r in mine]
     values: dict[str, Any] = {}
@@ -282,7 +284,7 @@ def fit_layer(records: Sequence[Record], operators: Operators, provenance: Prove
 def layer_errors(
     records: Sequence[Record], operators: Operators, layer: LayerCost
 ) -> dict[str, float]:
-    """Return mean and maximum relative errors of predicted times on held-out layers, by name.
+    """Return, by name, mean and maximum relative errors of the predicted times of held-out layers.
 
     Names that begin with "layer" are errors of the fitted cost. For comparison, names that begin
     with "operators" are errors of the plain sum of a layer's operators.

@@ -60,7 +60,7 @@ class _TaskBench:
     budget_s: float
 
     def fuses(self, model: ModelSpec) -> bool:
-        """Return whether a run with `kernels.fused = auto` would use fused kernels here."""
+        """Return whether a run on this device with `kernels.fused = auto` uses fused kernels."""
         choice = choose_fused(
             FusedKernels.AUTO, device=self.device, dtype=self.dtype, norm_width=model.norm_width
         )
@@ -69,8 +69,8 @@ class _TaskBench:
     def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
         """Return normally distributed values.
 
-        Constants would not do, because on a GPU the time of a matrix product depends on the values:
-        the more bits flip, the more power it takes.
+        Constants would give wrong times, because on a GPU the time of a matrix product depends on
+        its values. The more bits flip, the more power the product takes.
 
         Args:
             *shape: Shape of the tensor.
@@ -87,7 +87,7 @@ class _TaskBench:
         return torch.randint(below, (count,), generator=generator, device=self.device)
 
     def passes(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Numbers:
-        """Time a forward and a backward pass, where `backward` gets the result of `forward`."""
+        """Time a forward and a backward pass. `backward` is called with the result of `forward`."""
         timings = self.timer.time_passes(forward, backward, budget_s=self.budget_s)
         numbers: Numbers = {}
         for name, timing in zip(("forward", "backward"), timings, strict=True):
@@ -112,11 +112,11 @@ class _TaskBench:
     def graph(
         self, forward: Callable[[], Tensor], backward: Callable[[Tensor], Sequence[Tensor]]
     ) -> Numbers:
-        """Time a forward pass and a backward pass that calls autograd, without autograd's overhead.
+        """Time a forward pass, and a backward pass without autograd's constant overhead.
 
-        The constant overhead of a call of autograd is ten times the time of a small operator. In
-        training the overhead occurs once for a stage, and not once for each operator, so it is
-        subtracted. Only times on a CPU contain it, because it is host time.
+        The overhead of a call of autograd is about ten times the time of a small operator. In
+        training it occurs once for a stage and not once for each operator, so it is subtracted.
+        Only times on a CPU contain the overhead, because it is time of the host.
         """
         numbers = self.passes(forward, backward)
         if self.device.type == "cpu":
@@ -127,7 +127,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Return autograd's overhead in ns for one call, measured as backward through one view."""
+        """Measure a backward through one view, and return its ns, which is autograd's overhead."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),
@@ -150,15 +150,16 @@ def linear_tasks(
     held_tokens: Sequence[int] = (),
     budget_s: float = 0.2,
 ) -> list[Task]:
-    """Return the tasks for all operators and layers of a model. Equal shapes give one task.
+    """Return the tasks that measure all operators and layers of a model, one for each shape.
 
     A task measures forward_ns and backward_ns (medians), *_low_ns and *_high_ns (10th and 90th
-    percentile), *_host_ns (time of the host) and count (of repeats). On a CPU it also measures
-    entry_ns, the overhead of a call of autograd, which is already subtracted from backward.
+    percentile), *_host_ns (time of the host) and count (number of repeats). On a CPU it also
+    measures entry_ns, the overhead of a call of autograd, which backward_ns no longer contains.
 
     Args:
         model: Model of the sweep.
-        tp_degrees: TP degrees. Weights and activations have the shapes of a rank at each degree.
+        tp_degrees: TP degrees to measure. At each degree, weights and activations have the shapes
+            that they have on one rank.
         tokens: Numbers of rows of a CP rank to measure.
         timer: Timer of the device.
         device: Device to measure.
@@ -228,7 +229,7 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         "num_heads": model.num_heads,
         "padded vocabulary": model.padded_vocab_size,
         **{
-            "hidden size of a token's experts"
+            "summed intermediate size of a token's experts"
             if kind.experts.num
             else "ffn_hidden_size": kind.active_ffn_size
             for kind, *_ in model.layer_kinds
@@ -250,7 +251,7 @@ def _gemm(bench: _TaskBench, *, tokens: int, rows: int, columns: int, tp: int) -
 
 
 def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]]:
-    """Return (operator, channels per token) of all element-wise operators on TP ranks."""
+    """Return (operator, channels per token) of all element-wise operators at the TP degrees."""
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
         head_operators = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
@@ -287,7 +288,7 @@ def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbe
 
 
 def _head_norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
-    """Measure the RMSNorm of each head, in which every head of every token is a row."""
+    """Measure the RMSNorm that is applied to each head. Every head of every token is a row."""
     return _norm(bench, model, tokens * width // model.head_size, model.head_size)
 
 
@@ -312,8 +313,8 @@ def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbe
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
         # In a layer, x goes into the sum and into the branch, so autograd adds two gradients of x.
-        # With x as a second output, the branch's gradient of x is an input of autograd, so the
-        # branch itself need not be computed.
+        # Here x is a second output of the graph, and the branch's gradient of x is passed to
+        # autograd. So autograd adds the two gradients, but the branch need not be computed.
         return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
 
     return bench.graph(lambda: x + y, backward)
@@ -325,9 +326,9 @@ def _tables(bench: _TaskBench, model: ModelSpec, tokens: int) -> tuple[Tensor, T
 
 
 def _embedding(bench: _TaskBench, tp: int, *, tokens: int, hidden: int, vocab: int) -> Numbers:
-    """Measure the embedding of a TP rank, which reads a row for every token.
+    """Measure the embedding on a TP rank, which reads a row for every token.
 
-    Rows of tokens that are in another rank's part of the vocabulary are multiplied by 0.
+    The rows of tokens in another rank's part of the vocabulary are then multiplied by 0.
     """
     weight = bench.random(vocab, hidden, grad=True)
     index = bench.integers(vocab * tp, tokens)
@@ -353,7 +354,7 @@ def _head(bench: _TaskBench, chunk: int, *, tokens: int, hidden: int, vocab: int
 
 
 class _PassThrough(torch.autograd.Function):
-    """Replaces attention: returns q, and in backward returns given gradients dk and dv."""
+    """Stands in for attention. Forward returns q, and backward returns dk and dv that are given."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ class SweepSettings:
     model: ModelSpec
     tp_degrees: tuple[int, ...]
     layouts: tuple[HeadLayout, ...]  # kernels and heads that each get an attention table
-    # Further numbers of heads, of which only the throughput relative to a table is measured.
+    # Further numbers of heads, which get no table. Only their throughput relative to a table is
+    # measured.
     other_heads: tuple[HeadLayout, ...]
     grid: AttentionGrid
     tokens: tuple[int, ...]  # numbers of rows in tasks that do not measure attention
@@ -101,8 +102,8 @@ def settings_of(
         spec: Configuration of the run.
         device: Device to measure.
         backend: The only attention kernel to measure; None means all that are available.
-        heads: Further head layouts, as the option --heads takes them: "8:2x128" has 8 query heads,
-            2 KV heads and 128 channels.
+        heads: Further head layouts in the form of the option --heads. For example, "8:2x128" means
+            8 query heads, 2 KV heads and 128 channels per head.
         quick: Whether to measure fewer points.
 
     Raises:
@@ -147,7 +148,7 @@ def settings_of(
         layouts=layouts(of_tables),
         other_heads=layouts(shapes[1:]) if is_gpu and not quick else (),
         grid=_gpu_grid(longest, quick) if is_gpu else _cpu_grid(min(longest, CPU_LONGEST), quick),
-        # Powers of two are enough: throughput is interpolated linearly between them.
+        # Powers of two are enough, because throughput is interpolated linearly between them.
         tokens=steps(128, max(512, longest), (1.0,)),
         linear_budget_s=(0.05 if is_gpu else 0.1) * (0.5 if quick else 1.0),
         collective_budget_s=0.03 if quick else 0.1,
@@ -155,7 +156,7 @@ def settings_of(
 
 
 def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
-    """Return the TP degrees to measure: powers of two up to `tp` that divide the heads."""
+    """Return the TP degrees to measure: all powers of two up to `tp` that divide the heads."""
     powers = takewhile(lambda n: n <= min(tp, MOST_LAYOUTS_TP), (1 << i for i in count()))
 
     def divides(n: int) -> bool:
@@ -165,7 +166,7 @@ def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
 
 
 def _shape(text: str) -> Shape:
-    """Return (query heads, KV heads, head size) of an option --heads, such as "8:2x128"."""
+    """Return (query heads, KV heads, head size) of a value of --heads, such as "8:2x128"."""
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?x([0-9]+)", text)
     numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
     if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -202,7 +203,7 @@ def _backends(
             continue
         found.append(str(name))
     # On a GPU, runs use sdpa only for float32 and for head sizes that no other kernel supports. So
-    # measure it only if no other kernel is available.
+    # measure sdpa only if no other kernel is available.
     return found if found == ["sdpa"] or only else [b for b in found if b != "sdpa"]
 
 
@@ -232,7 +233,8 @@ def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
 def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
     """Return all tasks except collectives, in the order in which they run.
 
-    Held-out batches run first and last, which shows how well their times can be reproduced.
+    Held-out batches are measured first and once more at the end, which shows how well times can be
+    reproduced.
 
     Args:
         settings: Settings of the sweep.
@@ -262,9 +264,9 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
 
 
 def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
-    """Return an estimate of the seconds that tasks take.
+    """Return an estimate of the seconds that all tasks together take.
 
-    The estimate is COST_OF_BUDGET times the seconds that are set for their repeats.
+    The estimate is COST_OF_BUDGET times the seconds that `settings` allows for their repeats.
     """
     attention = settings.grid.budget_s
     budgets: dict[str, float] = dict.fromkeys(ATTENTION_KINDS, attention)
@@ -273,7 +275,7 @@ def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
 
 
 def describe_sweep(settings: SweepSettings, tasks: Sequence[Task], num_collectives: int) -> str:
-    """Return a sentence on what will be measured and about how long it takes.
+    """Return a sentence that says what will be measured, and about how long this takes.
 
     Args:
         settings: Settings of the sweep.
@@ -291,8 +293,9 @@ def describe_sweep(settings: SweepSettings, tasks: Sequence[Task], num_collectiv
     return (
         f"measures {describe(settings.device)['name']} in {dtype}: {attention} points of attention "
         f"({kernels}), {len(tasks) - attention} of matrix products and other operators"
-        f"{collectives}; about {max(1, math.ceil(minutes))} min, in which nothing else should run "
-        f"on it; Ctrl-C keeps what was measured, and the same command resumes the sweep"
+        f"{collectives}; this takes about {max(1, math.ceil(minutes))} min, in which nothing else "
+        f"should run on the device; Ctrl-C keeps what was measured, and the same command resumes "
+        f"the sweep"
     )
 
 
@@ -307,14 +310,14 @@ def run_sweep(
 
     Args:
         settings: What to measure.
-        path: File of records, which may have records of an earlier start.
+        path: File of records, which may already have records of an earlier start of this sweep.
         world: This process among the ranks of a launcher; None if there is no launcher.
         console: Console on which to show progress.
         start: Date, commit and command of this start, for the file.
 
     Returns:
-        All records, both new and from earlier starts, and the header of the file, in which the key
-        "starts" has all starts. Both are empty on ranks other than 0.
+        All records of the file (new ones and those of earlier starts), and the file's header with
+        an additional key "starts", which has all starts. Both are empty on ranks other than 0.
     """
     with pinned_threads(settings.device), Monitor(settings.device) as monitor:
         budget_s = settings.collective_budget_s
@@ -333,7 +336,7 @@ def run_sweep(
             num = len(collectives.tasks) + len(tasks)
             known = sum(task.key in file.records for task in (*collectives.tasks, *tasks))
             if known:
-                console.print(f"{known} of {num} points are in {path} from an earlier start")
+                console.print(f"an earlier start measured {known} of {num} points, see {path}")
             console.print(collectives.note, markup=False, highlight=False)
             left = [task for task in tasks if task.key not in file.records]
             more = [task for task in collectives.tasks if task.key not in file.records]

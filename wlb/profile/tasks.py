@@ -3,11 +3,11 @@
 A sweep is a run of `wlb profile`. Its file has one JSON object per line:
 
 - The first line (the header) describes the device, versions, model and settings. A sweep refuses
-  a file whose header differs.
-- Each result is appended as a line. If the sweep is started again, it skips tasks that have a
-  result.
-- Each start that measures something appends its date, command, commit, and the clocks and
-  throttling of the device.
+  a file with another header.
+- Each result is appended as a line. If the sweep is started again, it skips tasks that already have
+  a result.
+- Each start of the sweep that measures something appends a line with its date, command, commit, and
+  the clocks and throttling of the device.
 
 A task that runs out of memory is recorded as failed, and the sweep continues.
 """
@@ -34,7 +34,7 @@ _MOST = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A measurement of a sweep. `kind` and `point` together identify it."""
+    """A measurement of a sweep, identified by `kind` and `point` together."""
 
     kind: str  # what is measured, such as "gemm"
     point: Mapping[str, Any]  # sizes and settings of the measurement, as plain JSON values
@@ -52,10 +52,10 @@ class Task:
 class Record:
     """The result of a task."""
 
-    kind: str  # `Task.kind`
-    point: Mapping[str, Any]  # `Task.point`
+    kind: str  # `Task.kind` of the task
+    point: Mapping[str, Any]  # `Task.point` of the task
     numbers: Numbers  # the measured numbers; empty if the task failed
-    failed: str = ""  # why the task failed; "" = it did not
+    failed: str = ""  # why the task failed; "" = the task succeeded
 
 
 def measured(records: Iterable[Record], kind: str) -> list[Record]:
@@ -80,7 +80,7 @@ class RecordFile:
             header: Description of the device, versions, model and settings of the sweep.
 
         Raises:
-            UserError: If the file belongs to a sweep with another description.
+            UserError: If the file has the records of a sweep with another header.
         """
         self.path = path
         self.records: dict[str, Record] = {}
@@ -100,7 +100,11 @@ class RecordFile:
         self._file.close()
 
     def _read(self, header: Mapping[str, Any]) -> None:
-        """Read the records of earlier starts, and check that their header equals `header`."""
+        """Read the records that earlier starts of the sweep wrote.
+
+        Raises:
+            UserError: If the header of the file differs from `header`, or the file is damaged.
+        """
         try:
             first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
         except UnicodeDecodeError:
@@ -125,7 +129,7 @@ class RecordFile:
             )
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) != len(lines):
-            # A sweep that was killed leaves an incomplete last line. Remove it.
+            # A sweep that was killed leaves an incomplete last line. Remove this line.
             self.path.write_text("".join([first, *whole]), "utf-8")
         for number, line in enumerate(whole, 2):
             data = _loaded(line)
@@ -140,7 +144,7 @@ class RecordFile:
             self.records[_key(record.kind, record.point)] = record
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Record]:
-        """Yield the record of each task: from the file if it has one, otherwise measured now."""
+        """Yield the record of each task, and measure the tasks of which the file has no record."""
         for task in tasks:
             if task.key not in self.records:
                 record = _measured(task)
@@ -150,7 +154,7 @@ class RecordFile:
             yield self.records[task.key]
 
     def end(self, start: Mapping[str, Any]) -> None:
-        """Append a line that describes this start of the sweep, if it measured something.
+        """Append a line that describes this start of the sweep, if any task was measured.
 
         Args:
             start: Date, command, commit and conditions.
@@ -168,7 +172,7 @@ def _key(kind: str, point: Mapping[str, Any]) -> str:
 
 
 def _loaded(line: str) -> dict[str, Any]:
-    """Return the JSON object in a line of the file, or {} if the line has none."""
+    """Return the JSON object in a line of the file, or {} if the line has no JSON object."""
     try:
         data = parse_json(line, "a line")
     except UserError:
@@ -177,7 +181,7 @@ def _loaded(line: str) -> dict[str, Any]:
 
 
 def _record_of(data: dict[str, Any]) -> Record | None:
-    """Return the record in the JSON object of a line, or None if it is not a valid record."""
+    """Return the record that a line's JSON object holds, or None if it is not a valid record."""
     try:
         record = Record(**data)
         texts = (record.kind, record.failed)
@@ -193,7 +197,7 @@ def _is_number(value: object) -> bool:
 
 
 def _measured(task: Task) -> Record:
-    """Run a task and return its record. If it fails and may fail, record the reason."""
+    """Run a task and return its record. If the task fails and may fail, record the reason."""
     try:
         return Record(kind=task.kind, point=task.point, numbers=task.run())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Time calls on a device: the median, 10th and 90th percentile of repeats.
+"""Time repeated calls on a device, and return the median, 10th and 90th percentile.
 
 - Before each call, a buffer twice the size of the L2 cache is written, because in training, weights
   and activations are rarely in L2.
@@ -6,7 +6,7 @@
   (`pinned_threads`).
 - On CUDA, time is measured between events around the call. Before the first event the device spins
   for as long as the host needs to issue the call, so the device never waits for the host between
-  the events. `Timing.host_ns` has the host's time.
+  the events. `Timing.host_ns` is the time that the host needs.
 - Warm-up calls absorb the time of lazy initialisation, the allocator and autotuners. Before its
   first timing a CUDA device also works for SETTLE_S, so that its clocks rise.
 """
@@ -61,8 +61,8 @@ class Timing:
     low_ns: float  # 10th percentile
     high_ns: float  # 90th percentile
     count: int  # number of repeats
-    # On CUDA, the host's time to issue the call. In training it usually overlaps with kernels. On a
-    # CPU it is 0, because the other times contain it.
+    # On CUDA, time that the host needs to issue the call. In training this time usually overlaps
+    # with kernels. On a CPU it is 0, because the other times contain it.
     host_ns: float = 0.0
 
     @classmethod
@@ -80,7 +80,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """How often a call is repeated: for about `budget_s`, but `least` to `most` times."""
+    """How often a call is repeated: for about `budget_s` seconds, from `least` to `most` times."""
 
     budget_s: float  # seconds for all repeats together
     least: int  # fewest repeats
@@ -89,8 +89,8 @@ class Repeats:
     def __post_init__(self) -> None:
         if not (1 <= self.least <= self.most and self.budget_s >= 0):
             raise ValueError(
-                f"least = {self.least}, most = {self.most} and budget_s = {self.budget_s} must be "
-                f"1 <= least <= most and budget_s >= 0"
+                f"least = {self.least}, most = {self.most} and budget_s = {self.budget_s} must "
+                f"satisfy 1 <= least <= most and budget_s >= 0"
             )
 
     def count(self, repeat_s: float) -> int:
@@ -107,7 +107,14 @@ class KernelTimer(ABC):
     def time(
         self, call: Callable[[], Any], *, budget_s: float, least: int = 5, most: int = 1000
     ) -> Timing:
-        """Time a call, repeated for about `budget_s` seconds, but `least` to `most` times."""
+        """Time a call, which is repeated for about `budget_s` seconds.
+
+        Args:
+            call: The call.
+            budget_s: Seconds for all repeats together.
+            least: Fewest repeats, even if they take more than `budget_s`.
+            most: Most repeats, even if they take less than `budget_s`.
+        """
         repeats = Repeats(budget_s=budget_s, least=least, most=most)
         return self._time([lambda _: call()], repeats)[0]
 
@@ -140,7 +147,7 @@ class KernelTimer(ABC):
         return first, second
 
     def _time(self, steps: Sequence[Step], repeats: Repeats) -> tuple[Timing, ...]:
-        # Switch garbage collection off, because its time in the middle of a repeat would count.
+        # Switch garbage collection off, because a collection during a repeat would lengthen it.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -154,18 +161,18 @@ class KernelTimer(ABC):
 
 
 class CpuTimer(KernelTimer):
-    """Times calls by the CPU time of this thread."""
+    """Measures the CPU time that this thread spends in calls."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # After this block is freed, glibc keeps the memory that later calls free. Otherwise it
-        # would return this memory to the system and get it back with page faults, which take longer
-        # than a small operator.
+        # Allocate and free a large block, so that glibc keeps the memory that later calls free.
+        # Otherwise glibc would return this memory to the system and get it back with page faults,
+        # which take longer than a small operator.
         torch.empty(HEAP_BYTES, dtype=torch.uint8)
         flush_bytes = 2 * (cpu_l2_bytes() or USUAL_CPU_L2_BYTES)
         self._flush_buffer = torch.empty(flush_bytes, dtype=torch.uint8)
         # Reading the thread's clock is a system call that takes a tenth of a small operator's time.
-        # Measure how long it takes, to subtract it.
+        # Measure how long this call takes, in order to subtract its time.
         empty = [self._once([lambda _: None])[0] for _ in range(50)]
         self.clock_ns = float(np.median(empty))
 
@@ -199,7 +206,7 @@ class CpuTimer(KernelTimer):
 
 
 class CudaTimer(KernelTimer):
-    """Times calls between CUDA events."""
+    """Measures the time of calls between CUDA events before and after them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -220,7 +227,7 @@ class CudaTimer(KernelTimer):
             )
 
     def _settle(self) -> torch.Tensor:
-        """Keep the device busy until its clocks settle, and return a buffer to flush L2 with."""
+        """Keep the device busy until its clocks settle, and return a buffer for flushing L2."""
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         buffer = torch.empty(max(LEAST_FLUSH_BYTES, size), dtype=torch.uint8, device=self.device)
         a = torch.ones(2048, 2048, device=self.device)
@@ -234,8 +241,8 @@ class CudaTimer(KernelTimer):
     def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
         """Run the warm-up calls, and measure how long the host needs to issue a call.
 
-        This is measured here, on an idle device, because later the host may block when the queue of
-        the device is full.
+        The host's time is measured here, on an idle device, because later the host may have to wait
+        when the device's queue is full.
 
         Args:
             steps: Parts of the call.
@@ -288,7 +295,7 @@ class CudaTimer(KernelTimer):
 
 
 def spin(cycles: int) -> None:
-    """Keep the current stream busy for `cycles` clock cycles, so that the host gets ahead of it."""
+    """Keep the current stream busy for `cycles` clock cycles, so that the host gets ahead."""
     if cycles:
         torch.cuda._sleep(cycles)
 
@@ -303,10 +310,10 @@ def make_timer(device: torch.device) -> KernelTimer:
 
 @contextmanager
 def pinned_threads(device: torch.device) -> Iterator[None]:
-    """Set torch to one thread inside the block if `device` is a CPU, as `CpuTimer` needs.
+    """Make torch use a single thread inside the block if `device` is a CPU, as `CpuTimer` requires.
 
-    The thread is not bound to a core. That is not necessary, because CPU time does not include
-    waiting for a core, and ranks that are started inside the block would inherit the binding.
+    The thread is not bound to a core. A binding is not necessary, because CPU time does not include
+    waiting for a core, and ranks that are started inside the block would inherit it.
     """
     if device.type != "cpu":
         yield
