@@ -255,7 +255,7 @@ def test_a_carry_of_a_larger_window_is_refused_not_flushed_for_ever() -> None:
     assert waiting(carry) == [(1, 2)]
     for after in (None, batch(1, [2], first_id=3)):
         with pytest.raises(
-            ValueError, match=r"a piece of 14 tokens of document 2 waits .* It was cut for a"
+            ValueError, match=r"document 2 has a waiting piece of 14 tokens, .* window cut this"
         ):
             packer(s_max=13).push(after, carry)
     (plan,), _ = packer(s_max=14).push(None, carry)  # what fits S_max can go on
