@@ -279,11 +279,11 @@ def test_a_dry_run_shows_what_the_run_would_take(
     spec = replace(load(str(tiny), layout), model=replace(load(str(tiny)).model, vocab_size=320))
     assert f"parameters    │ {spec.model.num_parameters:,} " in shown
     assert rows["ranks"].startswith(" 4 = TP 2 x CP 1 x PP 2 x DP 1")
-    assert rows["tokens a step"].startswith(" 128: 2 windows of 64")
+    assert rows["tokens per step"].startswith(" 128: 2 windows of 64")
     assert lacks(rows["step time"], " s predicted: ", " tokens/s, MFU unknown") == []
     assert lacks(rows["the run"], "2 steps, 256 tokens", " seconds) predicted") == []
     assert f" {12 * spec.model.num_parameters / 2**20:.1f} MiB each" in rows["checkpoint"]
-    room = f"room for {3 * 12 * spec.model.num_parameters / 2**20:.1f} MiB needed: 2 kept, and the"
+    room = f"needs space for {3 * 12 * spec.model.num_parameters / 2**20:.1f} MiB: 2 kept, and the"
     assert room in rows["checkpoint"]
     assert lacks(rows["documents"], "drawn from wlb_paper", "corpus was not read") == []
     assert lacks(rows["machine"], "4 CPU processes", "kernel profile cpu", "not looked at") == []

@@ -1,9 +1,10 @@
 """`wlb train --dry-run`: predicts a run's memory and time without starting ranks or using torch.
 
-The figures are for the machines that the run is meant for: the devices of its kernel profile and of
-the section [cluster]. They are not for the machine that runs the command. If the run names a token
-store, only the store's index is read, for the lengths of documents and the size of the vocabulary.
-If the run names only `data.corpus`, the corpus is not opened, and lengths are drawn at random.
+The figures are for the machines that the run is meant for, not for the machine that runs the
+command. The run's kernel profile and its section [cluster] describe these machines. If the run
+names a token store, only the store's index is read, for the lengths of documents and the size of
+the vocabulary. If the run names only `data.corpus`, the corpus is not opened, and lengths are drawn
+at random.
 """
 
 import math
@@ -40,10 +41,10 @@ from wlb.train.telemetry.sinks import refuse_missing
 
 
 class _Documents(NamedTuple):
-    """The documents from which the run is predicted."""
+    """The documents of the simulated steps, from which the whole run is predicted."""
 
     batches: list[GlobalBatch]  # the run's first global batches
-    note: str  # describes where the documents' lengths come from
+    note: str  # says where the documents' lengths come from, for the table
 
 
 def show(spec: RunSpec, console: Console) -> bool:
@@ -51,21 +52,22 @@ def show(spec: RunSpec, console: Console) -> bool:
 
     Args:
         spec: The run.
-        console: Where it is printed.
+        console: Where the text is printed.
 
     Returns:
         Whether the run fits into memory; True if the memory of the machines is not known.
 
     Raises:
-        UserError: If training would refuse the run for its telemetry, stores or checkpoints.
+        UserError: If training would refuse the run because of its telemetry, token stores or
+            checkpoint.
     """
     refuse_missing(spec)
     device = _device(spec)
     refuse_snapshots(spec, device)
     stores = named_stores(spec)
     spec = _filled(spec, stores)
-    # Without cluster.memory_gib, GPUs are assumed to have the memory of the profile's GPU. For CPUs
-    # nothing is assumed.
+    # Without cluster.memory_gib, GPUs are assumed to have as much memory as the profile's GPU. The
+    # memory of CPUs is then not known.
     given = _cluster_budget(spec, device)
     budget = given or gpu_budget(spec)
     known = None if device == "cpu" and given is None else budget
@@ -75,8 +77,7 @@ def show(spec: RunSpec, console: Console) -> bool:
     fits = known is None or estimate.total_bytes <= budget.planned_bytes * ROUNDING
     if not fits:
         lines.append(f"memory: {too_much(estimate, budget)}")
-    # Refuse what training would refuse, except a run that does not fit into memory. That is only
-    # reported.
+    # Refuse what training would refuse. A run that does not fit into memory is only reported.
     begin = begins_with(spec)
     if stores is not None:
         check_stores(spec, train=stores.train, heldout=stores.heldout)
@@ -99,9 +100,9 @@ def show(spec: RunSpec, console: Console) -> bool:
 
 
 def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
-    """Return in words whether the run fits, and how long a step and the run take.
+    """Return in words whether the run fits into memory, and how long a step and the run take.
 
-    If it does not fit, the answer also says what to try first.
+    If the run does not fit, the answer also says what to try first.
 
     Args:
         made: The prediction.
@@ -111,7 +112,7 @@ def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
     spec, estimate = made.spec, estimate_of(made.spec)
     need = _size(estimate.total_bytes)
     if budget is None:
-        memory = f"The fullest rank needs {need}; the machines' memory is not known."
+        memory = f"The fullest rank needs {need}. The memory of the machines is not known."
     elif fits:
         free = _size(budget.planned_bytes)
         memory = f"It fits: the fullest rank needs {need} of the {free} that plans may use."
@@ -130,10 +131,10 @@ def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
 
 
 def _device(spec: RunSpec) -> str:
-    """Return the kind of device that the figures are for, "cpu" or "cuda".
+    """Return the kind of device for which the figures are predicted, "cpu" or "cuda".
 
-    In a dry run, run.device = auto means GPUs, because the run may be meant for another machine. It
-    means CPUs only if cost.profile is auto too and this machine has no GPU.
+    In a dry run, run.device = auto means GPUs, because the run may be meant for another machine.
+    Only if cost.profile is auto too, and this machine has no GPU, run.device = auto means CPUs.
     """
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"
@@ -143,7 +144,7 @@ def _device(spec: RunSpec) -> str:
 def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
     """Fill in the data-parallel size and the vocabulary size, as training would.
 
-    `stores` are the token stores that the run names; None if it names none.
+    `stores` are the token stores that the run names; None if the run names none.
     """
     world_size = spec.parallel.world_size
     if stores is not None:
@@ -152,7 +153,7 @@ def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
 
 
 def _cluster_budget(spec: RunSpec, device: str) -> Budget | None:
-    """Return the memory that `cluster.memory_gib` allows a rank; None if it is not set."""
+    """Return a rank's memory by the key `cluster.memory_gib`; None if the key is not set."""
     given = spec.cluster.memory_gib
     if not given:
         return None
@@ -161,10 +162,14 @@ def _cluster_budget(spec: RunSpec, device: str) -> Budget | None:
 
 
 def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Forecast, _Documents]:
-    """Predict the run's step time from a simulation of its first steps, and return its documents.
+    """Predict the run's step time by simulating its first steps.
 
-    More steps are simulated until the relative standard error of the mean step time is at most
-    `ENOUGH`, `MOST_MICRO_BATCHES` micro-batches were simulated, or the documents run out.
+    The simulation is repeated with more steps until the relative standard error of the mean step
+    time is at most `ENOUGH`. It ends earlier after about `MOST_MICRO_BATCHES` micro-batches, or at
+    the end of the documents.
+
+    Returns:
+        The prediction, and the documents of the simulated steps.
     """
     cost, count = workload_for(spec, device), steps_to_simulate(spec)
     most = max(count, MOST_MICRO_BATCHES // spec.num_micro_batches)
@@ -174,19 +179,22 @@ def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Foreca
         error = made.simulation.standard_error
         if error <= ENOUGH or count >= most or len(documents.batches) < count:
             return made, documents
-        # The standard error falls with the square root of the number of steps. It is itself
-        # estimated from few steps and thus uncertain, so each round simulates at most eight times
-        # as many steps as the round before.
+        # The standard error is proportional to 1 / sqrt(number of steps), which gives the number of
+        # steps that are needed. After few steps the standard error is itself uncertain, so a round
+        # simulates at most eight times as many steps as the round before.
         needed = 1.1 * count * (error / ENOUGH) ** 2
         count = min(most, max(2 * count, math.ceil(min(needed, 8 * count))))
 
 
 def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
-    """Return the first `count` global batches, from the run's store or with random lengths."""
+    """Return the first `count` global batches of the run.
+
+    Lengths of documents come from the run's token stores, or are drawn at random if it names none.
+    """
     batch: dict[str, Any] = {"tokens_per_batch": spec.tokens_per_step, "seed": spec.run.seed}
     if stores is not None:
         stream = open_batches(stores.train, epochs=spec.data.epochs, **batch)
-        note = f"{stores.note}; their lengths were read, nothing else"
+        note = f"{stores.note}; only their lengths were read"
     else:
         source = enough_of_family(
             window=spec.data.context_window,
@@ -195,39 +203,40 @@ def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
         )
         stream = GlobalBatches(source, **batch)
         note = (
-            f"lengths drawn from {DRAWN}, the paper's; {spec.data.corpus} was not read (data.store "
-            f"or `wlb simulate NAME --lengths FILE` predict with your own)"
+            f"lengths were drawn at random from {DRAWN}, the paper's distribution; "
+            f"{spec.data.corpus} was not read. To predict with the lengths of your documents, set "
+            "data.store, or use `wlb simulate NAME --lengths FILE`"
         )
     return _Documents([one for one, _ in islice(stream.iterate(), count)], note)
 
 
 def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
-    """Return the table's text on the machines for which the figures are predicted.
+    """Return the text of the table's row on the machines for which the figures are predicted.
 
     Args:
         made: The prediction.
-        budget: Memory of a device.
+        budget: Memory of one device.
         known: `budget` if the memory of the machines is known, else None.
     """
     profile, ranks = made.cost.profile, made.spec.parallel.world_size
-    reason = "run.device = cpu was asked for"
+    reason = "run.device = cpu"
     if made.spec.run.device == Device.AUTO:
         reason = "run.device = auto, and this machine has no NVIDIA driver"
-    kind = f"CPU processes, each with cores of its own ({reason})" if made.is_cpu else "GPUs"
+    kind = f"CPU processes, each with its own cores ({reason})" if made.is_cpu else "GPUs"
     memory = f"{budget.gib:g} GiB ({budget.source})" if known else "unknown memory"
     chosen = ""
     if made.spec.cost.profile == "auto" and not made.is_cpu:
-        chosen = ", which cost.profile = auto takes here"
+        chosen = ", which cost.profile = auto selected"
     return (
-        f"{ranks} {kind} like {profile.device} with {memory} each; times by kernel profile "
-        f"{profile.name} ({profile.provenance.kind}){chosen}. Other machines were not looked at"
+        f"{ranks} {kind} like {profile.device} with {memory} each; times are predicted with the "
+        f"kernel profile {profile.name} ({profile.provenance.kind}){chosen}"
     )
 
 
 def _facts(made: Forecast, documents: str, machine: str) -> Table:
-    """Return the table of parameters, ranks, times, checkpoints, documents and machine.
+    """Return the table of facts about the run: parameters, ranks, times, checkpoints and so on.
 
-    `documents` and `machine` are the texts of these two rows.
+    `documents` and `machine` are the texts of the rows with these names.
     """
     spec, p = made.spec, made.spec.parallel
     table = facts_table(f"{spec.run.name}: dry run, nothing was started")
@@ -235,11 +244,11 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
     table.add_row("parameters", f"{size:,} ({_large(size)})" if size >= 1e6 else f"{size:,}")
     table.add_row("ranks", f"{p.world_size} = TP {p.tp} x CP {p.cp} x PP {p.pp} x DP {p.dp}")
     table.add_row(
-        "tokens a step",
+        "tokens per step",
         f"{spec.tokens_per_step:,}: {spec.num_windows} windows of {spec.data.context_window:,}, in "
         f"{spec.num_micro_batches} micro-batches",
     )
-    mfu = "MFU unknown (cluster.peak_tflops)"
+    mfu = "MFU unknown (set cluster.peak_tflops)"
     if made.mfu is not None:
         mfu = f"MFU {made.mfu:.1%} of {made.peak_tflops:g} TFLOP/s"
     table.add_row(
@@ -263,16 +272,16 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
 
 
 def _checkpoints(made: Forecast) -> str:
-    """Return the table's text on the size of a checkpoint and the disk space that a run needs."""
+    """Return the text of the table's row on the size of a checkpoint and the needed disk space."""
     one, most = made.checkpoint_bytes, most_at_once(made.spec)
     return (
-        f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
-        f"kept, and the one that is being written"
+        f"{_size(one)} each; the run needs space for {_size(most * one)}: "
+        f"{made.spec.checkpoint.keep} kept, and the one that is being written"
     )
 
 
 def _experts_rows(made: Forecast) -> str:
-    """Describe how long a step's all-to-alls of experts take, and how long ranks wait for them."""
+    """Describe how long a step's all-to-alls for experts take, and how long ranks wait for them."""
     spec = made.spec
     num = spec.micro_batches_per_pipeline
     tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
@@ -281,14 +290,14 @@ def _experts_rows(made: Forecast) -> str:
     most = max(sum(layers[s] for s in spec.stages_of(rank)) for rank in range(spec.parallel.pp))
     stages = "one stage" if spec.ep.stages == 1 else f"{spec.ep.stages} stages"
     return (
-        f"{whole:,.0f} ms of all-to-alls a step over EP {spec.parallel.ep}, in {stages}: ranks "
-        f"wait for {exposed:,.0f} ms, the rest is predicted to hide behind products; the host "
-        f"reads numbers of rows {num * most} times"
+        f"all-to-alls over EP {spec.parallel.ep} in {stages} take {whole:,.0f} ms per step. Ranks "
+        f"wait {exposed:,.0f} ms for them; the rest is predicted to run behind matrix products. "
+        f"The host waits {num * most} times per step to read how many rows experts get"
     )
 
 
 def _large(count: int) -> str:
-    """Return a count in words, such as "1.5 billion"."""
+    """Return a number as text, such as "1.5 billion"; below a million, in digits."""
     for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.3g} {name}"
@@ -296,14 +305,15 @@ def _large(count: int) -> str:
 
 
 def _duration(days: float) -> str:
-    """Return a time as text in days; below one day, also in hours, minutes or seconds."""
+    """Return a time in days as text, such as "3.0 days" or "0.25 days (6 hours)"."""
     return _spelled(days) if days >= 1 else f"{days:.2g} days ({_spelled(days)})"
 
 
 def _spelled(days: float) -> str:
-    """Return a time as text, in the largest unit in which its value is at least 1.
+    """Return a time, given in days, as text such as "6 hours".
 
-    The units are days, hours, minutes and seconds.
+    The unit is the largest of days, hours, minutes and seconds in which the value is at least 1;
+    shorter times are in seconds.
     """
     if days >= 1:
         return f"{days:,.1f} days"
@@ -322,7 +332,7 @@ def _size(num_bytes: int) -> str:
 
 def _layout(spec: RunSpec) -> Table:
     """Return the table that shows the stages, layers and ranks of each pipeline rank."""
-    # The grid has shape [pp, dp, cp, tp].
+    # Numbers of the ranks, in shape [pp, dp, cp, tp].
     grid = rank_grid(spec.parallel)
     table = new_table(
         "Layout", labels=["pipeline rank"], texts=["stages", "layers", "ranks, by TP group"]
@@ -343,14 +353,14 @@ def _range(ranks: list[int]) -> str:
 
 
 def _memory(spec: RunSpec, budget: Budget) -> Table:
-    """Return the table of the memory that the fullest rank needs and the memory that plans may use.
+    """Return the table of the memory that the fullest rank needs, and of a device's memory.
 
-    `budget` is the memory of a device, and the parts of it that plans may not use.
+    `budget` is the memory of a device with the parts of it that plans may not use.
     """
     estimate = estimate_of(spec)
     table = facts_table(f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated")
     for name, size in estimate.terms.items():
-        if size >= estimate.total_bytes / 1000:  # leave out negligible terms
+        if size >= estimate.total_bytes / 1000:  # smaller terms would only lengthen the table
             table.add_row(name.removesuffix("_bytes").replace("_", " "), _size(size))
     table.add_row("total", _size(estimate.total_bytes), end_section=True)
     table.add_row(budget.source, f"{budget.gib:.3f} GiB")
@@ -362,7 +372,7 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
 
 
 def _first_step(made: Forecast, console: Console) -> None:
-    """Print the plan of the first step for pipeline 0, and the step's imbalance."""
+    """Print the first step's plan for pipeline 0, and the imbalance of the whole step."""
     plan = made.first.plan
     console.print(_plan(made.spec, made.first.pipelines[0]))
     p = plan.predicted
@@ -370,7 +380,7 @@ def _first_step(made: Forecast, console: Console) -> None:
         f"step 0: {p.num_tokens:,} tokens, {p.num_padding_tokens} padding, imbalance "
         f"{p.imbalance:.3f}"
         + ("" if plan.baseline is None else f" (usual loader {plan.baseline.imbalance:.3f})")
-        + f", {p.num_held_tokens:,} tokens held back",
+        + f", {p.num_held_tokens:,} tokens wait for later steps",
         soft_wrap=True,
     )
 
@@ -388,8 +398,8 @@ def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
             "longest",
             "predicted ms",
             "sharding",
-            "rows a\nCP rank",
-            *(["keys of a\nlayer (MiB)"] if has_keys else []),
+            "rows per\nCP rank",
+            *(["exchange per\nlayer (MiB)"] if has_keys else []),
         ],
         is_plain=True,
     )
@@ -410,15 +420,15 @@ def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
 
 
 def _sharded(sharding: ShardingPlan) -> str:
-    """Describe a micro-batch's sharding strategy and, with several CP ranks, its exchange."""
+    """Return the name of a micro-batch's sharding strategy and, with several CP ranks, exchange."""
     return sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else "")
 
 
 def _most_keys(spec: RunSpec, sharding: ShardingPlan, rows: int) -> int:
-    """Return the bytes of keys and values that one layer's exchange needs on the fullest CP rank.
+    """Return the size in bytes of the buffers of one layer's exchange, on the fullest CP rank.
 
-    Rows that the rank sends and rows that it receives count together. `rows` is the number of rows
-    that each CP rank has.
+    The buffers hold the rows of keys and values that the rank sends and that it receives. `rows` is
+    the number of rows that each CP rank has.
     """
     ranks = range(sharding.cp)
     return max(sum(key_bytes(spec, sharding, rank=r, local_tokens=rows)) for r in ranks)

@@ -19,7 +19,7 @@ from wlb.train.telemetry.wall import Phase
 
 
 class Evaluator:
-    """Evaluates on the first `eval.steps` global batches of the held-out store.
+    """Computes the loss on the first `eval.steps` global batches of the held-out store.
 
     Args:
         spec: The run, with the attention kernel that prices its plans.
@@ -27,7 +27,7 @@ class Evaluator:
         executor: Runs the forward passes.
 
     Attributes:
-        plans: For each global batch, the plan of all pipelines and the plan of this rank's
+        plans: A pair for each global batch: the plan of all pipelines, and the plan of this rank's
             pipeline.
     """
 
@@ -55,10 +55,10 @@ class Evaluator:
 
 
 class EvaluateHeldOut(Hook):
-    """Evaluates before a new run's first step, at regular intervals, and at the end of the run.
+    """Computes the held-out loss before a new run's first step, at intervals, and at its end.
 
-    The interval is `eval.interval` updates, or `eval.interval_tokens` tokens of documents if that
-    is set. A run that was stopped does not evaluate at its end.
+    The interval is `eval.interval` updates, or, if `eval.interval_tokens` is set, this number of
+    trained tokens. A run that was stopped does not evaluate at its end.
     """
 
     phase = Phase.EVALUATION
@@ -87,10 +87,10 @@ class EvaluateHeldOut(Hook):
         tokens = run.spec.eval.interval_tokens
         if not tokens:
             return run.is_due(run.spec.eval.interval)
-        # An evaluation is due if the number of trained tokens has passed a multiple of the interval
-        # since the previous step that updated the weights. `_tokens_before` is the number after
-        # that step. After a rollback it may be larger than the number before this step, hence the
-        # minimum.
+        # An evaluation is due if the number of trained tokens has reached or passed a multiple of
+        # the interval since the previous step that updated the weights. `_tokens_before` is the
+        # number after that previous step. After a rollback, `_tokens_before` may be too large, so
+        # it is limited to the number before this step.
         done = plan.progress.num_tokens
         before = min(self._tokens_before, done - plan.packing.num_tokens)
         self._tokens_before = done

@@ -22,12 +22,13 @@ from wlb.spec import RunSpec
 STEPS_AHEAD = 3
 """How many steps the planner plans ahead of the step that training requests.
 
-A larger number hides more of the planner's slow steps, but keeps more plans in memory. It must be
-at least 2, because the loop compares plans of the step after the next across ranks."""
+With a larger number, training waits less often for steps that are slow to plan, but more plans are
+in memory. The number must be at least 2, because the training loop compares the plans of the step
+after the next one across ranks."""
 
 
 class PlanFeed:
-    """Gives this rank the plans of its steps in order, and lets it look at the plans that follow.
+    """Gives this rank the plans of its steps in order. The plans of later steps can be looked at.
 
     All ranks construct it together. The first rank of each node starts the node's planner process.
 
@@ -39,7 +40,7 @@ class PlanFeed:
         state: The planner's state in the checkpoint that the run resumes from; None for a new run.
 
     Attributes:
-        waited_ns: Time spent in `next` and `peek` since the caller last set it to 0.
+        waited_ns: Time (ns) spent in `next` and `peek` since the caller last set `waited_ns` to 0.
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class PlanFeed:
             )
         # Wait until the planner process of every node has been started.
         dist.barrier(host_group())
-        # Only rank 0 receives the planner's state with every plan, to write it to checkpoints.
+        # Only rank 0 receives the planner's state with every plan, because it writes the
+        # checkpoints.
         self._client = PlanClient(
             address, mesh.at.dp, needs_state=world.rank == 0, silence_s=SILENCE_S
         )
         self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
-        """Return the next step's plans, and wait until the planner has made them.
+        """Return the next step's plans. Wait for them if the planner has not made them yet.
 
         Returns:
             The plan of all pipelines and the plan of this rank's pipeline; None after the last
@@ -86,10 +88,11 @@ class PlanFeed:
         return item
 
     def peek(self, steps_ahead: int) -> list[tuple[StepPlan, PipelinePlan]]:
-        """Return the plans of a later step without consuming them: `next` still returns them.
+        """Return the plans of a later step, which `next` will still return when its turn comes.
 
         Args:
-            steps_ahead: How many steps to look ahead. 1 is the step that `next` will return.
+            steps_ahead: How many steps to look ahead. 1 is the step whose plans `next` returns
+                next.
 
         Returns:
             A list with one pair: the plan of all pipelines and the plan of this rank's pipeline.

@@ -21,11 +21,14 @@ from wlb.train.faults.stop import by_hand
 from wlb.train.job import Job, directory_of
 from wlb.train.stores import DOCSTRINGS, STDLIB
 
-_TRIED_BYTES = 1 << 12  # bytes written once, to find out whether files can be written to a folder
+_TRIED_BYTES = 1 << 12  # size of the temporary file that tests whether a folder can be written
 
 
 def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
-    """Lock the run's folder, move an older run of the same name aside, and try to write a file.
+    """Lock the run's folder, and move the folder of an older run of the same name aside.
+
+    For a resumed run, checkpoints later than the resumed one are moved aside instead. A temporary
+    file is written to find out whether files can be written to the folder.
 
     Args:
         job: The run.
@@ -33,7 +36,7 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
         lock: The lock of the run's folder, which may be locked already.
 
     Raises:
-        UserError: If nothing can be written to the folder, or another process trains that run.
+        UserError: If no file can be written to the folder, or if another process trains the run.
     """
     with claiming(job.spec):
         lock.take()
@@ -49,20 +52,21 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
 def _forget_stop(run: RunSection, console: Console) -> None:
     """Remove a stop file that is left from an earlier job of this name.
 
-    Only the process that has locked the run's folder may do this. A job that still waits for the
-    lock would remove a stop file that is meant for the running job.
+    Only the process that has locked the run's folder may call this. Without the lock, it could
+    remove a stop file that is meant for a job that is running.
     """
     file = by_hand(run)
     if file.exists():
         file.unlink(missing_ok=True)
         console.print(
-            f"removed {file}, which was left from an earlier job; create it again to stop this job"
+            f"removed the stop file {file}, because it was left from an earlier job; to stop this "
+            "job, create it again"
         )
 
 
 @contextmanager
 def claiming(spec: RunSpec) -> Iterator[None]:
-    """Turn an OSError in the block into a UserError that names run.output_dir."""
+    """Replace an OSError in the block by a UserError that names run.output_dir."""
     try:
         yield
     except OSError as error:
@@ -74,7 +78,7 @@ def claiming(spec: RunSpec) -> Iterator[None]:
 
 
 def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
-    """Raise UserError if an input of the run lies in a folder that will be moved aside."""
+    """Raise UserError if a file that the run reads is in `directory`, which will be moved aside."""
     folder = directory.absolute()
     for key, path in _inputs(spec):
         given = Path(path).absolute()
@@ -87,12 +91,12 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
 
 
 def _move_older_aside(job: Job, console: Console) -> bool:
-    """Move the folder of an older run of the same name aside, to `NAME.1`, `NAME.2` and so on.
+    """Rename the folder of an older run of the same name to `NAME.1`, `NAME.2` and so on.
 
-    A resumed run keeps its folder. Only checkpoints later than the resumed one are renamed.
+    A resumed run keeps its folder. Only its checkpoints later than the resumed one are renamed.
 
     Returns:
-        Whether a folder was moved.
+        Whether the run's folder was renamed.
     """
     directory = job.directory
     if job.resume is not None:
@@ -110,7 +114,7 @@ def _move_older_aside(job: Job, console: Console) -> bool:
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield each path that a run reads, as a pair of its configuration key and the path."""
+    """Yield a pair for each path that a run reads: the configuration key, and the path."""
     data = spec.data
     yield "cost.profile", spec.cost.profile
     yield "checkpoint.init_from", spec.checkpoint.init_from

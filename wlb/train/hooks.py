@@ -28,10 +28,10 @@ from wlb.train.telemetry.wall import Phase, WallTimes
 
 
 class LoadedRun(NamedTuple):
-    """A checkpoint that was loaded, and where its run continues."""
+    """A checkpoint that was loaded, and the state from which its run continues."""
 
     saved_in: Path  # the checkpoint's folder
-    steps_done: int  # optimizer updates that its weights have had
+    steps_done: int  # number of updates that the weights have had
     state: PlannerState  # the planner's state, from which planning continues
 
 
@@ -39,19 +39,21 @@ class LoadedRun(NamedTuple):
 class RunContext:
     """State that the loop and its hooks share on one rank."""
 
-    job: Job  # what the run was started with
+    job: Job  # the arguments of the run
     mesh: Mesh  # this rank's place in the layout, with its process groups
     position: Position  # notes what the rank is doing, for reports of failures
     report: RunReport  # writes records and messages; silent except on rank 0
     feed: PlanFeed  # gives the plans of the coming steps
     inputs: InputPrefetcher  # loads the tensors of the coming steps
-    # Planner's state after the last executed step; None before the first.
+    # Planner's state after the last executed step; None before a new run's first step.
     progress: PlanProgress | None = None
-    steps_done: int = 0  # updates of the weights so far
-    saved: PlanProgress | None = None  # planner's state in the newest checkpoint; None without one
-    tally: Tally = field(default_factory=Tally)  # sums over steps, for the summary
+    steps_done: int = 0  # number of updates of the weights so far
+    # Planner's state in the newest checkpoint, which may still be being written. None if there is
+    # no checkpoint, or if the last save failed.
+    saved: PlanProgress | None = None
+    tally: Tally = field(default_factory=Tally)  # sums over the trained steps, for the summary
     stop: Stop = Stop.NO  # what asks the run to end early, the same on all ranks
-    # CPU time that hooks have spent in `record` and that is not yet part of a step's telemetry.
+    # CPU time (ns) that hooks have spent in `record` and that no step's telemetry includes yet.
     records_ns: int = 0
     wall: WallTimes = field(init=False)  # wall time of this rank by phase
 
@@ -59,7 +61,7 @@ class RunContext:
         self.wall = WallTimes(started_s=self.job.started_s, ready_s=self.job.ready_s)
 
     def resume_from(self, loaded: LoadedRun) -> None:
-        """Continue from the steps and the planner's state of a loaded checkpoint."""
+        """Set the number of updates and the planner's state to those of a loaded checkpoint."""
         self.steps_done = loaded.steps_done
         self.progress = self.saved = PlanProgress.of(loaded.state)
 
@@ -76,11 +78,11 @@ class RunContext:
     def is_due(self, interval: int) -> bool:
         """Return whether a periodic event, such as a save, is due after the step that just ended.
 
-        It is due if the number of updates is a multiple of `interval`. After the run's last update
-        it is never due, because `Hook.end` follows and does the same work.
+        The event is due if the number of updates is a multiple of `interval`. It is never due after
+        the run's last update, because `Hook.end` follows and does the same work.
 
         Args:
-            interval: Updates between two events; 0 means never.
+            interval: Number of updates between two events; 0 means that the event never happens.
         """
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
@@ -90,35 +92,36 @@ class RunContext:
 class ExecutedStep:
     """A step that was executed and was not rolled back."""
 
-    plan: StepPlan  # what all pipelines trained
-    pipeline: PipelinePlan  # what the pipeline of this rank trained
+    plan: StepPlan  # the plan of all pipelines
+    pipeline: PipelinePlan  # the plan of this rank's pipeline
     sums: StepSums  # the step's sums over all ranks
     loss: float  # mean over targets, in nats
-    # Whether the step updated the weights. It did not if it had no target, or if it was skipped
-    # because its loss or gradient norm was not finite.
+    # Whether the step updated the weights. A step without targets does not, nor does a step that
+    # was skipped because its loss or gradient norm was not finite.
     updated: bool
     began_s: float  # time.perf_counter when the step began
-    waited_ns: int  # time that this rank waited for plans before the step began
-    # Times of all ranks, set by `MeasureSteps` if the step computed something.
+    waited_ns: int  # time (ns) that this rank waited for plans before the step began
+    # Times of all ranks. `MeasureSteps` sets them if the step had targets.
     telemetry: Telemetry | None = None
-    # This rank's times (`TelemetryMeter.own_ns`); None in the first telemetry.warmup_steps steps.
+    # This rank's times (`TelemetryMeter.own_ns`); None in the first telemetry.warmup_steps steps,
+    # and in steps without targets.
     own_ns: np.ndarray | None = None
 
 
 class RefusedStep(NamedTuple):
     """A step whose loss or gradient norm is not finite."""
 
-    plan: StepPlan  # what all pipelines should have trained
+    plan: StepPlan  # the plan of all pipelines
     sums: StepSums  # the step's sums over all ranks
-    action: OnNonfinite  # what the run does about it: SKIP or ROLLBACK
+    action: OnNonfinite  # what the run does about the step: SKIP or ROLLBACK
     saved_in: Path | None = None  # newest checkpoint, to which a rollback returns; None without one
 
 
 class Hook:
     """Watches a run on one rank. Subclasses override the events that they need.
 
-    All ranks call each event together, so a hook may communicate. It prints and writes through
-    `RunReport`, which is silent except on rank 0.
+    All ranks call the same event at the same time, so a hook that all ranks have may communicate.
+    Hooks print and write records through `RunReport`, which does nothing except on rank 0.
     """
 
     # The phase to which the wall time of this hook's methods is added. `record` is an exception:
@@ -127,7 +130,7 @@ class Hook:
     phase: ClassVar[Phase | None] = None
 
     def begin(self, run: RunContext) -> None:
-        """Called before the first step, once all ranks agree on the first plans."""
+        """Called before the first step, after all ranks have agreed on the first plans."""
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
         """Called for a step that updates nothing because its loss or gradient is not finite.
@@ -137,16 +140,16 @@ class Hook:
         """
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Called after weights, optimiser and `run.progress` were loaded from `saved_in`."""
+        """Called after a rollback has loaded the weights and the other state from `saved_in`."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Called after each executed step, to record it.
+        """Called after each executed step, to record the step.
 
-        The time of this method is reported as overhead of telemetry, so it must be short.
+        The time of this method is reported as overhead of telemetry, so the method must be fast.
         """
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Called after all records of a step, for slow work such as evaluating or saving."""
+        """Called after all hooks have recorded a step, for slow work such as evaluation."""
 
     def end(self, run: RunContext) -> None:
         """Called after the last step. `run.stop` says whether the run was asked to end."""
@@ -155,4 +158,4 @@ class Hook:
         """Called at the end of the run, also after an error, to release files and threads."""
 
     def finished(self, run: RunContext) -> None:
-        """Called at the very end if there was no error, after files and live table were closed."""
+        """Called at the very end, after files and the live table are closed; not after an error."""

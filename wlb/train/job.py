@@ -17,14 +17,15 @@ class Job:
     resume: Path | None  # checkpoint to resume from; None for a new run
     title: str  # title of the table of steps on the screen
     started_s: float  # Unix time at which the command began
-    # Unix time at which ranks could begin, after stores were made and the run was checked; 0 if not
-    # known.
+    # Unix time at which everything was ready for the ranks to begin: stores were made, and the run
+    # was checked. 0 if not known.
     ready_s: float = 0.0
-    # Kernel profile to write when training has ended; None to write none.
+    # Path of the kernel profile that --calibrate writes at the end; None without --calibrate.
     calibrate: Path | None = None
     # Checkpoint whose weights a new run begins with; None for random weights.
     init_from: Path | None = None
-    falls_back: bool = False  # whether an earlier checkpoint may replace a damaged one on resume
+    # Whether an older checkpoint may be loaded instead if `resume` is damaged.
+    falls_back: bool = False
     # Whether the screen shows all columns of the table of steps and all rows of the summary.
     verbose: bool = False
 

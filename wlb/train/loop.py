@@ -1,8 +1,8 @@
 """The training loop of one rank: plan, load, forward and backward, reduce, update (Figure 2).
 
-A step waits for the device once, in the all-reduce of `StepReducer`. Everything that measures,
-records, evaluates or saves is a hook (`wlb.train.hooks`); `wlb.train.watchers` lists the hooks of a
-run.
+In each step, the host waits for the device once, in the all-reduce of `StepReducer`. Everything
+that measures, records, evaluates or saves is a hook (`wlb.train.hooks`); `wlb.train.watchers` lists
+the hooks of a run.
 """
 
 import time
@@ -48,10 +48,10 @@ class Trainer:
         job: The arguments that every rank of the run gets.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the 4-D layout, with its process groups.
-        position: Where the rank notes what it is doing, for reports of failures. None means notes
-            in this process' memory, which no report can read.
-        stop_request: Notices signals and stop files that ask the run to end, also those from before
-            training. None makes one that notices stop files only.
+        position: The object in which the rank notes what it is doing, for reports of failures. With
+            None, the notes are in this process' memory only, where no report can read them.
+        stop_request: Notices signals and stop files that ask the run to end, also those that came
+            before training. With None, only stop files are noticed.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Trainer:
         self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
         clock = StepClock.of(mesh.device)
-        # Initialise weights at random only if the run begins without a checkpoint, because a
-        # checkpoint has all weights.
+        # Draw random weights only if the run begins without a checkpoint. Otherwise the checkpoint
+        # would overwrite all of them.
         draws = job.resume is None and job.init_from is None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
@@ -102,13 +102,13 @@ class Trainer:
         """Train until `training.steps` updates are done, the data end, or somebody stops the run.
 
         Returns:
-            Sums over the trained steps, from which the summary is printed.
+            Sums over the trained steps, from which the summary is made.
         """
         run = self.context
         with ExitStack() as opened:
             opened.enter_context(run.report)
             for hook in self.hooks:
-                # Hooks close in any case, also when another hook or a step raises.
+                # With callbacks, hooks are closed even if another hook or a step raises an error.
                 opened.callback(hook.close)
             try:
                 with run.wall.phase(Phase.PLANNING):
@@ -142,11 +142,10 @@ class Trainer:
         sums = self._compute(plan, pipeline)
         run.stop = sums.stop
         action = self._reaction(plan, sums)
-        # `_reaction` has loaded an earlier checkpoint. This step will be trained a second time, so
-        # it must not be recorded now.
+        # After a rollback, this step will be trained a second time, so it must not be recorded now.
         if action == OnNonfinite.ROLLBACK:
             return
-        # A step without targets changes neither the weights nor the learning rate.
+        # A step without targets has no gradients, so it is not an update.
         updated = action is None and bool(plan.num_targets)
         if updated:
             self.position.enter("updating weights")
@@ -163,8 +162,8 @@ class Trainer:
             waited_ns=waited_ns,
         )
         self.position.enter("recording the step")
-        # Measure CPU time of this thread. Wall time would include waits for slower ranks, because
-        # some hooks call collectives.
+        # Measure the CPU time of this thread, because some hooks call collectives, and wall time
+        # would include their waits for slower ranks.
         begin_ns = time.thread_time_ns()
         for hook in self.hooks:
             hook.record(run, step)
@@ -174,12 +173,12 @@ class Trainer:
                 hook.after_step(run, step)
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
-        """Run forward and backward of all micro-batches, and sum loss and counts over ranks."""
+        """Run forward and backward of all micro-batches, and sum the results over ranks."""
         run, scale = self.context, self.spec.loss_scale(plan.num_targets)
         loss = square = load = None
         if plan.num_targets:
             inputs = run.inputs.take(pipeline, loss_scale=scale)
-            # Load the next step's inputs while this step computes.
+            # A thread loads the next step's inputs while this step computes.
             run.inputs.start_next(run.feed)
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
@@ -187,8 +186,8 @@ class Trainer:
             load = load_values(self.executor.stages.values(), self.spec.model.num_layers, self.mesh)
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
-            # The plans of the step after the next are compared across ranks now, before any rank
-            # loads inputs for that step.
+            # Compare the plans of the step after the next one across ranks. No rank has loaded
+            # inputs for that step yet.
             run.feed.peek(2),
             loss=loss,
             gradient_square=square,
@@ -198,13 +197,13 @@ class Trainer:
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
-        """Handle a loss or gradient norm that is not finite.
+        """Handle a step whose loss or gradient norm is not finite, so that it updates nothing.
 
-        The step then updates nothing. Either it is skipped, or the run loads the newest checkpoint
-        and continues from there (a rollback).
+        The step is either skipped, or the run loads the newest checkpoint and continues from there
+        (a rollback).
 
         Returns:
-            None if both are finite, so that the step may update the weights; else SKIP or ROLLBACK.
+            None if the loss and the gradient norm are finite, else SKIP or ROLLBACK.
         """
         if sums.is_finite:
             self.nonfinite.finite()
@@ -215,8 +214,8 @@ class Trainer:
         self.optimizers.clear()
         for hook in self.hooks:
             hook.refused(run, RefusedStep(plan, sums, action, newest))
-        # Drop the plans and inputs that were made ahead, load the checkpoint, and plan from its
-        # state.
+        # For a rollback, drop the plans and inputs of coming steps, load the checkpoint, and plan
+        # again from the planner's state in the checkpoint.
         if newest is not None and action == OnNonfinite.ROLLBACK:
             run.inputs.close()
             run.feed.close()
@@ -229,9 +228,9 @@ class Trainer:
         return action
 
     def _agree_on_first_plans(self) -> None:
-        """Compare the plans of the first two steps and of the evaluation across ranks.
+        """Check that all ranks have the same plans for the first two steps and the evaluation.
 
-        `_compute` compares the plans of all later steps.
+        `_compute` checks the plans of all later steps.
         """
         run = self.context
         self.stop_request.steps_begin()
@@ -242,10 +241,10 @@ class Trainer:
         ).stop
 
     def _context(self) -> RunContext:
-        """Load what the run begins with, and return the state that loop and hooks share.
+        """Load the checkpoint of the run, if any, and return the state that loop and hooks share.
 
-        A run begins with random weights, or with the weights of another run's checkpoint
-        (`checkpoint.init_from`), or resumes from one of its earlier checkpoints.
+        A resumed run loads the whole state in one of its own checkpoints. A new run loads only the
+        weights in another run's checkpoint if `checkpoint.init_from` is set.
         """
         loaded = self._load(self.job.resume) if self.job.resume is not None else None
         if loaded is None and self.job.init_from is not None:
@@ -272,16 +271,16 @@ class Trainer:
         return run
 
     def _load(self, saved_in: Path) -> LoadedRun:
-        """Load weights and optimiser from a checkpoint, and return what the checkpoint says.
+        """Load weights and optimisers from a checkpoint, and return where the run continues.
 
-        If it is damaged and the job allows it (`Job.falls_back`), an older checkpoint is loaded.
+        If the checkpoint is damaged and `Job.falls_back` is true, an older checkpoint is loaded.
         """
         self.position.enter(f"loading {saved_in.name}")
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        # A planner state that was saved after the end of the data says that nothing is left.
-        # `reopened` removes this mark, because data.epochs may have been raised since.
+        # If the planner's state was saved at the end of the data, it is marked as finished.
+        # `reopened` removes the mark, because data.epochs may have been raised since.
         return LoadedRun(saved_in, steps_done, planner_state(saved_in).reopened())
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:

@@ -1,13 +1,13 @@
 """Compares the memory that a run needs with the memory of its devices, before any rank computes.
 
 The estimate of `wlb.memory` is an upper bound on the memory of the fullest rank, for the largest
-micro-batch (S_max) and the largest step (T) that packing may make. It must not exceed the budget of
-`wlb.memory.budget`: the memory of a device without CUDA's context, NCCL's buffers and the
-allocator's gaps.
+micro-batch (S_max) and the largest step (T) that packing may make. The estimate must not exceed the
+budget of `wlb.memory.budget`, which is the memory of a device without CUDA's context, NCCL's
+buffers and the allocator's gaps.
 
-The memory of a device is `cluster.memory_gib` if it is set, else the memory of the smallest GPU. On
-a CPU without `cluster.memory_gib` it is unknown, and nothing is refused. Even if
-`cluster.memory_gib` is larger than the GPU's memory, plans do not use more than the GPU has.
+The memory of a device is `cluster.memory_gib` if this key is set, else the memory of the smallest
+GPU. On a CPU without `cluster.memory_gib`, the memory is unknown and no run is refused. If
+`cluster.memory_gib` is more than the GPU's memory, plans still use no more than the GPU has.
 """
 
 from dataclasses import replace
@@ -21,7 +21,10 @@ from wlb.spec import RunSpec
 
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
-    """Return the memory that each rank on `device` ("cpu" or "cuda") may use; None if unknown."""
+    """Return the memory of each rank's device, and the parts that plans may use; None if unknown.
+
+    `device` is "cpu" or "cuda".
+    """
     given = spec.cluster.memory_gib
     if device != "cuda":
         return cpu_budget(spec, gib=given, source="cluster.memory_gib") if given else None
@@ -29,11 +32,11 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
 
 
 def measured_budget(spec: RunSpec) -> Budget | None:
-    """Return the memory of the smallest GPU of this machine; None without a GPU.
+    """Return the budget for the smallest GPU of this machine; None without a GPU.
 
-    `cluster.memory_gib` is ignored.
+    This function ignores `cluster.memory_gib`.
     """
-    # This module is imported here, so that a dry run, which needs no device, does not import torch.
+    # Import here, so that a dry run, which does not call this function, does not import torch.
     from wlb.parallel import world as worlds
 
     size = worlds.device_memory_bytes()
@@ -43,9 +46,9 @@ def measured_budget(spec: RunSpec) -> Budget | None:
 
 
 def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
-    """Return a warning if `cluster.memory_gib` is more than the GPU has, else an empty list.
+    """Return a list with a warning if `cluster.memory_gib` is more than the GPU has, else [].
 
-    `measured` is the memory of the smallest GPU; None without a GPU.
+    `measured` is the budget for the smallest GPU; None without a GPU.
     """
     given = spec.cluster.memory_gib
     if measured is None or given <= measured.gib:
@@ -54,7 +57,7 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
         (
             f"WARNING: cluster.memory_gib = {given:g} is more than the "
             f"{measured.gib:.1f} GiB of {measured.source}. The run starts "
-            "nevertheless, but may run out of memory"
+            "nevertheless, but may run out of memory; lower cluster.memory_gib"
         )
     ]
 
@@ -62,8 +65,8 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
     """Estimate the memory of the fullest rank, for the largest micro-batches and steps allowed.
 
-    If packing makes micro-batches of different lengths, the largest micro-batch has S_max tokens,
-    and the largest step has T tokens.
+    If packing makes micro-batches of unequal numbers of tokens, the largest micro-batch has S_max
+    tokens, and the largest step has T tokens.
     """
     if not spec.packing.varies_lengths:
         return memory_estimate(spec)
@@ -72,17 +75,17 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 
 
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
-    """Lower `packing.memory_gib` to the part of the device's memory that plans may use.
+    """Lower `packing.memory_gib` if it is more than the memory of a device that plans may use.
 
     The option `--system` and `wlb tune layout` compute `packing.memory_gib` from
-    `cluster.memory_gib`, and a real device may have one GiB less than that.
+    `cluster.memory_gib`, but a real device may have one GiB less than `cluster.memory_gib`.
 
     Args:
         spec: The run.
-        budget: Memory of the device; on GPUs the measured memory. None leaves the spec as it is.
+        budget: Memory of the device; on GPUs the measured memory. With None, nothing is changed.
 
     Returns:
-        The spec, and a line for the log if the key was lowered.
+        The spec, and a list with a line for the log if the key was lowered.
     """
     if budget is None:
         return spec, []
@@ -100,13 +103,13 @@ def check_budget(spec: RunSpec, budget: Budget | None) -> list[str]:
 
     Args:
         spec: The run.
-        budget: Memory of the device; None skips the comparison.
+        budget: Memory of the device; with None, nothing is compared.
 
     Returns:
-        Lines for the log; none without a budget.
+        A list with a line for the log; an empty list without a budget.
 
     Raises:
-        UserError: If the estimate exceeds the budget.
+        UserError: If the estimate exceeds the memory that plans may use.
     """
     if budget is None:
         return []
@@ -124,7 +127,7 @@ def check_budget(spec: RunSpec, budget: Budget | None) -> list[str]:
 def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
     """Return the error message for a run that does not fit into memory.
 
-    It says how much memory the fullest rank needs, for what, and what can be done.
+    The message says how much memory the fullest rank needs and for what, and what a user can do.
     """
     terms = sorted(estimate.terms.items(), key=lambda term: -term[1])
     listed = ", ".join(f"{n.removesuffix('_bytes')} {size_text(size)}" for n, size in terms if size)
@@ -139,7 +142,7 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
 
 
 def caps_line(spec: RunSpec, budget: Budget) -> str:
-    """Return a line that says how large micro-batches and steps may be to fit into the memory."""
+    """Return a line that says how large micro-batches and steps may be to fit into `budget`."""
     try:
         caps = token_caps(spec, memory_bytes=budget.planned_bytes)
     except UserError as error:
@@ -147,8 +150,8 @@ def caps_line(spec: RunSpec, budget: Budget) -> str:
     windows = caps.s_max / spec.data.context_window
     line = f"micro-batches of {caps.s_max:,} tokens (S_max {windows:.2f} windows), "
     if caps.step_tokens is None:
-        line += "any number of them in a step"
+        line += "and any number of them in a step"
     else:
         share = caps.step_tokens / spec.tokens_per_step
-        line += f"steps of {caps.step_tokens:,} tokens (T {share:.2f} global batches)"
+        line += f"and steps of {caps.step_tokens:,} tokens (T {share:.2f} global batches)"
     return f"the {budget.explanation} fit {line}"

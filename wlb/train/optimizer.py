@@ -14,20 +14,21 @@ from wlb.spec import RateSchedule, RunSpec, TrainingSection
 
 
 def learning_rate(spec: RunSpec, step: int) -> float:
-    """Return the learning rate of a step: linear warm-up to the peak, then `training.schedule`.
+    """Return a step's learning rate: linear warm-up to the peak, then `training.schedule`.
 
-    The schedules `cosine` and `linear` decay from the end of the warm-up. `wsd` stays at the peak
-    and decays linearly over the last `decay_steps` steps. A decay begins at the peak and would
-    reach `min_learning_rate` in the step with index `training.steps`, which is no longer trained.
+    The schedules `cosine` and `linear` decay from the end of the warm-up. The schedule `wsd` stays
+    at the peak, and decays linearly over the last `training.decay_steps` steps. A decay begins at
+    the peak. It would reach `training.min_learning_rate` in the step with index `training.steps`,
+    which is not trained any more.
 
-    A wsd run that is resumed with more `training.steps` stays at the peak and decays in its new
-    last steps. It should be resumed from a checkpoint before the decay, because the rate would
-    otherwise rise in the middle of training.
+    A run with `wsd` that is resumed with more `training.steps` stays at the peak and decays in its
+    new last steps. Such a run should be resumed from a checkpoint before the decay, because the
+    rate would otherwise rise in the middle of training.
 
     The rate depends on the number of steps, although steps may have different numbers of tokens.
-    This makes little difference, because packing moves tokens only to steps nearby: at each step,
-    the share of all tokens and the share of all steps differ by at most 2.3% in a run of 30 steps
-    on the demo's documents, and by 1.1% in 300 steps.
+    This makes little difference, because packing moves tokens only to steps nearby. On the demo's
+    documents, the share of all tokens and the share of all steps trained so far differ at any step
+    by at most 2.3% in a run of 30 steps, and by at most 1.1% in a run of 300 steps.
 
     Args:
         spec: The run.
@@ -47,12 +48,12 @@ def learning_rate(spec: RunSpec, step: int) -> float:
 
 
 def has_decay(parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies to a parameter. It does not apply to norms and biases."""
+    """Return whether weight decay applies to a parameter, which norms and biases have not."""
     return parameter.dim() > 1
 
 
 def peak_missed(spec: RunSpec) -> str:
-    """Return a warning if the run ends before its warm-up reaches the peak learning rate, or ""."""
+    """Return a warning if the run ends before the warm-up reaches the peak rate; "" otherwise."""
     t = spec.training
     if t.warmup_steps <= t.steps:
         return ""
@@ -65,11 +66,13 @@ def peak_missed(spec: RunSpec) -> str:
 
 
 def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
-    """Return a warning if changed keys make the learning rate jump where a run resumes, else "".
+    """Return a warning if the learning rate jumps where a run resumes, because keys were changed.
+
+    Without a jump, the result is "".
 
     Args:
         spec: The run as it is configured now.
-        before: The section [training] with which the checkpoint was saved.
+        before: The section [training] of the configuration in the checkpoint.
         step: Number of updates before the first resumed step.
     """
     old, new = learning_rate(replace(spec, training=before), step), learning_rate(spec, step)
@@ -77,7 +80,7 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
         return ""
     line = (
         f"the learning rate of step {step + 1} is {new:.3g}, but was {old:.3g} with "
-        "the configuration in the checkpoint"
+        "the configuration in the checkpoint, because keys in [training] have changed"
     )
     begin = before.steps - before.decay_steps
     if new > old and before.schedule == RateSchedule.WSD and step > begin:
@@ -90,9 +93,9 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
 
 
 class Optimizers:
-    """One AdamW for each pipeline stage of this rank.
+    """The optimisers of this rank, one AdamW for each of its pipeline stages.
 
-    So a stage's optimiser state is saved and loaded together with the stage's weights.
+    With one optimiser per stage, a stage's optimiser state is saved and loaded with its weights.
 
     Args:
         spec: The run.
@@ -121,7 +124,7 @@ class Optimizers:
         """Clip the gradients, update the weights and clear the gradients.
 
         Args:
-            step: Number of updates so far, from which the learning rate follows.
+            step: Number of updates so far, which determines the learning rate.
             norm: Global norm of the gradients before clipping.
         """
         scale_gradients(self.parameters, norm=norm, max_norm=self.spec.training.clip_norm)
@@ -130,8 +133,8 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        # With model.experts.balance = bias, each router has a bias per expert that balances the
-        # load. It is adjusted once after every update.
+        # With model.experts.balance = bias, routers have a bias for each expert that balances the
+        # load. Each update adjusts these biases once.
         rebalance(self._stages)
         self.clear()
 

@@ -1,9 +1,9 @@
 """Loads the inputs of the next step while the current step is computed.
 
-A thread reads tokens, builds index arrays and copies them to the device. On a GPU it copies in a
-separate CUDA stream, and the computing stream waits for an event of that stream. The tensors are
-recorded on the computing stream (`record_stream`), because the caching allocator would otherwise
-reuse their memory while kernels still read them.
+A thread reads tokens, builds index arrays and copies both to the device. On a GPU, the thread
+copies in a CUDA stream of its own, and the computing stream waits for an event of that stream. The
+tensors are recorded on the computing stream (`record_stream`), because the caching allocator would
+otherwise reuse their memory while kernels still read them.
 """
 
 import time
@@ -20,19 +20,20 @@ from wlb.train.feed import PlanFeed
 STEPS_LOADED = 1
 """Number of steps whose inputs are loaded in advance.
 
-One is enough, because loading takes less time than a step. More would only take device memory."""
+One step is enough, because loading takes less time than a step. More would only take memory of the
+device."""
 Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
-    """Loads the inputs of up to `STEPS_LOADED` steps ahead of training.
+    """Loads the inputs of the next `STEPS_LOADED` steps in a thread.
 
     Args:
         executor: Builds the inputs of a step.
-        reader: Reads tokens from the store.
+        reader: Reads tokens from the token store.
 
     Attributes:
-        exposed_ns: Time that the most recent call of `take` waited for inputs.
+        exposed_ns: Time (ns) that the most recent call of `take` waited for inputs.
     """
 
     def __init__(self, executor: Executor, reader: TokenReader) -> None:
@@ -42,18 +43,19 @@ class InputPrefetcher:
         device = executor.mesh.device
         self._pool = device_thread("inputs", device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The loading stream reads the rotary frequencies, which kernels of the current stream may
-        # still be computing.
+        # Let the loading stream wait for the current stream, whose kernels may still be computing
+        # the rotary frequencies that the loading stream reads.
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
         """Begin to load the inputs of a step in the thread.
 
-        Does nothing if that step is being loaded already, or if `STEPS_LOADED` other steps are.
+        Does nothing if the thread has begun to load that step already, or if it has begun to load
+        `STEPS_LOADED` other steps that were not taken yet.
 
         Args:
-            plan: The step's plan of this rank's pipeline.
+            plan: The plan of this rank's pipeline for the step.
             loss_scale: Factor by which the step multiplies its loss.
         """
         if plan.step in self._loading or len(self._loading) >= STEPS_LOADED:
@@ -70,12 +72,12 @@ class InputPrefetcher:
                     self.start(pipeline, loss_scale=scale)
 
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
-        """Return the inputs of a step, and load them now if `start` was not called for it.
+        """Return the inputs of a step. They are loaded now if `start` was not called for the step.
 
         If loading failed in the thread, its exception is raised here.
 
         Args:
-            plan: The step's plan of this rank's pipeline.
+            plan: The plan of this rank's pipeline for the step.
             loss_scale: Factor by which the step multiplies its loss.
         """
         begin = time.perf_counter_ns()

@@ -25,7 +25,7 @@ def test_a_lack_of_room_is_found_behind_other_errors(number: int) -> None:
     told = full_disk(other)
     assert told is not None
     assert str(told).startswith(
-        f"/runs/mine/x cannot be written ({os.strerror(number)}). Free space"
+        f"/runs/mine/x cannot be written ({os.strerror(number)}). Make space"
     )
     assert full_disk(no_room(None, number)) is not None
     assert full_disk(RuntimeError("no space left on device")) is None

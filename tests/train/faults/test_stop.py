@@ -90,7 +90,10 @@ def test_the_first_ctrl_c_asks_and_the_second_aborts(
         request = StopRequest(RunSection(), rank=1, signals=signals)
         os.kill(os.getpid(), signal.SIGINT)
         assert request.now() == Stop.SIGNAL
-        assert "saves and ends after its step; a second Ctrl-C aborts it" in capfd.readouterr().err
+        assert (
+            "saves a checkpoint and ends after its current step; a second Ctrl-C aborts it"
+            in capfd.readouterr().err
+        )
         os.kill(os.getpid(), signal.SIGINT)  # the same key, passed on by a launcher
         now_s += 2 * stop.SAME_PRESS_S
         with pytest.raises(KeyboardInterrupt):

@@ -96,7 +96,9 @@ def test_another_tokenizer_or_corpus_is_refused_on_resume(
     else:
         about[key] = {"eos_id": 7, "checksum": "0" * 64}[key]
     path.write_text(json.dumps(about))
-    with pytest.raises(UserError, match="token store or its tokenizer is not the one of the checkpoint"):
+    with pytest.raises(
+        UserError, match="token store or its tokenizer is not the one of the checkpoint"
+    ):
         train(spec_of(tmp_path, store, training={"steps": 4}), resume=True)
 
 

@@ -1,6 +1,6 @@
 """Ends a run whose folder was removed or renamed.
 
-Without this check the run would continue, and what it writes would be lost silently.
+Without this check, the run would continue, and the files that it writes would be lost silently.
 """
 
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 from wlb.plan import RunError
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
-# Error numbers which say that a path does not lead to a folder.
+# Error numbers which mean that no file or folder exists at a path (any more).
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -21,8 +21,8 @@ class FolderLost(RunError):
 class KeepFolder(Hook):
     """Checks after each step that the path `directory` still leads to the run's folder.
 
-    If it does not, FolderLost is raised, before a checkpoint is saved. Only rank 0 has this hook,
-    which does not communicate.
+    If the path leads elsewhere or nowhere, FolderLost is raised, before a checkpoint is saved. Only
+    rank 0 has this hook, so the hook does not communicate.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -30,11 +30,11 @@ class KeepFolder(Hook):
         self._began_as: tuple[int, int] | None = None
 
     def begin(self, run: RunContext) -> None:
-        """Remember the folder's device and inode numbers, by which it is recognised later."""
+        """Remember the folder's device and inode numbers, by which later checks recognise it."""
         self._began_as = _identity(self.directory)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Check that the folder still exists under its name."""
+        """Check that the path still leads to the run's folder."""
         self._check(run)
 
     def end(self, run: RunContext) -> None:

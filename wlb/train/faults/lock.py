@@ -1,9 +1,10 @@
 """Locks a run's folder, because two processes that train the same run would mix their checkpoints.
 
 The process that launches local ranks, or rank 0 under torchrun or Slurm, takes two locks (flock).
-One is on the folder itself, so that it is the same lock whatever path leads to the folder. The
-other is on the file `.lock` in the folder, which names the owner. NFS cannot lock folders, so there
-only the file is locked. The operating system releases both locks when the process ends.
+One lock is on the folder itself, so that processes which reach the folder by different paths share
+it. The other is on the file `.lock` in the folder, which names the owner of the lock. NFS cannot
+lock folders, so only the file is locked there. The operating system releases both locks when the
+process ends.
 
 If the owner's machine has died, a file server keeps the lock for a while. So a job that Slurm
 starts again on another machine waits for the lock.
@@ -48,7 +49,10 @@ class _Held(NamedTuple):
 
 
 class RunLock:
-    """The lock of the run's folder `directory`. `take` and `close` may be called repeatedly."""
+    """The lock of the run's folder `directory`.
+
+    `take` does nothing while this object has the lock, and `close` does nothing without the lock.
+    """
 
     def __init__(self, directory: Path, console: Console) -> None:
         self.directory, self.console = directory, console
@@ -58,28 +62,29 @@ class RunLock:
         self._remedy = ""
 
     def take(self) -> None:
-        """Lock the folder, and create it if it is absent.
+        """Lock the folder, which is created if it does not exist.
 
-        If another process has locked it, wait up to `SAME_MACHINE_S` or `OTHER_MACHINE_S`.
+        If another process has the lock, wait for it: up to `SAME_MACHINE_S` if that process is on
+        this machine, else up to `OTHER_MACHINE_S`.
 
         Raises:
-            UserError: If another process trains the run. The message names that process.
+            UserError: If another process still has the lock. The message names that process.
         """
         begin = time.monotonic()
         while self._held is None:
             if self._attempt():
                 return
             owner = self._owner()
-            # If the owner is on this machine, a short wait suffices: either it is just ending, or
-            # it is training. If it is on another machine, that machine may have died, and the file
-            # server keeps the lock for longer.
+            # An owner on this machine either ends within a short time, or is really training. An
+            # owner on another machine may have died with its machine, and the file server then
+            # keeps the lock for longer.
             is_here = owner.get("host") == socket.gethostname()
             words = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
             if time.monotonic() - begin > (SAME_MACHINE_S if is_here else OTHER_MACHINE_S):
                 raise UserError(
                     f"{self.directory} is in use: {words} has trained a run there "
                     f"since {owner.get('since', 'an unknown time')}. End that process, "
-                    "or set another run.name. If its machine no longer runs, "
+                    "or set another run.name. If the machine of that process no longer runs, "
                     f"{self._remedy}"
                 )
             if not is_here:
@@ -89,7 +94,7 @@ class RunLock:
     def take_next(self) -> None:
         """Lock a new folder at the same path, after the locked folder was moved aside.
 
-        The old folder's lock is released only after the new folder was locked.
+        The lock of the old folder is released only when the new folder is locked.
         """
         moved, self._held = self._held, None
         try:
@@ -113,7 +118,7 @@ class RunLock:
                 file = open_lock_file(self.path, folder)
                 opened.callback(os.close, file)
             except FileNotFoundError:
-                # The folder was moved aside or removed since it was opened.
+                # Another process moved the folder aside or removed it after it was opened here.
                 return False
             if not self._lock_both(folder, file):
                 return False
@@ -129,9 +134,9 @@ class RunLock:
         return True
 
     def _lock_both(self, folder: int, file: int) -> bool:
-        """Lock the folder and the lock file, as far as the file system supports it.
+        """Lock the folder and the lock file, as far as the file system supports these locks.
 
-        If it does not support both locks, a message is printed.
+        A message is printed if the file system does not support both locks.
 
         Args:
             folder: Descriptor of the run's folder.
@@ -149,8 +154,8 @@ class RunLock:
             self._remedy = f"remove {self.path}"
             problem = (
                 f"{self.directory} is on a file system that can lock files but not "
-                f"folders, such as NFS ({error.strerror}): do not remove {self.path} "
-                "while the run trains"
+                f"folders, such as NFS ({error.strerror}), so only {self.path} is locked: do not "
+                "remove this file while the run trains"
             )
         try:
             if not lock(file):
@@ -166,7 +171,7 @@ class RunLock:
         return True
 
     def _say(self, text: str) -> None:
-        """Print a text unless it was printed before."""
+        """Print a text, unless the same text was printed before."""
         if text not in self._said:
             self._said.add(text)
             self.console.print(text)

@@ -1,6 +1,6 @@
 """Decides how a run reacts to a loss or gradient that is not finite (`training.on_nonfinite`).
 
-The loss and the gradient norm were summed over all ranks, so all ranks decide the same without
+The loss and the gradient norm are sums over all ranks, so all ranks reach the same decision without
 communication.
 """
 
@@ -11,21 +11,21 @@ from wlb.spec import OnNonfinite
 MOST_SKIPPED = 10
 """Most steps in a row that a run may skip.
 
-A run that would skip more has probably diverged, so that further steps are a waste of time."""
+A run that would skip more has probably diverged, so further steps would be a waste of time."""
 
 
 @dataclass(slots=True)
 class NonfiniteSteps:
     """Decides how the run reacts to steps whose loss or gradient is not finite.
 
-    With `rollback`, the run returns to a checkpoint and trains the step a second time. If the step
-    fails once more, it is skipped, because its documents are then the cause and not a transient
-    hardware fault.
+    With `training.on_nonfinite` = `rollback`, the run returns to a checkpoint and trains the step a
+    second time. If the loss or gradient is not finite again, the step is skipped, because the cause
+    is then its documents rather than a transient hardware fault.
     """
 
     action: OnNonfinite  # the configured reaction (`training.on_nonfinite`)
-    _in_a_row: int = 0  # skipped steps since the last finite step
-    # Numbers of the steps that were not finite so far.
+    _in_a_row: int = 0  # number of steps skipped since the last finite step
+    # Numbers of the steps that were not finite, for `rollback` and `skip`.
     _failed: set[int] = field(default_factory=set[int])
 
     def decide(self, step: int, *, loss: float, norm: float, has_checkpoint: bool) -> OnNonfinite:
@@ -50,20 +50,20 @@ class NonfiniteSteps:
             )
         is_new = step not in self._failed
         self._failed.add(step)
-        # Roll back only once for each step. If the step fails once more, skip it.
+        # Roll back only once for each step, because the same step would probably fail each time.
         if self.action == OnNonfinite.ROLLBACK and is_new and has_checkpoint:
             self._in_a_row = 0
             return OnNonfinite.ROLLBACK
         self._in_a_row += 1
         if self._in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
-                f"{found}; {self._in_a_row} steps in a row were not finite, but a run "
-                f"may skip at most {MOST_SKIPPED} in a row. Lower "
+                f"{found} is not finite, as in the last {self._in_a_row} steps in a row, but "
+                f"a run may skip at most {MOST_SKIPPED} in a row. Lower "
                 "training.learning_rate and continue from an earlier checkpoint with "
                 "--resume"
             )
         return OnNonfinite.SKIP
 
     def finite(self) -> None:
-        """Note that a step had a finite loss and gradient, which ends a series of skipped steps."""
+        """Reset the count of skipped steps in a row, after a step with finite loss and gradient."""
         self._in_a_row = 0

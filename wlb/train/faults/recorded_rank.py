@@ -1,7 +1,8 @@
 """Runs a rank's training with a log file, a note of what it is doing, and a record of its failure.
 
-The note is called the rank's position. From the records of all ranks, `wlb.launch.report` makes one
-report that says which rank failed first and what the other ranks were doing.
+The note is called the rank's position. If a rank fails, `wlb.launch.report` makes one report from
+the positions and failures of all ranks. It says which rank failed first and what the other ranks
+were doing.
 """
 
 import contextlib
@@ -27,18 +28,18 @@ from wlb.train.telemetry.appended import AppendedFile
 def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Iterator[Position]:
     """While the block runs, log this rank's output, and record its position and its failure.
 
-    If the block raises an error, the error is first written to `records`. A local rank then raises
-    it, and the process that launched it ends the other ranks. Under torchrun or Slurm the rank ends
-    its process, which makes the launcher end the other ranks.
+    An error in the block is first written to `records`. A local rank then raises the error, and the
+    process that launched the local ranks ends the other ranks. A rank of torchrun or Slurm ends its
+    own process, which makes the launcher end the other ranks.
 
     Args:
         directory: The run's folder, in which logs are written.
-        records: The folder for the positions and failures of this start of the run.
+        records: The folder for the positions and failures of ranks in this start of the run.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the layout.
 
     Yields:
-        The rank's position, which the training updates.
+        The rank's position. The training updates it as it proceeds.
     """
     c = mesh.at
     words = (
@@ -51,15 +52,15 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         if not is_alone:
             opened.enter_context(rank_log(directory / LOGS, world.rank, words))
         if is_given:
-            # After a rank failed, torchrun and srun send SIGTERM to all ranks before they kill
-            # them. Each rank then writes its stack.
+            # After a rank has failed, torchrun and srun send SIGTERM to the other ranks before they
+            # kill them. On this signal, each rank writes its call stack.
             path = stack_path(records, world.rank)
             with unless_unwritable(path):
                 opened.enter_context(stacks_to(path, signal.SIGTERM, chain=True))
         try:
             yield position
         except Exception as raised:
-            # A full disk causes many kinds of errors. All are explained in the same line.
+            # A full disk causes many kinds of errors. Replace each by the same explanation.
             error = full_disk(raised) or raised
             where = position.now().describe()
             failure = FailedRank.of(error, world.rank, world.world_size, position=where)
@@ -71,7 +72,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
                 raise
             raise error from raised
         except BaseException:
-            # KeyboardInterrupt and SystemExit say that somebody ended this rank. It has not failed.
+            # After KeyboardInterrupt or SystemExit, the rank has not failed but was ended.
             position.end()
             raise
         position.end()
@@ -80,7 +81,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
 def _opened(records: Path, owner: SlotOwner) -> Position:
     """Open this rank's position file in `records`.
 
-    If the folder cannot be written, the position is in memory only.
+    If nothing can be written to that folder, the position is kept in memory only.
     """
     with unless_unwritable(records):
         records.mkdir(parents=True, exist_ok=True)
@@ -108,15 +109,15 @@ def _leave(failure: FailedRank, world: World) -> None:
     ]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
-    # sys.exit would join threads, which may wait forever for lost ranks.
+    # Not sys.exit, because it waits for threads, which may wait forever for lost ranks.
     os._exit(1)
 
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
-    """Copy what Python prints to stderr to the file `folder/rank-<n>.log` while the block runs.
+    """While the block runs, also write Python's stderr to the file `rank-<n>.log` in `folder`.
 
-    On ranks other than 0, stdout is copied too.
+    On ranks other than 0, stdout is written to the file too.
 
     Args:
         folder: Folder of the logs.
@@ -134,7 +135,7 @@ def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
 
 
 class _Tee:
-    """An output stream that writes to another stream and also to a log."""
+    """An output stream that writes each text both to another stream and to a log."""
 
     def __init__(self, stream: IO[str], log: AppendedFile) -> None:
         self._stream, self._log = stream, log

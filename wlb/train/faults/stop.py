@@ -1,11 +1,11 @@
 """Ends a run early on request: by Ctrl-C, SIGTERM or SIGUSR1 to any rank, or by a stop file.
 
 While ranks train, a signal only sets a flag. All ranks learn of it from the all-reduce of the step,
-finish the step, save a checkpoint and end, with exit status 4 (0 under torchrun and Slurm). A
+finish the step, save a checkpoint and end. The exit status is 4, or 0 under torchrun and Slurm. A
 second Ctrl-C aborts the run.
 
-Before the first step there is nothing to save. If no other rank waits for this process, a signal
-then raises `StoppedEarly` in the code that it interrupts, so that the run ends at once.
+Before the first step there is nothing to save. In the blocks of `Signals.early`, where no other
+rank waits for this process, a signal then raises `StoppedEarly`, so that the run ends at once.
 """
 
 import contextlib
@@ -27,18 +27,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_PRESS_S = 0.3
 """Two SIGINTs within this many seconds count as one press of Ctrl-C.
 
-A rank of torchrun or srun can get the signal twice, from its terminal and from its launcher."""
+A rank of torchrun or srun can get the signal twice: once from its terminal and once from its
+launcher."""
 BEGAN = "began"
 """Name of a file that local rank 0 creates when the first step begins.
 
-It is in the folder of `signal_file`. The process that launched the local ranks looks for it."""
+The file is in the folder of `signal_file`. The process that launched the local ranks looks for
+it."""
 _CTRL_C_MESSAGE = (
-    b"\nwlb train: Ctrl-C: the run saves and ends after its step; a second Ctrl-C aborts it\n"
+    b"\nwlb train: Ctrl-C: the run saves a checkpoint and ends after its current step; "
+    b"a second Ctrl-C aborts it\n"
 )
 
 
 class Stop(IntEnum):
-    """What asks a run to stop. If ranks have noticed different sources, the largest counts."""
+    """What asks a run to stop. If ranks have noticed different requests, the largest counts."""
 
     NO = 0  # nothing: the run continues
     FILE = 1  # a stop file
@@ -46,20 +49,20 @@ class Stop(IntEnum):
 
 
 class StoppedEarly(BaseException):
-    """A signal arrived before there was anything to save.
+    """Raised if a signal arrives before there is anything to save.
 
-    Like KeyboardInterrupt, it is not a subclass of Exception. So code that it interrupts and that
-    handles every Exception does not catch it.
+    This class is not a subclass of Exception, as KeyboardInterrupt is not. So code with a handler
+    for every Exception does not catch it.
     """
 
 
 class Signals:
     """Context manager that handles SIGINT, SIGTERM and SIGUSR1 in the main thread.
 
-    Outside of `early`, a signal only sets the flag `came`. A second SIGINT raises
-    KeyboardInterrupt, and a third one kills the process, in case it runs code that Python cannot
-    interrupt. In a block of `early`, a signal raises StoppedEarly. SIGINT stays ignored if it was
-    ignored before, as in a job under nohup.
+    In a block of `early`, a signal raises StoppedEarly. Elsewhere a signal only sets the flag
+    `came`, but a second SIGINT raises KeyboardInterrupt, and a third one kills the process, in case
+    the process runs code that Python cannot interrupt. SIGINT stays ignored if it was ignored
+    before, as in a job under nohup.
 
     Args:
         answers: Whether this process prints a message at the first SIGINT.
@@ -90,7 +93,7 @@ class Signals:
             signal.signal(kind, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: set the flag, or raise StoppedEarly if no step has begun."""
+        """Handle a signal. Set `came`, and in a block of `early` raise StoppedEarly."""
         del frame
         self.came = True
         if number == signal.SIGINT:
@@ -98,22 +101,22 @@ class Signals:
         if self._ends_at_once:
             raise StoppedEarly
         if self._signal_file is not None and number == signal.SIGTERM and self._is_terminated:
-            # The second SIGTERM: end the launcher, and with it its ranks.
+            # This is the second SIGTERM. End the launching process, and thereby its ranks.
             raise SystemExit(128 + number)
         self._is_terminated |= number == signal.SIGTERM
         if self._signal_file is not None:
-            # If the ranks have ended already, the folder of the file does not exist any more.
+            # The file's folder no longer exists if the ranks have ended already.
             with contextlib.suppress(FileNotFoundError):
                 self._signal_file.touch()
 
     def _interrupted(self) -> None:
-        """Handle a SIGINT: the first one prints a message, a second one aborts."""
+        """Handle a SIGINT. The first one prints a message, and a second one aborts the run."""
         now_s = time.monotonic()
         if self._interrupted_s is None:
             self._interrupted_s = now_s
             if self._answers and not self._ends_at_once:
-                # Use os.write, because the signal may have interrupted a print, which is not
-                # reentrant.
+                # Use os.write instead of print, because the signal may have interrupted a print,
+                # and print must not be called again before it has returned.
                 with contextlib.suppress(OSError, ValueError):
                     os.write(sys.stderr.fileno(), _CTRL_C_MESSAGE)
         elif now_s - self._interrupted_s > SAME_PRESS_S:
@@ -123,17 +126,17 @@ class Signals:
 
     @property
     def _ends_at_once(self) -> bool:
-        """Whether a signal raises StoppedEarly: in a block of `early`, before the first step."""
+        """Whether a signal raises StoppedEarly now: in a block of `early` before the first step."""
         file = self._signal_file
         return self._is_early and not (file is not None and file.with_name(BEGAN).exists())
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Let signals raise StoppedEarly in this block. Earlier signals count too.
+        """Let signals raise StoppedEarly in this block, also a signal that came before the block.
 
-        As soon as the first step begins, signals only set the flag again, even inside the block.
-        That is the case after `steps_begin` in this process, or when a local rank that this process
-        launched has created the file `BEGAN`.
+        As soon as the first step begins, signals only set the flag `came` again, even inside the
+        block. The first step begins when this process calls `steps_begin`, or when a local rank
+        that this process launched creates the file `BEGAN`.
         """
         self._is_early = True
         try:
@@ -143,16 +146,16 @@ class Signals:
             self._is_early = False
 
     def steps_begin(self) -> None:
-        """Let signals only set the flag from now on, so that the run ends after the step."""
+        """From now on, let signals only set the flag `came`, so that the current step is finished."""
         self._is_early = False
 
     def pass_on(self, file: Path) -> None:
-        """Pass signals on to the ranks that this process launches, by means of a file.
+        """From now on, tell the ranks that this process launches about signals, by creating `file`.
 
-        A signal creates `file`, even if the signal came before this call. The `StopRequest` of each
-        rank looks for the file. The signal itself is not forwarded, because it would kill a rank
-        that has not installed its handler yet. A second SIGTERM or SIGINT ends this process and
-        thereby its ranks.
+        If a signal came before this call, `file` is created now. Local rank 0 looks for the file
+        (`StopRequest`). The signal itself is not forwarded, because it would kill a rank that has
+        not installed its handler yet. A second SIGTERM or SIGINT ends this process and thereby its
+        ranks.
         """
         self._signal_file = file
         if self.came:
@@ -167,20 +170,21 @@ class Signals:
 def by_hand(run: RunSection) -> Path:
     """Return the path of the stop file that a user can create to end a run.
 
-    The file works however the run was started: `touch OUTPUT_DIR/.stop-NAME` ends the run NAME
-    after its current step.
+    `touch OUTPUT_DIR/.stop-NAME` ends the run NAME after its current step, no matter how the run
+    was started.
     """
     return Path(run.output_dir) / f".stop-{run.name}"
 
 
 class StopRequest:
-    """Notices on one rank that the run should stop: by signals, and on rank 0 also by stop files.
+    """Notices on one rank that the run should stop. Rank 0 also looks for stop files.
 
     Args:
-        run: The section [run], which names the stop files.
+        run: The section [run] of the configuration, which names the stop files.
         rank: This rank's number.
         signals: The handler of signals; None for a rank that receives no signals.
-        signal_file: The file that the launching process creates when it gets a signal.
+        signal_file: The file that the launching process creates when it gets a signal; None if no
+            process of wlb launched this rank.
     """
 
     def __init__(
@@ -197,10 +201,10 @@ class StopRequest:
         self._signals = signals or Signals()
 
     def steps_begin(self) -> None:
-        """Let signals only set a flag from now on, so that the run ends after the current step.
+        """From now on, let signals only set a flag, so that the run ends after its current step.
 
-        The file `BEGAN` tells the process that launched local ranks that steps have begun. That
-        process then handles signals in the same way.
+        Local rank 0 also creates the file `BEGAN`, so that the process that launched the local
+        ranks handles signals in the same way.
         """
         self._signals.steps_begin()
         if self._signal_file is not None:
@@ -208,19 +212,19 @@ class StopRequest:
 
     @property
     def signalled(self) -> Stop:
-        """`Stop.SIGNAL` if this rank or its launcher got a signal, or `Stop.NO`."""
+        """`Stop.SIGNAL` if this rank or its launching process got a signal, else `Stop.NO`."""
         is_passed_on = self._signal_file is not None and self._signal_file.exists()
         return Stop.SIGNAL if self._signals.came or is_passed_on else Stop.NO
 
     def now(self) -> Stop:
-        """Return what asks the run to stop, as far as this rank has noticed."""
+        """Return what this rank has noticed: a signal, else a stop file, else `Stop.NO`."""
         if not self.signalled and self._seen:
             return Stop.FILE
         return self.signalled
 
     @property
     def words(self) -> dict[Stop, str]:
-        """What can ask a run to stop, in words for messages."""
+        """Words for each request to stop, for messages such as "stopped by ..."."""
         return {
             Stop.SIGNAL: "a signal (Ctrl-C, SIGTERM or SIGUSR1)",
             Stop.FILE: f"the stop file {', '.join(map(str, self._seen or self._files))}",
@@ -228,5 +232,5 @@ class StopRequest:
 
     @property
     def _seen(self) -> list[Path]:
-        """The stop files that exist."""
+        """The stop files that exist now."""
         return [file for file in self._files if file.exists()]

@@ -1,12 +1,13 @@
-"""Reads a run's token stores completely during its first steps, and ends the run if one is damaged.
+"""Reads a run's token stores completely during the first steps. A damaged store ends the run.
 
 Opening a store does not read its tokens, and training reads them document by document. So without
-this check, a flipped bit, or a `.bin` file that was replaced by another of equal size, would go
-unnoticed. wlb's stores have a description with checksums, with which the tokens are compared.
+this check, a flipped bit would go unnoticed, and so would a `.bin` file that was replaced by
+another of equal size. Stores that wlb wrote have a description with checksums, which are compared
+with the tokens.
 
-The checksums of this run are recorded in `stores.json` in the run's folder. A resumed run reads
-only stores whose files have changed since. It compares them with the record, so it notices changed
-tokens even in stores that have no description. Only rank 0 reads.
+The run also records the checksums in the file `stores.json` of its folder. When the run is resumed,
+it reads only the stores whose files have changed since. Their tokens are compared with this record,
+so that changes are noticed even in stores without a description. Only rank 0 reads.
 """
 
 import threading
@@ -25,27 +26,29 @@ from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 RECORD = "stores.json"
-# An entry of stores.json: checksums of a store's tokens and targets, and for each of its files the
-# size and the time of the last change.
+# Format of an entry of stores.json. It has the checksums of a store's tokens and targets, and the
+# size and the time of the last change of each of the store's files.
 _SUMS: Schema = {"tokens": str, "targets": (str, None), "stamps": {OTHERS: [int]}}
 _AWAITED_BYTES = 1 << 30
 """If at most this many bytes are unread when a run ends, the run waits until they are read.
 
-1 GiB takes about a second."""
+Reading 1 GiB takes about a second."""
 
 
 class StoreCheck:
     """Reads token stores one after the other, checks them, and records their checksums in a file.
 
     Args:
-        stores: Prefixes of the stores, by their use in the run, such as "train" (`uses_of`). A
-            store is opened only when it is read.
+        stores: Prefixes of the stores, by the store's use in the run, such as "train" (`uses_of`).
+            A store is opened only when it is read.
         record: The file in which checksums are recorded.
-        on_block: Called after each block that was read. An exception that it raises ends `run`.
+        on_block: Function that is called after each block that was read. If it raises an exception,
+            `run` ends.
 
     Attributes:
-        skipped: The uses whose store was read earlier in the run and has not changed since.
-        total_bytes: Number of bytes to read.
+        skipped: Uses of the stores that an earlier start of the run has read and that have not
+            changed since.
+        total_bytes: Number of bytes to read in all stores.
         done_bytes: Number of bytes read so far.
     """
 
@@ -64,17 +67,18 @@ class StoreCheck:
         """Read and check all stores, and record their checksums.
 
         Raises:
-            UserError: For the first store that is damaged or has changed since the run began.
+            UserError: If a store is damaged or has changed since the run began. The message names
+                the first such store.
         """
         before = 0
         for use, prefix in self.stores.items():
-            # Open the store only now, so that its index is in memory only while it is read.
+            # Open each store only now, so that at most one index is in memory.
             store = TokenStore(prefix)
             sums = check_store(store, self._progress(before)).to_json()
             before = self.done_bytes
             known = self.known.get(use, {})
-            # A store without a description has no checksum to compare with. Only the run's record
-            # says which tokens the store had when earlier steps were trained.
+            # `check_store` can only compare with checksums in the store's description. For a store
+            # without a description, compare with the checksum that the run recorded.
             if store.info is None and known and known["tokens"] != sums["tokens"]:
                 raise UserError(
                     f"the tokens of {prefix} have changed since the run began: their "
@@ -82,7 +86,7 @@ class StoreCheck:
                     f"{known['tokens'][:16]}...; restore the store, or start a new run"
                 )
             self.known[use] = sums
-            # Write to another file and rename it, so that a killed process leaves no incomplete
+            # Write another file and rename it, so that a killed process leaves no incomplete
             # record.
             written = self.record.with_name(f".{RECORD}.tmp")
             write_json(written, self.known)
@@ -99,7 +103,7 @@ class StoreCheck:
 class VerifyStores(Hook):
     """Checks the run's token stores in a thread during the first steps. Only rank 0 has this hook.
 
-    If a store is damaged, the run ends before it saves its next checkpoint.
+    If the thread has found a damaged store, the run ends before it saves its next checkpoint.
     """
 
     def __init__(self, train: StoreName, heldout: str) -> None:
@@ -111,12 +115,13 @@ class VerifyStores(Hook):
         self._thread = threading.Thread(target=self._read, name="read stores", daemon=True)
 
     def begin(self, run: RunContext) -> None:
-        """Start to read the stores that changed since they were last read."""
+        """Start the thread that reads all stores that have changed since they were last read."""
         record = run.job.directory / RECORD
         self._check = StoreCheck(self._uses, record, self._end_if_closed)
         for use in self._check.skipped:
             run.report.say(
-                f"token stores: the {use} store is unchanged since it was last read ({RECORD})"
+                f"token stores: the {use} store is unchanged since it was last read, as {RECORD} "
+                "records, so it is not read again"
             )
         if self._check.stores:
             size = decimal(self._check.total_bytes)
@@ -126,11 +131,11 @@ class VerifyStores(Hook):
             self._is_reported = True
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Report the result once all stores are read; raise UserError if a store is damaged."""
+        """Report the result once all stores are read. Raise UserError if a store is damaged."""
         self._report_if_done(run)
 
     def end(self, run: RunContext) -> None:
-        """Report the result, or warn if the run ends before all stores are read."""
+        """Report the result, or print a warning if not all stores are read yet."""
         check = self._check
         if check is None or self._is_reported:
             return
@@ -151,39 +156,39 @@ class VerifyStores(Hook):
             self._thread.join()
 
     def _end_if_closed(self) -> None:
-        """Raise InterruptedError if the run has ended, which ends the reading thread."""
+        """Raise InterruptedError, which ends the reading thread, if the run has ended."""
         if self._closed.is_set():
             raise InterruptedError
 
     def _report_if_done(self, run: RunContext) -> None:
-        """Report the result if the thread has ended; raise UserError if a store is damaged."""
+        """Report the result if the thread has ended. Raise UserError if a store is damaged."""
         if self._is_reported or self._thread.is_alive():
             return
         self._is_reported = True
         if self._problem is not None:
             raise UserError(
-                f"token stores: {self._problem}. The steps that this run has trained "
-                "may have used damaged data; restore the store and start the run "
-                "again"
+                f"token stores: {self._problem}. The steps trained so far "
+                "may have used damaged data. Restore the store, then start the run "
+                "again from the beginning or from a checkpoint that you trust"
             ) from self._problem
-        run.report.say("token stores: their contents match their checksums")
+        run.report.say("token stores: all are read, and none is damaged")
 
     def _read(self) -> None:
-        """Read and check all stores. Runs in the reading thread."""
+        """Read and check all stores. The reading thread runs this function."""
         assert self._check is not None
         try:
             self._check.run()
         except InterruptedError:
             return
-        # Store the error. The thread that trains raises it after its step.
+        # Store the error, because the thread that trains must raise it (`_report_if_done`).
         except (OSError, ValueError) as error:
             self._problem = error
 
 
 def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
-    """Return the prefixes of a run's stores by their use.
+    """Return the prefixes of a run's token stores, by the use of each store.
 
-    The uses are `train` (or `train 0`, `train 1`, ... for the parts of a blend) and `held-out`.
+    The uses are "train" and "held-out". The stores of a blend are "train 0", "train 1" and so on.
 
     Args:
         train: Name of the token store, or of a blend of stores.
@@ -196,12 +201,12 @@ def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """Read the checksums that earlier starts of the run recorded; {} if there is no record."""
+    """Read the record of checksums that earlier starts of the run made; {} if there is none."""
     if not record.exists():
         return {}
     where, remedy = (
         f"{record} does not have the format of a record of token stores",
-        "remove this file; the stores are then read and checked again",
+        "remove this file, so that the stores are read and checked again",
     )
     known = read_object(record, remedy=remedy)
     check_schema(known, {OTHERS: _SUMS}, where, remedy=remedy)
