@@ -240,7 +240,7 @@ def test_costs_whose_sum_does_not_fit_are_refused() -> None:
     )
     pack = BoundedPacker(options=options, s_max=16)
     with pytest.raises(
-        ValueError, match=r"more than a 64-bit integer can store; the largest is 128000"
+        ValueError, match=r"more than a 64-bit integer can store; the largest cost is 128000"
     ):
         pack.push(batch(0, [3] * 100 + [8]), pack.start())
 
