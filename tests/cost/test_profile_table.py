@@ -141,7 +141,7 @@ def test_what_is_outside_is_told_by_the_curve_for_whole_documents():
         ({"num_heads": 3}, "num_heads = 3 must be a multiple of attention.num_kv_heads = 2"),
         ({"backends": "sdpa"}, "backends = 'sdpa' must be a list of kernel names"),
         ({"backends": ()}, "backends is empty"),
-        ({"reach": np.ones(5)}, "one entry for each entry of the surface's first axis"),
+        ({"reach": np.ones(5)}, "one entry for each measured number of query rows"),
     ],
 )
 def test_wrong_tables_are_refused(change, message):
@@ -173,6 +173,6 @@ def test_the_table_of_the_models_ratio_of_heads_is_taken():
 def test_a_curve_may_not_grow_faster_than_its_axis():
     with pytest.raises(ValueError, match="more work would take less time"):
         Curve(axis=np.array([1.0, 2.0]), values=np.array([1.0, 3.0]))
-    with pytest.raises(ValueError, match="but its axes have"):
+    with pytest.raises(ValueError, match="sizes along the axes"):
         Curve(axis=np.array([1.0, 2.0]), values=np.ones(3))
     assert Curve(axis=AXIS, values=np.array([1.0, 5.0])).at(np.array([0.5, 1e6])).tolist() == [1, 5]

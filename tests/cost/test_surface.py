@@ -50,10 +50,10 @@ def test_values_must_be_finite_and_positive(bad):
 
 
 def test_axes_must_rise():
-    with pytest.raises(ValueError, match="at least two entries, which increase"):
+    with pytest.raises(ValueError, match="at least two entries, all increasing"):
         Surface(axis0=[2, 2], axis1=[1, 2], values=[[1, 1], [1, 1]])
 
 
 def test_shape_must_match():
-    with pytest.raises(ValueError, match="but its axes have"):
+    with pytest.raises(ValueError, match="sizes along the axes"):
         Surface(axis0=[1, 2], axis1=[1, 2], values=[[1, 1, 1], [1, 1, 1]])

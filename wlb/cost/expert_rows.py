@@ -18,7 +18,8 @@ def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
     all-to-all that returns them.
 
     Returns:
-        Numbers of values in forward, in backward, and in what backward recomputes.
+        Numbers of values in forward, in backward, and in the part of forward that backward
+        recomputes.
     """
     one_way = bool(model.experts.num) * 2 * model.experts.per_token * model.hidden_size
     return 2 * one_way, 2 * one_way, one_way
@@ -48,7 +49,7 @@ def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProf
 _TILE, _SMS = 128, 132
 """A matrix product computes its output in tiles of 128 x 128, one on each of an H100's 132 SMs."""
 _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
-"""Kernels of a stage besides matrix products, (forward, backward); time of the shortest kernel."""
+"""Number of a stage's kernels besides matrix products, (forward, backward); ns of the shortest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from wlb.plan import UserError
 from wlb.plan.read_file import Fields
 
 MOST = 1 << 32
-"""Largest size that a field of a config.json may have; a larger one must be a typing error."""
+"""Largest size that a field of a config.json may have; a larger size must be a mistake."""
 LAYER_TYPES = {
     "full_attention": "full",
     "attention": "full",
@@ -470,7 +470,7 @@ def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Return the costs of GPT-2's and GPT-NeoX's attention: each query head has a KV head."""
+    """Return the costs of GPT-2's and GPT-NeoX's attention, with a KV head for each query head."""
     return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
 
@@ -500,7 +500,7 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
     chosen = Pairs(pair, config.whole("index_topk"))
     if kind == "reused":
         return Mixer(weights, (chosen,))
-    # The indexer adds up the weighted scores of its heads: one more multiply-add per head.
+    # The indexer also adds up the weighted scores of its heads, with one multiply-add per head.
     return Mixer(weights + indexer, (Pairs(2 * index_heads * (index_dim + 1)), chosen))
 
 
@@ -609,7 +609,7 @@ def _mamba_layer(config: ConfigFields) -> Mixer:
 
 
 def _rank_of(config: ConfigFields, name: str) -> int:
-    """Return the rank of a low-rank projection; "auto" is hidden size / 16, rounded up."""
+    """Return the rank of a low-rank projection; "auto" means hidden size / 16, rounded up."""
     return -(-config.hidden // 16) if config.get(name) == "auto" else config.whole(name)
 
 
@@ -1059,7 +1059,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], list[Layer]]] = {
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Language model of each family whose older files have no `text_config`.
 
-They have the fields of the language model at the top level.
+These files have the fields of the language model at the top level.
 """
 COUNTED = tuple(sorted(FAMILIES))
 """All values of `model_type` that can be counted."""

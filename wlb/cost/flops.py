@@ -21,7 +21,7 @@ from wlb.spec import ExpertsSpec, ModelSpec, Recompute
 LINEAR_BACKWARD_FACTOR = 2
 """Backward FLOPs of a matrix product over its forward FLOPs.
 
-Backward has two products: one for the input's gradient, one for the weight's gradient.
+Backward has two products: one for the gradient of the input, and one for that of the weight.
 """
 
 
@@ -137,7 +137,7 @@ def recurrence_flops(model: ModelSpec) -> int:
 
 
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Count the values that one token reads and writes in the element-wise operators of one layer.
+    """Count the values that one layer's element-wise operators read and write for one token.
 
     The table gives the reads + writes of each operator, in vectors of the operator's width. Its
     last column names the operator whose measured throughput gives the price.

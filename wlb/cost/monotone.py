@@ -1,7 +1,8 @@
 """Tables of prices by length in which a longer piece never costs less than a shorter one.
 
 Computed prices may fall by a few percent as the length grows, because throughput is measured over
-whole tiles. So the table stores for each length the highest price of all lengths up to it.
+whole tiles. So the table stores, for each length, the highest price of this and all shorter
+lengths.
 
 Prices of lengths below DENSE tokens are stored one by one. Longer lengths are interpolated between
 knots: 512 knots for each doubling of the length up to the longest expected piece, then 4 for each
@@ -16,7 +17,7 @@ import numpy as np
 from wlb.plan import FloatArray, IntArray, UserError
 
 DENSE = 4096
-"""Most lengths whose prices are stored one by one; longer lengths are interpolated."""
+"""Lengths below this many tokens have stored prices; prices of longer ones are interpolated."""
 _LONGEST = 1 << 26
 """Longest piece that can be priced, in tokens."""
 

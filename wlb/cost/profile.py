@@ -114,8 +114,8 @@ class BlockCost:
         costs = [getattr(self, f.name) for f in fields(self)]
         if not all(0 <= cost < np.inf for cost in costs):
             raise UserError(
-                f"blocks has the costs {costs} ns, but each must be finite and at least 0; measure "
-                "the profile again"
+                f"attention.blocks has the times {costs} ns, but each must be finite and at least "
+                "0; measure the profile again"
             )
 
     def ns(
@@ -230,8 +230,8 @@ class AttentionTable:
             object.__setattr__(self, name, array)
         if self.heads.shape != self.heads_efficiency.shape or not (np.diff(self.heads) > 0).all():
             raise UserError(
-                f"attention.heads = {self.heads.tolist()} must increase and have as many entries "
-                f"as attention.heads_efficiency = {self.heads_efficiency.tolist()}; measure the "
+                f"attention.heads = {self.heads.tolist()} must have increasing entries, as many as "
+                f"attention.heads_efficiency = {self.heads_efficiency.tolist()} has; measure the "
                 "profile again"
             )
         entries = np.concatenate([self.heads, self.heads_efficiency])
@@ -251,21 +251,21 @@ class AttentionTable:
     def _check_surfaces(self) -> None:
         if (self.square_forward is None) != (self.square_backward is None):
             raise UserError(
-                "only one of square_forward and square_backward is given; give both, or leave out "
-                "both"
+                "a profile of attention has only one of square_forward and square_backward; give "
+                "both, or leave out both"
             )
         if self.reach is not None:
             object.__setattr__(self, "reach", np.array(self.reach, np.float64))
             if self.reach.shape != self.forward.axis0.shape:
                 raise UserError(
                     f"attention.reach has shape {self.reach.shape}, but it must have one entry for "
-                    "each entry of the surface's first axis, which has shape "
-                    f"{self.forward.axis0.shape}; measure the profile again"
+                    "each measured number of query rows (attention.forward, first axis), of which "
+                    f"there are {self.forward.axis0.size}; measure the profile again"
                 )
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):
                 raise UserError(
-                    f"the forward and backward surfaces of attention must have the same {axis}; "
+                    f"attention.forward and attention.backward have different sizes along {axis}; "
                     "measure both passes at the same sizes"
                 )
 
@@ -273,7 +273,7 @@ class AttentionTable:
         if isinstance(self.backends, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(
                 f"attention.backends = {self.backends!r} must be a list of kernel names, not a "
-                "text; put the name into a list"
+                "string; put the name into a list"
             )
         object.__setattr__(self, "backends", tuple(self.backends))
         for name in BACKWARD_TILES:
@@ -293,8 +293,8 @@ class AttentionTable:
             )
         if any(a >= b for a, b in pairwise((0, *self.padded_lengths))):
             raise UserError(
-                f"attention.padded_lengths = {self.padded_lengths} must be above 0 and increase; "
-                "sort the lengths and remove duplicates"
+                f"the lengths attention.padded_lengths = {self.padded_lengths} must be above 0 and "
+                "increase; sort them and remove duplicates"
             )
         for name in ("launch", "group"):
             costs = [getattr(self, f"{name}_{p}_ns") for p in ("forward", "backward")]
@@ -600,7 +600,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelProfile:
-    """All measured prices of one device and dtype."""
+    """All measured prices of one device and data type."""
 
     name: str  # name by which users choose the profile; a run writes it to its log
     device: str  # name of the measured device

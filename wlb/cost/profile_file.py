@@ -183,7 +183,7 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
     _check_magnitudes(data, "")
     for name in ("name", "device", "dtype"):
         if name in data and not isinstance(data[name], str):
-            raise UserError(f"{name} = {data[name]!r} must be a text; measure the profile again")
+            raise UserError(f"{name} = {data[name]!r} must be a string; measure the profile again")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     if "power_limit_w" in data:
         limit = data["power_limit_w"]

@@ -6,7 +6,7 @@ the rule.
 
 Between measured points throughput is interpolated linearly (in two dimensions bilinearly), in plain
 IEEE arithmetic, so that all CPUs compute equal bits. Above the measured sizes the throughput of the
-largest one applies. Callers raise sizes below the measured ones to the smallest (`floor`).
+largest one applies. Callers must raise smaller sizes to the smallest measured one (`floor`).
 """
 
 from dataclasses import dataclass
@@ -144,8 +144,8 @@ def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray
     values, shape = _frozen("values", throughput, len(axes)), tuple(axis.size for axis in axes)
     if values.shape != shape:
         raise UserError(
-            f"values has shape {values.shape}, but its axes have {shape} points; give one value "
-            "for each point"
+            f"the throughput values have shape {values.shape}, but there are {shape} sizes along "
+            "the axes; give one value for each combination of sizes"
         )
     limit = _limited(axes, values)
     bad = np.argwhere(values > limit * (1 + _TOLERANCE))
@@ -153,9 +153,9 @@ def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray
         at = tuple(bad[0].tolist())
         point = ", ".join(f"{axis[i]:g}" for axis, i in zip(axes, at, strict=True))
         raise UserError(
-            f"throughput {values[at]:g} at ({point}) must be at most {limit[at]:g}: beyond that, "
-            "more work would take less time. Pass the values through limit_growth first, or "
-            "through limit_curve_growth if they have one axis"
+            f"the throughput {values[at]:g} at size ({point}) must be at most {limit[at]:g}, "
+            "because otherwise more work would take less time. Pass the values through "
+            "limit_growth first, or through limit_curve_growth if they have one axis"
         )
     return _frozen("values", limit, len(axes))
 
@@ -164,7 +164,7 @@ def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
     array = np.array(values, np.float64)
     if array.ndim != ndim or array.size == 0:
         raise UserError(
-            f"{name} must be a non-empty array of {ndim} axes, but its shape is {array.shape}; "
+            f"{name} must be a non-empty array with {ndim} axes, but its shape is {array.shape}; "
             "measure the profile again"
         )
     if not (np.isfinite(array) & (array > 0)).all():
@@ -180,7 +180,7 @@ def _rising(name: str, values: Any) -> FloatArray:
     axis = _frozen(name, values, 1)
     if axis.size < 2 or not (np.diff(axis) > 0).all():
         raise UserError(
-            f"{name} must have at least two entries, which increase, but it is {axis.tolist()}; "
+            f"{name} must have at least two entries, all increasing, but is {axis.tolist()}; "
             "measure the profile again"
         )
     return axis

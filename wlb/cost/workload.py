@@ -16,15 +16,16 @@ additive over pieces, 0 for length 0, and never falls as d grows.
 A price is a count (`wlb.cost.flops`) over a measured throughput (`wlb.cost.profile`). `wlb profile`
 measures throughputs.
 
-W leaves out what does not depend on which documents share a micro-batch. These parts are priced
-elsewhere:
+W leaves out these parts of a step, which are priced elsewhere:
 
 - kernel launches and the latency of collectives: `LinearCost.call_ns`, `attention_call_ns`
 - embedding, head and loss: the last properties of `LinearCost`
 - padding and messages between stages: `wlb.simulate.pass_times`
 - collectives of FSDP and gradients: `wlb.simulate.shards`
-- waiting for an exchange of keys, compared with a plain all-gather: `wlb.cost.exposed`
-- attention of the spans of an actual sharding: `wlb.cost.protocol`
+- the difference between the wait for an exchange of keys and for a plain all-gather:
+  `wlb.cost.exposed`
+- attention of a micro-batch's actual spans, which are not known before sharding:
+  `wlb.cost.protocol`
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -213,7 +214,7 @@ class ProfiledWorkload:
         both = ((full, 0), (sliding, self.model.sliding_window))
         return [(layers, window) for layers, window in both if layers]
 
-    # W_l: all else that grows with tokens
+    # W_l: everything else that grows with tokens
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
         """Return W_l, everything but attention, of pieces with these lengths, in ns, shape [n]."""
@@ -470,11 +471,11 @@ class LinearCost:
         Examples are "gemm_forward", "elementwise_backward" and "tp_comm_forward".
         """
         parallel, exposed = self.parallel, 1 - self.tp_overlap
-        # A term has three times in one layer: forward, backward, and what backward recomputes.
+        # Each term has three times in one layer: forward, backward, and what backward recomputes.
         terms = {
             "gemm": self._products_with_load_ns(),
             "elementwise": self._in_layer(self._mean(self._elementwise_of)),
-            # Only the bandwidth term: the latency of a collective does not depend on the tokens.
+            # TP's collectives count without latency, which does not depend on the tokens.
             "tp_comm": tuple(
                 self.tp_wire_ns(*calls) * exposed
                 for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
@@ -573,7 +574,7 @@ class LinearCost:
     def _mean(
         self, work_of: Callable[[ModelSpec], Work], kinds: Sequence[LayerKind] | None = None
     ) -> Work:
-        """Return the time of the mean layer.
+        """Return the time of the mean layer, in ns.
 
         Args:
             work_of: Returns the time of a layer of a model in which all layers are equal.
@@ -594,7 +595,7 @@ class LinearCost:
     # W_l: element-wise operators
 
     def _elementwise_of(self, model: ModelSpec) -> Work:
-        """Return the time of one token's element-wise operators in a layer of `model`."""
+        """Return the time of one token's element-wise operators in a layer of `model`, in ns."""
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(model)
         work = self.recomputed or recomputed_work(model, self.recompute)
@@ -814,8 +815,8 @@ class LinearCost:
     def embedding_ns_per_token(self) -> Passes:
         """Time to embed one token on the first stage, in ns: (forward, backward)."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
-        # The time is not divided by tp: every TP rank looks up all tokens in its part of the
-        # vocabulary.
+        # The time is not divided by tp, because every TP rank looks up all tokens in its part of
+        # the vocabulary.
         size = DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
         forward, backward = elementwise_values(self.model)[Elementwise.EMBEDDING]
         return (

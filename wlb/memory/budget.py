@@ -21,7 +21,7 @@ CONTEXT_GIB = 1.0
 """Memory of the CUDA context, loaded kernels and cuBLAS workspaces.
 
 This is a guess, not a measurement. If it is too large, plans are smaller than they could be; if it
-is too small, a run may go out of memory.
+is too small, a run may run out of memory.
 """
 COMMUNICATOR_GIB = 0.5625
 """Memory of one NCCL communicator on a rank.
@@ -32,8 +32,8 @@ each (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB; NCCL's src/
 ALLOCATOR_GAPS = 0.06
 """Fraction of the memory left for tensors that torch's caching allocator loses to gaps.
 
-It assumes expandable segments. With a smaller value plans may be larger, but their allocations may
-fail.
+The value holds for expandable segments. With a smaller value plans may be larger, but their
+allocations may fail.
 """
 ROUNDING = 1.001
 """An estimate fits if it is at most this factor times the budget.
@@ -90,7 +90,7 @@ class Budget:
     def explanation(self) -> str:
         """The budget as part of a sentence: "71.6 GiB that plans may use of 80 GiB (...)"."""
         aside = ", ".join(f"{name} {size_text(size)}" for name, size in self.terms.items() if size)
-        of = f"{size_text(int(self.gib * GIB))} ({self.source}{'; ' if aside else ''}{aside})"
+        of = f"{size_text(int(self.gib * GIB))} ({self.source}{'; rest: ' if aside else ''}{aside})"
         return f"{size_text(self.planned_bytes)} that plans may use of {of}"
 
 

@@ -25,7 +25,7 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCaps:
-    """Upper limits of packing that keep a run within a GPU's memory."""
+    """Upper limits on packing that keep a run within a GPU's memory."""
 
     s_max: int  # most tokens of a micro-batch
     step_tokens: int | None  # most tokens of a step over all pipelines; None: no limit

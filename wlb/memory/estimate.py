@@ -40,9 +40,9 @@ than its share; up to 12% more were measured.
 ROWS_OF_SEGMENT = 128
 """Assumed mean number of query rows of a segment in an attention call.
 
-It sets the number of segments of a call. Kernels pad each segment by up to 128 rows, so more
-segments need more memory. In steps of documents with the lengths of the paper's Table 1 the mean
-was at least 106 rows (system `paper`) or 400 rows (system `wlb`).
+The assumed number of segments of a call follows from it. Kernels pad each segment by up to 128
+rows, so more segments need more memory. In steps of documents with the lengths of the paper's
+Table 1, the mean was at least 106 rows (system `paper`) or 400 rows (system `wlb`).
 """
 
 INPUT_BYTES = 80
@@ -551,7 +551,7 @@ def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
     limit = step_tokens or spec.packing.step_tokens_of(spec.tokens_per_step)
     tokens = limit or spec.num_micro_batches * longest_micro_batch(spec)
     rows = -(-tokens // (max(1, spec.parallel.dp) * spec.parallel.cp))
-    # The exchange "needed" has the indices of the rows to send and of the gradients that return.
+    # The exchange "needed" stores indices of the rows to send and of the gradients that return.
     indices = 2 * INDEX_BYTES * _sent_rows(spec, rows)
     return 2 * (rows * (FLOAT32_BYTES * spec.model.head_size + INPUT_BYTES) + indices)
 

@@ -175,7 +175,7 @@ def sorted_graph(
         cycle: list[int] = error.args[1]
         stuck = [str(nodes[i].action or nodes[i].kind) for i in cycle]
         raise ValueError(
-            f"the graph has a cycle: these events wait for each other: {', '.join(stuck[:8])}"
+            f"the graph has a cycle of events that wait for each other: {', '.join(stuck[:8])}"
         ) from None
     place = np.empty(len(nodes), np.int64)
     place[order] = np.arange(len(order))

@@ -1,10 +1,10 @@
 """The duration of every pass of a step, by micro-batch, stage and context-parallel rank.
 
-Attention takes the predicted time of each CP rank's spans (`wlb.cost.kernels_ns`). A pass takes as
-long as its slowest CP rank, because CP ranks wait for each other in every layer. The price of all
-other work of a layer is proportional to the rows of the micro-batch (padding included), plus a
-constant. The first stage adds the embedding. The last stage adds head and loss; their gradients are
-computed in its forward pass.
+The attention time of each CP rank is the predicted time of its spans (`wlb.cost.kernels_ns`). A
+pass takes as long as its slowest CP rank, because CP ranks wait for each other in every layer. The
+price of all other work of a layer is proportional to the rows of the micro-batch (padding
+included), plus a constant. The first stage also has the embedding. The last stage also has the head
+and the loss, whose gradients are computed in its forward pass.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Simulate whole runs: plan all steps of some global batches, and simulate each step.
 
 Documents that a policy still delays after the last batch are trained in a flush. The time of the
-flush is included. Otherwise a policy would look faster because it trains fewer documents.
+flush is included, because otherwise a policy that trains fewer documents would look faster.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -42,8 +42,8 @@ ADAMW_VALUES, NORM_VALUES = 7, 1
 FSDP_SLOWDOWN = 0.32
 """Seconds that computation loses for each second of FSDP collectives that run at the same time.
 
-Computation is slower then, because NCCL occupies SMs and memory bandwidth. The value was fitted to
-published runs (`experiments/beyond/published_runs`).
+NCCL occupies SMs and memory bandwidth, so computation is slower at that time. The value was fitted
+to published runs (`experiments/beyond/published_runs`).
 """
 
 
@@ -79,7 +79,7 @@ WLB_FSDP = FsdpExecution()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """Times in a step of FSDP's collectives, the gradient norm and AdamW.
+    """Times that FSDP's collectives, the gradient norm and AdamW take in a step.
 
     With `fsdp.reshard_after_forward` every pass gathers its layers. The collectives are then part
     of the passes (`pass_ns`), and their nodes in the graph take no time.

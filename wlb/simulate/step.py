@@ -35,8 +35,8 @@ COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm")
 CHUNK = 64
 """Number of steps that are simulated in one walk over the graph.
 
-The walk takes about as long for one step as for a few, so more steps at once are faster. Their
-times are all in memory.
+A walk takes about as long for one step as for a few, so it is faster to simulate many steps at
+once. But the times of all these steps must fit into memory.
 """
 
 

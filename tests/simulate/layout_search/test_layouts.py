@@ -132,9 +132,13 @@ def test_restrictions() -> None:
         match="cp = 3 must be a divisor of the number of devices, 8; choose from 1, 2, 4",
     ):
         layouts_of(spec_of(), gpus=8, choices=LayoutChoices(cp=(3,)))
-    with pytest.raises(ValueError, match="no layout of 8 devices satisfies all restrictions"):
+    with pytest.raises(
+        ValueError, match="no layout of 8 devices satisfies all restrictions on degrees"
+    ):
         layouts_of(spec_of(), gpus=8, choices=LayoutChoices(tp=(4,), cp=(4,)))
-    with pytest.raises(ValueError, match=r"no layout of 32 devices is possible: tp .* \(\d+\)"):
+    with pytest.raises(
+        ValueError, match=r"no layout of 32 devices is possible\. Reasons .*: tp .* \(\d+\)"
+    ):
         layouts_of(spec_of(), gpus=32, choices=LayoutChoices(tp=(16,)))
 
 

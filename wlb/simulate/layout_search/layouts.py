@@ -299,8 +299,8 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
             return True
     if spec.parallel.cp * spec.row_multiple > spec.data.context_window:
         message = (
-            f"{spec.parallel.cp} CP ranks need at least {spec.row_multiple} rows each, which is "
-            f"more than data.context_window = {spec.data.context_window}"
+            f"{spec.parallel.cp} CP ranks need at least {spec.row_multiple} rows each, and "
+            f"data.context_window = {spec.data.context_window} has fewer rows in all"
         )
         out.refuse("cp is too large for the window", spec, message)
         return True
@@ -388,6 +388,9 @@ def _nothing(gpus: int, out: Layouts) -> str:
             f"more recompute, or lower data.context_window"
         )
     if not out.refusals:
-        return f"no layout of {gpus} devices satisfies all restrictions; remove some restrictions"
+        return (
+            f"no layout of {gpus} devices satisfies all restrictions on degrees of parallelism, "
+            "schedules, virtual stages and recompute; allow more values"
+        )
     listed = "; ".join(f"{r.reason} ({r.count}): {r.message}" for r in out.refusals.values())
-    return f"no layout of {gpus} devices is possible: {listed}"
+    return f"no layout of {gpus} devices is possible. Reasons (numbers of layouts): {listed}"

@@ -115,8 +115,8 @@ class PackingChoices:
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:
-                    # This T limits nothing: a step in which all micro-batches have S_max tokens
-                    # does not exceed it.
+                    # This T limits nothing, because even a step in which all micro-batches have
+                    # S_max tokens does not exceed it.
                     continue
                 made = replace(section, s_max=s_max, step_tokens=step_tokens)
                 if section.policy == Policy.BOUNDED:

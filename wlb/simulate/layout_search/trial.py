@@ -2,10 +2,10 @@
 
 There are four depths, each more exact and more expensive:
 
-- `work`: adds up the work of the mean pipeline rank, without pipeline bubbles; a lower bound.
-- `even`: simulates one step whose micro-batches are all equal.
-- `packed`: packs and simulates every step, with attention spread evenly over CP ranks.
-- `sharded`: packs, shards and simulates every step (`simulate_run`); the final result.
+- `work` adds up the work of the mean pipeline rank, without bubbles. This is a lower bound.
+- `even` simulates one step whose micro-batches are all equal.
+- `packed` packs and simulates every step, with attention spread evenly over CP ranks.
+- `sharded` packs, shards and simulates every step (`simulate_run`). This is the final result.
 
 All depths return seconds per global batch. The flush is included, so layouts are compared on the
 same documents. Two layouts share packed and sharded steps if they have equal prices of documents,

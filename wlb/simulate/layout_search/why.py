@@ -23,7 +23,7 @@ from wlb.spec import Recompute, RunSpec, Schedule
 OWN = "the run's own layout"
 """Name of the family that has only the layout of the user's run."""
 COMPARED = ("tp", "cp", "pp", "ep")
-"""Axes of parallelism: the layouts with one degree of one axis are a family."""
+"""Axes of parallelism. All layouts with the same degree of one of these axes are a family."""
 WORTH_NAMING = 0.1
 """A reason names a kind of work if it makes up at least this fraction of all additional time."""
 MOST_NAMED = 3
