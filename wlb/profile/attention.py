@@ -68,7 +68,7 @@ class HeadLayout:
 
     @property
     def kernel(self) -> tuple[str, int, int]:
-        """(Kernel, head size, query heads per KV head), for which one fit covers any head count."""
+        """(Kernel, head size, query heads per KV head). One fit covers any number of such heads."""
         return self.backend, self.head_dim, self.group
 
     @property

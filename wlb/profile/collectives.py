@@ -408,7 +408,7 @@ def _cpu_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarr
 
 
 def _cuda_samples(call: Callable[[], Any], place: _Place, count: int) -> np.ndarray:
-    """Issue `count` calls, wait for the device once at the end, and return their nanoseconds."""
+    """Issue `count` calls, wait for the device once at the end, and return ns of each call."""
     flag = torch.zeros(1, device=place.device)
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(count):

@@ -263,7 +263,7 @@ class _Rates(NamedTuple):
     square: Curve | None
     """TFLOP/s of segments with as many queries as keys; None if the kernel groups no segments."""
     reach: FloatArray | None
-    """For each number of queries, the most keys that were measured; None if no key was left out."""
+    """For each number of queries, the most keys that were measured; None if nothing is missing."""
 
 
 def _rates(

@@ -39,7 +39,7 @@ FREE_BYTES_PER_S = 1e14
 
 
 def fit_gemm(records: Sequence[Record], provenance: Provenance) -> GemmCost:
-    """Fit the throughput of matrix products by number of tokens and size of the weight.
+    """Fit the throughput of matrix products as a function of number of tokens and size of weight.
 
     Args:
         records: Records of the sweep.
@@ -156,9 +156,9 @@ def robust_line(
     little influence.
 
     Args:
-        x: Size of each measurement, such as bytes, shape [n].
-        took: Measured time of each, shape [n]; must be above 0.
-        offset: Known part of the time, a number or shape [n].
+        x: Size of each measurement, such as a number of bytes, shape [n].
+        took: Measured time of each measurement, above 0, shape [n].
+        offset: Known part of each time. It is a number, or has shape [n].
     """
     design = np.stack([np.ones(took.size), x], 1)
     rest = np.maximum(took - offset, 0.0) / took

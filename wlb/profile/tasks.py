@@ -67,7 +67,7 @@ class RecordFile:
     """The file with the records of a sweep, as a context manager.
 
     Attributes:
-        records: Records by the key of their task.
+        records: `Task.key` -> record of the task.
         starts: Date, command, commit and conditions of each start of the sweep that measured
             something, oldest first.
     """

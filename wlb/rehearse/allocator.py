@@ -76,7 +76,7 @@ class Allocator:
         self._living: dict[int, tuple[Block, _Pool]] = {}
 
     def request(self, number: int, size: int, stream: int) -> None:
-        """Allocate memory, or raise _Full if the device has not enough.
+        """Allocate memory, or raise _Full if too little memory is left on the device.
 
         Args:
             number: Number by which `free` will refer to this memory.
@@ -150,7 +150,7 @@ class Allocator:
         return block
 
     def _take(self, size: int) -> None:
-        """Reserve `size` bytes of device memory. If too few are left, first free some."""
+        """Reserve `size` bytes of device memory. If too few are left, first give some back."""
         if self.reserved + size > self.limit:
             self.retries += 1
             self._give_back()

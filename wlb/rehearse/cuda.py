@@ -173,7 +173,8 @@ def _tensors() -> None:
 def _shapes_of_whole_tensors() -> None:
     """Switch recording off while DTensor runs operators only to infer the shapes of whole tensors.
 
-    A real run also executes these operators on fake tensors, so they cost neither time nor memory.
+    A real run also executes these operators on fake tensors, so they use neither GPU time nor
+    memory.
     """
     from torch.distributed.tensor import _sharding_prop
 

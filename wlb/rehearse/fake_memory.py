@@ -94,7 +94,7 @@ class Footprint:
     )
 
     def add(self, tensor: Any) -> _Storage:
-        """Return the record of a tensor's storage, which is created or resized if necessary."""
+        """Return the record of a tensor's storage. If necessary, make it or update its size."""
         raw = tensor.untyped_storage()
         size = -(-raw.nbytes() // BLOCK) * BLOCK
         record = self._known.get(raw)

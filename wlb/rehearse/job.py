@@ -115,7 +115,7 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
 
 
 def _stores(spec: RunSpec, folder: Path, steps: int) -> Stores:
-    """Return the run's token stores, or, if it names none, a store with random lengths.
+    """Return the run's token stores, or a store of random lengths if the run names no store.
 
     Args:
         spec: Configuration of the run.

@@ -144,7 +144,7 @@ class Prices:
 
         Args:
             op: Name of the collective, or "send" or "recv".
-            num_bytes: Bytes of its largest buffer.
+            num_bytes: Bytes of the largest buffer of the operation.
             ranks: Ranks that take part.
         """
         kind = next((k for name, k in _COLLECTIVES if name in op), Collective.P2P)

@@ -181,7 +181,7 @@ def rehearse_rank(
         traces: Whether to record begin and duration of all kernels and transfers.
 
     Returns:
-        What was recorded. If the rank raises an error, it is in `RankResult.faults`.
+        What was recorded. If the rank raises an error, `RankResult.faults` has the error.
     """
     began = time.perf_counter()
     if job.calibrate is not None:  # ranks write to the same folder, so their file names must differ

@@ -133,7 +133,7 @@ def _check_rates(spec: RunSpec) -> None:
 
 
 def _check_name(spec: RunSpec) -> None:
-    """Refuse a run name that is not a folder name, or that is the name of the stores' folder."""
+    """Refuse a run name that cannot be a folder's name or is that of the folder of token stores."""
     name = spec.run.name
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(

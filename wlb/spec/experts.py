@@ -118,12 +118,12 @@ class ExpertsSpec:
 
     @property
     def active_hidden_size(self) -> int:
-        """Summed hidden size of all experts that process a token, including shared experts."""
+        """Summed intermediate size of all experts that process a token, including shared experts."""
         return (self.per_token + self.shared) * self.hidden_size
 
     @property
     def shared_hidden_size(self) -> int:
-        """Summed hidden size of the shared experts."""
+        """Intermediate size of all shared experts together."""
         return self.shared * self.hidden_size
 
     def parameters_of(self, width: int) -> int:

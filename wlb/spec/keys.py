@@ -475,9 +475,9 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
-    """Raise UserError for a removed key, or warn if it is in a stored spec.
+    """Raise UserError for a removed key that a user set. Warn if a stored spec has the key.
 
-    There is no warning if the stored value is the one to which the key is now fixed.
+    There is no warning if the stored value is the fixed value that runs now use.
     """
     if dotted not in REMOVED:
         # `dotted` names a section in which all keys were removed. Report each of its keys.

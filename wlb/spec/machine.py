@@ -56,7 +56,8 @@ class EpSection:
 class ClusterSection:
     """Section [cluster]: the hardware that `wlb simulate`, `wlb tune` and dry runs assume.
 
-    A run, too, uses tp_overlap for its prices. It uses memory_gib and peak_tflops if they are set.
+    Training runs use tp_overlap for their prices, too. They use memory_gib and peak_tflops only if
+    these keys are set.
     """
 
     memory_gib: float = key(

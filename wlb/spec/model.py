@@ -88,7 +88,7 @@ class RopeScaling:
         return low, high
 
     def check(self) -> None:
-        """Raise UserError if `turns` is not empty and not two increasing numbers."""
+        """Raise UserError unless `turns` is empty or has two increasing numbers."""
         if not self.turns:
             return
         if len(self.turns) != 2 or not 0 < self.turns[0] < self.turns[1]:
@@ -336,7 +336,10 @@ class ModelSpec:
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether every layer is linear, which only a `LayerKind.model` can be."""
+        """Whether every layer is linear.
+
+        Only a `LayerKind.model` can be all linear. `check` refuses other such models.
+        """
         return self.linear.num_value_heads > 0 and not self.full_every
 
     @property

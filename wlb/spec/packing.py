@@ -14,7 +14,7 @@ from wlb.spec.methods import GROUPED_BY_LENGTH, BinMethod, bin_method_of, keys_o
 
 
 class Policy(StrEnum):
-    """Rule that groups documents into micro-batches. Each is a file of `wlb.packing`."""
+    """Rule that groups documents into micro-batches. Each rule has a file in `wlb.packing`."""
 
     ORIGINAL = "original"
     FIXED = "fixed"
@@ -32,9 +32,8 @@ class WindowCut(StrEnum):
     """Which documents the policy `original` may cut at the end of a window."""
 
     ANYWHERE = "anywhere"  # any document
-    SHORT = (
-        "short"  # documents of at most C / 8 tokens; longer ones only while 4 N windows are open
-    )
+    # Documents of at most C / 8 tokens, and longer documents only while 4 N windows are open.
+    SHORT = "short"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

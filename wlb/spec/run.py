@@ -161,14 +161,14 @@ class ParallelSpec:
         """Number of consecutive pipelines whose ranks share EP groups.
 
         A pipeline has cp * tp ranks in each stage, and an EP group has `ep` consecutive ranks in
-        dp x cp x tp order. If a group spans several pipelines, they wait for each other in every
-        layer with experts.
+        dp x cp x tp order. If a group spans several pipelines, these pipelines wait for each
+        other in every layer with experts.
         """
         return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which a stage's experts are divided: dp x cp x tp; dp = 0 counts as 1."""
+        """Ranks that hold a stage's experts, in all EP groups: dp x cp x tp; dp = 0 counts as 1."""
         return self.tp * self.fsdp_size
 
     @property
@@ -451,8 +451,8 @@ class RunSpec:
     def stage_kind_layers(self) -> tuple[tuple[int, ...], ...]:
         """Number of decoder layers of each kind in each stage, shape [num_kinds][num_stages].
 
-        Layers are of one kind if they agree in having experts or an MLP, and linear attention or
-        softmax attention. Kinds are in the order of `ModelSpec.layer_kinds`.
+        Layers of one kind all have experts or all have an MLP, and all have linear attention or all
+        have softmax attention. Kinds are in the order of `ModelSpec.layer_kinds`.
         """
         model, kinds = self.model, self.model.layer_kinds
         if len(kinds) == 1:
@@ -499,7 +499,7 @@ class RunSpec:
 
     @property
     def row_multiple(self) -> int:
-        """Number to whose multiples the rows of every rank are padded."""
+        """Each rank's rows of a micro-batch are padded to a multiple of this number."""
         return row_multiple(self.parallel.tp, self.data.row_multiple)
 
     def to_dict(self) -> dict[str, Any]:

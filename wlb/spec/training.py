@@ -18,9 +18,8 @@ class OnNonfinite(StrEnum):
 
     STOP = "stop"  # end the run
     SKIP = "skip"  # do not update the weights in this step
-    ROLLBACK = (
-        "rollback"  # repeat from the last checkpoint; skip the update of a step failing twice
-    )
+    # Repeat from the last checkpoint, and skip the update if the same step fails a second time.
+    ROLLBACK = "rollback"
 
 
 class Recompute(StrEnum):
