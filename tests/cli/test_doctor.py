@@ -24,8 +24,8 @@ def test_a_table_with_remedies_and_json(here: Path, capsys: pytest.CaptureFixtur
     assert "wlb doctor demo_single" in printed
     first = " ".join(printed.split())
     assert re.match(
-        r"demo_single can run here(: nothing was found against it|, and may be slower than it "
-        r"should be: .+); \d+ do not apply to this machine or layout\.",
+        r"demo_single can run here(: no check failed or gave a warning|, but may be slow or close "
+        r"to a limit: .+); checks that do not apply to this machine or layout: \d+\.",
         first,
     )
     assert "file descriptors" in printed
@@ -44,7 +44,8 @@ def test_a_fail_is_status_1_and_names_the_remedy(
     printed = capsys.readouterr().out
     assert "-> set run.output_dir to a folder" in printed
     assert re.match(
-        r"demo_single cannot run here: shared folder failed\. First set run\.output_dir to a",
+        r"demo_single cannot run here, because these checks failed: shared folder\. First set "
+        r"run\.output_dir to a",
         " ".join(printed.split()),
     )
     assert "1 fail" in printed

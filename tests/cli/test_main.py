@@ -136,7 +136,9 @@ def test_no_number_is_cut_on_a_narrow_terminal(
 def test_a_word_with_a_zero_character_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Files' names end at one; a shell passes none, a program that calls `main` may."""
     assert main(["prepare", "x.txt", "--out", "a\0b"]) == 2
-    assert capsys.readouterr().err == "wlb: 'a\\x00b' has a zero character; remove the character\n"
+    assert capsys.readouterr().err == (
+        "wlb: the argument 'a\\x00b' contains a NUL character (\\x00); remove the character\n"
+    )
 
 
 ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

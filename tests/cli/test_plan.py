@@ -48,12 +48,13 @@ def test_a_table_of_all_policies(
     ):
         assert label in out
     assert "W_a / W_l" in out
-    assert "sharding (adaptive, CP 2), first 8 steps: per_" in out
+    assert "Sharding over 2 CP ranks in the first 8 steps." in out
     for strategy in ("per_sequence", "per_document", "adaptive", "hybrid", "balanced"):
-        assert re.search(rf"over ideal:.* {strategy} \d\.\d{{3}}", " ".join(out.split()))
+        said = rf"perfectly balanced ranks:.* {strategy} \d\.\d{{3}}"
+        assert re.search(said, " ".join(out.split()))
     assert "are cut into pieces of at most a window" in " ".join(out.split())
     few = run(capsys, "plan", "--lengths", lengths, "--steps", "3", "--all", *SMALL)
-    assert "steps: per_" in few
+    assert "micro-batches are divided as follows: per_" in " ".join(few.split())
 
 
 @pytest.mark.full
@@ -91,7 +92,7 @@ def test_a_source_that_is_short_of_the_steps_is_said(
     options = ["plan", "--lengths", str(path), "--steps", "4", *SMALL]
     out = run(capsys, *options)
     assert "[odd] name.txt: 128 documents" in out
-    assert "packed 32,800 tokens, 2.6 passes over the source" in out
+    assert "32,800 tokens were packed; the source was read 2.6 times" in out
     assert "in another order" in out
     assert "in the same order" in run(capsys, *options, "--in-order")
     out = run(capsys, *options, "data.epochs=1")
@@ -156,7 +157,7 @@ def test_settings_are_not_taken_for_an_output(
     for name in ("demo", str(mine)):
         assert main([*words, name, "--synthetic", "wlb_paper"]) == 2
         err = capsys.readouterr().err
-        assert f"{name} is a preset or a TOML file, but this option would overwrite it" in err
+        assert f"as the file for results, but {name} is a preset or a TOML file; put" in err
     assert mine.read_text("utf-8") == "[data]\n"
     assert not Path("demo").exists()
 
@@ -235,18 +236,19 @@ def test_tuning_recommends_a_setting(
     assert priced.startswith("Simulated for 7b_128k")
     assert first.startswith("15 steps are too few to say whether another packing of 7b_128k saves")
     assert re.fullmatch(
-        r"It fits: the fullest of 64 GPUs needs [\d.]+ GiB, and training may use [\d.]+ of its .+",
+        r"The recommended packing fits in GPU memory: of 64 GPUs, the one that needs most memory "
+        r"needs [\d.]+ GiB, and training may use [\d.]+ of its .+",
         fits,
     )
     rows = {row.split("│")[1].strip(): row.split("│")[2:] for row in out.splitlines() if "│" in row}
-    assert {"usual loader", "of 7b_128k", "recommended"} <= set(rows)
+    assert {"usual loader", "7b_128k, present", "recommended"} <= set(rows)
     assert "Recommended: policy " in out
     assert "How it was chosen: 10 settings were tried." in out
     assert "tok. CV" not in out
     assert "tok. CV" in run(capsys, "tune", "packing", *common, "--all")
     # The loss weighs labels of unequal steps alike where the remark says so.
     assert ("training.loss_normalizer=constant" in words) == (
-        "every label weighs the same" in " ".join(out.split())
+        "Every label then has the same weight" in " ".join(out.split())
     )
     assert load("7b_128k", words[4:]) == load(str(own))
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -269,7 +271,7 @@ def test_tuning_leaves_out_what_does_not_fit(
     words = ["tune", "packing", "--lengths", lengths, "--steps", "4", "--policies", "bounded"]
     words += ["--s-max", "1.1", "60", "--step-tokens", "0", "--prices", "1"]
     out = " ".join(run(capsys, *words).split())
-    said = "Micro-batches of 60 windows (--s-max) were not tried, because they need more than the"
+    said = "--s-max 60 (context windows) was not tried, because micro-batches of this size need"
     assert said in out
     assert "1 settings were tried" in out
 
@@ -367,9 +369,9 @@ def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
         out,
     )
     assert said is not None
-    assert "that model is the default, give NAME for yours" in out
+    assert "no NAME was given, so 7b_128k was used" in out
     best, usual, simulated, share, ours, theirs = said.groups()
-    (head,) = [line for line in out.splitlines() if "policy" in line and "F+B time-w." in line]
+    (head,) = [line for line in out.splitlines() if "┃ policy" in line and "F+B time-w." in line]
     at = [cell.strip() for cell in re.split("[┃│]", head)].index("F+B time-w.")
     column = {
         cells[1].strip(): cells[at].strip()
@@ -383,7 +385,7 @@ def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
     assert 0 < float(simulated) < float(share)
     own = tmp_path / "own.toml"
     out = run(capsys, *words[:1], "7b_128k", *words[1:], "--delay-budget", "0.5", "--out", str(own))
-    assert "give NAME for yours" not in out
+    assert "no NAME was given" not in out
     assert f"written: {own}" in out
     (label,) = re.findall(r"with (.+?) instead of the usual loader", out)
     spec = load(str(own))
@@ -458,7 +460,7 @@ def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
         r"\(7b_128k on (\d+) GPUs with kernel times of h100_runs, simulated; predicted step "
         r"times of published runs were wrong by at most 6%"
         r"(?:; the standard error of the saving is .+; simulate more steps with --steps)?\)\. "
-        r"It is the policy (.+?); --out my\.toml writes its settings",
+        r"The best policy is (.+?); --out my\.toml writes its settings",
         " ".join(out.split()),
     )
     assert said is not None
@@ -473,7 +475,7 @@ def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
     assert cells["original (usual)"][0] == "1.000"
     assert float(cells[saving["best"]][0]) == pytest.approx(1 - saving["share"], abs=6e-4)
     assert "W_a" not in out
-    assert "--all has every column" in out
+    assert "--all prints every column" in out
 
 
 def test_nothing_to_gain_is_said_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -43,12 +43,12 @@ def test_a_store_and_its_summary(corpus: Path, capsys: pytest.CaptureFixture[str
         f"{held.num_documents} documents, {held.num_tokens:,} tokens in {out}-heldout",
         "nothing",
         "1 files, 0.0 MB",
-        f"{out}: {train.num_documents} documents, {train.num_tokens:,} tokens; checksum and",
+        f"{out}: {train.num_documents} documents, {train.num_tokens:,} tokens; the checksum is",
         f"{out}-heldout: {held.num_documents} documents",
     ):
         assert text in shown
     assert run(*command) == 0
-    assert "the store was there already" in capsys.readouterr().out
+    assert "the store existed already" in capsys.readouterr().out
 
 
 def test_errors_are_a_line_and_skipped_records_are_shown(
@@ -65,7 +65,7 @@ def test_errors_are_a_line_and_skipped_records_are_shown(
     assert run(*command, "--on-error", "skip", "--overwrite") == 0
     shown = capsys.readouterr().out
     assert "1 not_json" in shown
-    assert "left out, not_json, 1 in all:" in shown
+    assert "records left out (not_json): 1 in all;" in shown
     assert f"  {corpus}, line 51: not JSON" in shown
 
 
@@ -106,7 +106,7 @@ def test_checking_stores(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = corpus.parent / "x"
     assert run(corpus, "--out", out, "--tokenizer", "bytes", "--text-key", "body") == 0
     assert run("--verify", out) == 0
-    assert "checksum and vocabulary are right" in capsys.readouterr().out
+    assert "the checksum is correct, all tokens are in the vocabulary" in capsys.readouterr().out
     path = Path(f"{out}.bin")
     path.write_bytes(b"zz" + path.read_bytes()[2:])
     assert run("--verify", out) == 2
@@ -177,15 +177,15 @@ def test_conversations(chats: Path, tokenizer: Path, capsys: pytest.CaptureFixtu
         f"{train.num_targets.sum()} tokens, {train.num_targets.sum() / train.num_tokens:.1%}",
         "3 split, 6 split documents",
         "1 untrained",
-        "left out, untrained, 1 in all:",
+        "records left out (untrained): 1 in all;",
         f"  {chats}, line 31: none of the conversation's 12 tokens is trained (",
-        f"{out}: {train.num_documents} documents, {train.num_tokens:,} tokens; checksum and",
+        f"{out}: {train.num_documents} documents, {train.num_tokens:,} tokens; the checksum is",
         f"{out}-heldout: {held.num_documents} documents",
     ):
         assert text in shown
     assert run(*command, "--limit", 60, "--heldout-fraction", 0.2) == 0
     again = capsys.readouterr().out
-    assert "the store was there already" in again
+    assert "the store existed already" in again
     assert "3 split, 6 split documents" in again
 
 
@@ -314,20 +314,26 @@ def test_marks_of_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", 9], "--limit 9 applies only to conversations"),
-        (["--turns", "last"], "--turns last applies only to conversations"),
-        (["--too-long", "refuse"], "--too-long refuse applies only to conversations"),
-        (["--on-untrained", "fail"], "--on-untrained fail applies only to conversations"),
-        (["--add-tokens"], "--add-tokens applies only to conversations"),
+        (["--limit", 9], "--limit 9 has an effect only for conversations"),
+        (["--turns", "last"], "--turns last has an effect only for conversations"),
+        (["--too-long", "refuse"], "--too-long refuse has an effect only for conversations"),
+        (["--on-untrained", "fail"], "--on-untrained fail has an effect only for conversations"),
+        (["--add-tokens"], "--add-tokens has an effect only for conversations"),
         (["--chat", "chatml", "--limit", 1], "--limit = 1 must be at least 2 tokens"),
         (
             ["--chat", "chatml", "--documents", "none"],
-            "--documents none applies only to plain text",
+            "--documents none has an effect only for plain text",
         ),
-        (["--chat", "chatml", "--text-key", "body"], "--text-key body applies only to plain text"),
-        (["--chat", "chatml", "--one-per", "line"], "--one-per line applies only to plain text"),
-        (["--chat", "chatml", "--eos", "</s>"], "--eos </s> applies only to plain text"),
-        (["--chat", "chatml", "--bos", "<s>"], "--bos <s> applies only to plain text"),
+        (
+            ["--chat", "chatml", "--text-key", "body"],
+            "--text-key body has an effect only for plain text",
+        ),
+        (
+            ["--chat", "chatml", "--one-per", "line"],
+            "--one-per line has an effect only for plain text",
+        ),
+        (["--chat", "chatml", "--eos", "</s>"], "--eos </s> has an effect only for plain text"),
+        (["--chat", "chatml", "--bos", "<s>"], "--bos <s> has an effect only for plain text"),
         (["--chat", "vicuna"], "there is no chat template vicuna; give one of chatml, llama3"),
     ],
 )

@@ -13,7 +13,7 @@ def test_a_run_that_failed_is_explained_without_its_metrics(
 ) -> None:
     assert main(["report", "--failure", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        f"{tmp_path}: no rank of it left a record of a failure; see the log\n"
+        f"{tmp_path}: no rank recorded a failure; see logs/ in this folder\n"
     )
     write_failure(new_records(tmp_path, 86400.0), FailedRank.of(ValueError("wrong"), 3, 4))
     assert main(["report", "--failure", str(tmp_path)]) == 0

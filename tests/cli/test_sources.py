@@ -124,7 +124,7 @@ def test_lengths_like_the_papers_are_drawn_where_no_documents_are_given(
 ) -> None:
     assert main([*command, "demo", "--steps", "8", "--json"]) == 0
     drawn = capsys.readouterr()
-    said = "No documents were given: lengths are drawn like the paper's (wlb_paper)."
+    said = "No documents were given, so random lengths with the paper's distribution (wlb_paper)"
     assert drawn.err.startswith(said)
     assert drawn.err.count(said) == 1
     assert main([*command, "demo", "--steps", "8", "--json", "--synthetic", "wlb_paper"]) == 0
@@ -139,7 +139,7 @@ def test_a_blend_has_no_order_of_its_own(
 ) -> None:
     blend = f"data.blend={json.dumps(blend_of(stores, (1, 1)))}"
     assert main(["plan", "demo", "--in-order", "--set", "data.context_window=512", blend]) == 2
-    assert "--in-order cannot be used with the mixed stores" in capsys.readouterr().err
+    assert "--in-order cannot be used with data.blend" in capsys.readouterr().err
 
 
 def test_a_small_store_of_a_blend_is_not_repeated_without_end(

@@ -96,8 +96,8 @@ def test_the_table_fits_terminals(
         table, caption, _ = out.partition("All numbers are simulated")
         assert caption
         assert [name for name in COLUMNS if name not in table] == []
-        assert "no gain" not in out
-        assert "own layout is not compared: too few ranks" in " ".join(out.split())
+        assert "column gain is empty" not in out
+        assert "present layout is not compared: too few ranks" in " ".join(out.split())
 
 
 @pytest.mark.full

@@ -16,10 +16,10 @@ def test_import_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["import", str(hub), "--out", str(saved)]) == 0
     said = capsys.readouterr().out
     assert f"{saved}: {SPEC.num_parameters:,} parameters in float32" in said
-    assert "211 rows of zeros after the vocabulary's 301" in said
+    assert "vocabulary of 301 tokens, padded with 211 rows of zeros" in said
     assert f"wlb train {saved / 'model.toml'} --set" in said
     assert "[model]\nvocab_size = 301\n" in said
-    assert "its head is its embedding" not in said
+    assert "the output head shares the weights of the embedding" not in said
     sizes = ["--dtype", "bfloat16", "--shard-size", "25KB"]
     assert main(["export", str(saved), "--out", str(out), *sizes]) == 0
     said = capsys.readouterr().out
@@ -27,7 +27,7 @@ def test_import_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     num_bytes = sum(value.nbytes for part in held for value in part.values())
     assert f"{out}: {saved} in bfloat16, {num_bytes:,} bytes in {len(held)} files" in said
     assert len(held) > 1
-    assert "tokenizer: none copied (--tokenizer FILE): the checkpoint names no token store" in said
+    assert "tokenizer: no tokenizer.json was copied (give one with --tokenizer FILE): the" in said
 
 
 def test_weights_that_are_no_numbers_are_said(
@@ -40,8 +40,9 @@ def test_weights_that_are_no_numbers_are_said(
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("-inf")
     hub = write_hub(tmp_path / "hub", tensors=tensors)
     assert main(["import", str(hub), "--out", str(tmp_path / "saved")]) == 0
-    told = "3 values are NaN or infinite, in lm_head.weight (2), model.layers.1.mlp.up_proj.weight"
-    assert f"wlb import: warning: {told} (1): losses of" in capsys.readouterr().err
+    told = "3 weights are NaN or infinite, in the tensors lm_head.weight (2), "
+    told += "model.layers.1.mlp.up_proj.weight (1), so every loss"
+    assert f"wlb import: warning: {told}" in capsys.readouterr().err
 
 
 def test_bad_input_is_refused_without_a_traceback(

@@ -111,6 +111,6 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     command = ["--synthetic", "wlb_paper", "--tokens", "9000", "--window", "1024", "--verify"]
     assert main(["prepare", *command, "--out", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{TokenStore(out).num_tokens:,} tokens; lengths drawn from wlb_paper" in shown
+    assert f"{TokenStore(out).num_tokens:,} tokens; lengths in tokens drawn from wlb_paper" in shown
     assert f"--set data.store={out}" in shown
-    assert "checksum and vocabulary are right" in shown
+    assert "the checksum is correct, all tokens are in the vocabulary" in shown

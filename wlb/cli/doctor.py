@@ -22,10 +22,11 @@ PRESETS = {"cpu": "demo_single", "cuda": "7b_128k"}
 """For each type of device, the preset whose requirements are checked if no NAME is given."""
 
 _DESCRIPTION = """\
-Examine the machines of a run: driver and GPUs, NVLink between TP ranks, NUMA binding,
-file descriptors, memory, /dev/shm, disk, a shared folder and token stores, clocks of GPUs and of
-nodes, ECC, every attention kernel against the definition, every communicator with its bandwidth
-beside the kernel profile's, and the speed of matrix products on each rank.
+Check the machines of a run: driver and GPUs, NVLink between TP ranks, NUMA binding, file
+descriptors, memory, /dev/shm, disk, the shared folder, token stores, clocks of GPUs and of nodes,
+and ECC errors. Also compare the results of every attention kernel with plain attention, measure the
+bandwidth of every communicator and compare it with the kernel profile, and measure the speed of
+matrix products on each rank.
 
   wlb doctor                                        this machine
   wlb doctor 7b_128k                                this machine, for a run of 64 ranks
@@ -37,14 +38,14 @@ the checks between ranks.
 
 "fail" means that the run would not start, would hang, or would compute wrong numbers. "warn" means
 that it would be slower than it should be, or that it is close to a limit. Exit status: 0 if no
-check failed, 3 if one failed, 2 for a wrong command, 1 if the examination itself broke off."""
+check failed, 3 if a check failed, 2 for a wrong command, 1 if the checks could not be completed."""
 
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `wlb doctor` to the subparsers `commands`."""
     parser = commands.add_parser(
         "doctor",
-        help="examine GPUs, kernels and network before a run",
+        help="check GPUs, kernels, network and files of the machines before a run",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,7 +59,7 @@ def add_parser(commands: Any) -> None:
     add_overrides(parser, metavar="KEY=VALUE", help="override keys of the run")
     text = "check only the attention kernel that the run uses, and measure for a short time"
     add_flag(parser, "--quick", text)
-    text = "seconds after which a group of checks is aborted and ranks that hang are named"
+    text = "seconds after which a group of checks is aborted, and the ranks that hang are named"
     add_value(parser, "--timeout", 300.0, text, metavar="S")
     add_json(parser, "the findings")
     parser.set_defaults(run=run)
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.timeout > 0:
         raise UserError(f"--timeout = {options.timeout:g} must be above 0 seconds")
     check_outputs(options.json, needs_plots=False)
-    with needs_train_extra("the examination needs"):
+    with needs_train_extra("wlb doctor needs"):
         from wlb.doctor import UNFIT, Options, examine
         from wlb.launch.local import RankFailure
         from wlb.parallel.world import choose_device
@@ -129,11 +130,12 @@ def _answer(name: str, findings: Sequence[Any]) -> str:
 
     of = {v: [f for f in findings if f.verdict == v] for v in (Verdict.FAIL, Verdict.WARN)}
     skipped = sum(finding.verdict == Verdict.SKIP for finding in findings)
-    rest = f"; {skipped} do not apply to this machine or layout" if skipped else ""
+    rest = f"; checks that do not apply to this machine or layout: {skipped}" if skipped else ""
     failed, warned = (", ".join(f.check for f in of[v]) for v in (Verdict.FAIL, Verdict.WARN))
     if failed:
         remedy = next((f.remedy for f in of[Verdict.FAIL] if f.remedy), "")
-        return f"{name} cannot run here: {failed} failed" + (f". First {remedy}" if remedy else ".")
+        first = f". First {remedy}" if remedy else "."
+        return f"{name} cannot run here, because these checks failed: {failed}{first}"
     if warned:
-        return f"{name} can run here, and may be slower than it should be: {warned}{rest}."
-    return f"{name} can run here: nothing was found against it{rest}."
+        return f"{name} can run here, but may be slow or close to a limit: {warned}{rest}."
+    return f"{name} can run here: no check failed or gave a warning{rest}."

@@ -29,7 +29,7 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> 
     ]
     if given:
         raise UserError(
-            f"--run simulates a run as it was configured and may be combined only with "
+            f"--run simulates a run with its own configuration, and may be combined only with "
             f"--set {_PROFILE}... and --json; remove {', '.join(given)}"
         )
 
@@ -43,8 +43,8 @@ def show(options: argparse.Namespace) -> int:
     other = [o for o in options.overrides if not o.startswith(_PROFILE)]
     if other:
         raise UserError(
-            f"--run simulates a run as it was configured, and --set may change only "
-            f"{_PROFILE}...; remove {', '.join(other)}"
+            f"--run simulates a run with its own configuration, so --set may change only "
+            f"cost.profile; remove {', '.join(other)}"
         )
     profile = options.overrides[-1].removeprefix(_PROFILE) if options.overrides else ""
     made = simulate_recorded(Path(options.recorded), profile=profile)
@@ -71,14 +71,19 @@ def show(options: argparse.Namespace) -> int:
         table.add_row(str(metrics.step), f"{measured:.3f}", f"{simulated:.3f}", difference)
     screen.print(table)
     if len(rows) > _SHOWN:
-        screen.print(f"the first {_SHOWN} of {len(rows)} steps; --json FILE has all")
+        screen.print(
+            f"These are the first {_SHOWN} of {len(rows)} steps; --json FILE writes all of them."
+        )
     screen.print(
-        f"simulated / measured {made.ratio:.3f}, MAPE {made.mape:.1%}, correlation "
-        f"{made.correlation:.3f} ({made.left_out} steps of warm-up left out)"
+        f"Simulated time over measured time of all steps: {made.ratio:.3f}; mean absolute error of "
+        f"a step: {made.mape:.1%}; correlation: {made.correlation:.3f} (without {made.left_out} "
+        f"steps of warm-up)."
     )
     if made.peak_bytes is not None:
         peak, estimated = made.peak_bytes / GIB, made.estimated_bytes / GIB
-        screen.print(f"peak memory of rank 0 {peak:.2f} GiB, estimated {estimated:.2f} GiB")
+        screen.print(
+            f"Peak memory of rank 0: {peak:.2f} GiB measured, {estimated:.2f} GiB estimated."
+        )
     if made.remark:
         screen.print(made.remark)
     return 0

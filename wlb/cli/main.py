@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     # be printed as a bug of wlb.
     if nul := next((word for word in words if "\0" in word), None):
         print(
-            f"wlb: {shortened(repr(nul), 300)} has a zero character; remove the character",
+            f"wlb: the argument {shortened(repr(nul), 300)} contains a NUL character (\\x00); "
+            f"remove the character",
             file=sys.stderr,
         )
         return 2
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"wlb {options.command}: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"wlb {options.command}: interrupted", file=sys.stderr)
+        print(f"wlb {options.command}: interrupted by Ctrl-C", file=sys.stderr)
         return 130
 
 

@@ -23,10 +23,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "pack",
         help="pack one epoch of a token store into a file before training",
-        description="Pack one epoch of data.store with the packing settings of NAME and write a "
-        "file, from which `wlb train --set packing.packs=FILE` trains. Values of packing.method: "
-        + ", ".join(METHODS)
-        + ".",
+        description="Pack one epoch of the token store data.store with the packing settings of "
+        "NAME, and write the result to a file. `wlb train --set packing.packs=FILE` trains from "
+        "this file. Values of packing.method: " + ", ".join(METHODS) + ".",
         epilog="example: wlb pack my_run.toml --set data.store=stores/chat "
         "packing.method=multipack_bfd_posid --out packs.npz",
     )
@@ -43,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("data.store is empty; give the store to pack with --set data.store=PREFIX")
     if spec.packing.packs:
         raise UserError(
-            f"packing.packs = {spec.packing.packs} must be empty, because `wlb pack` makes such a "
-            f'file; add --set packing.packs=""'
+            f"packing.packs = {spec.packing.packs} must be empty for `wlb pack`, which packs "
+            f'documents itself; add --set packing.packs=""'
         )
     path = Path(options.out)
     if path.suffix != ".npz":
@@ -72,9 +71,9 @@ def _table(packs: Packs, store: TokenStore) -> Table:
     for name, value in (
         ("documents", f"{packs.rows.size:,}"),
         ("tokens", f"{int(tokens.sum()):,}"),
-        ("steps", f"{packs.num_steps:,} of {packs.num_micro_batches} micro-batches"),
-        ("documents of a micro-batch", f"{packs.rows.size / max(1, used.size):.1f}"),
-        ("tokens of a micro-batch", f"{used.mean():,.0f} on average, {int(used.max()):,} at most"),
+        ("steps", f"{packs.num_steps:,}, with {packs.num_micro_batches} micro-batches each"),
+        ("documents per micro-batch", f"{packs.rows.size / max(1, used.size):.1f} on average"),
+        ("tokens per micro-batch", f"{used.mean():,.0f} on average, {int(used.max()):,} at most"),
         ("padding", f"{1 - tokens.sum() / max(1, int(rows.sum())):.2%} of all rows"),
     ):
         table.add_row(name, value)

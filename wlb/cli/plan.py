@@ -63,19 +63,21 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="compare packing policies on document lengths",
-        description="Pack the same global batches with every packing policy and print balance, "
-        "delay, tokens and time. The configuration NAME gives the context window, the number of "
-        "micro-batches, S_max and the prices.",
-        epilog="Column 'long wt': the weight that a label of the longest documents (those with a "
-        "tenth of all labels) has in the mean loss of its step, relative to an equal share. If it "
-        "differs from 1 by 0.05 or more, set training.loss_normalizer=constant.",
+        description="Pack the same global batches with every packing policy, and print the "
+        "balance, delay, tokens and time of each policy. The configuration NAME gives the context "
+        "window, the number of micro-batches, S_max (the most tokens of a micro-batch) and the "
+        "model whose times are predicted.",
+        epilog="Column 'long wt' of --all: the weight in the loss of a label of the longest "
+        "documents (those with a tenth of all labels) if a step's loss is the mean over its "
+        "labels; 1 is the mean weight of all labels. If the column differs from 1 by 0.05 or more, "
+        "set training.loss_normalizer=constant.",
     )
     sources.add_arguments(parser)
     text = "print all columns, the comparison of sharding strategies, and remarks on the policies"
     add_flag(parser, "--all", text)
     text = (
-        f"also pack the first {MOST_SOLVED} global batches with the ILP solver of the paper's Eq. "
-        f"1, 1 and 2 global batches at a time"
+        f"also pack the first {MOST_SOLVED} global batches by solving the integer program of the "
+        f"paper's Eq. 1: once one global batch at a time, and once two at a time"
     )
     add_flag(parser, "--ilp", text)
     parser.add_argument(
@@ -91,8 +93,8 @@ def add_parser(commands: Any) -> None:
     text = "largest mean delay that the best policy may have, in steps"
     add_value(parser, "--delay-budget", MEAN_DELAY, text)
     text = (
-        "predict work from the FLOPs of the model of this Hugging Face config.json, instead of "
-        "from kernel times of NAME's model"
+        "predict times from the FLOPs of the model in this Hugging Face config.json, instead of "
+        "from the kernel times of NAME's model"
     )
     add_text(parser, "--model", "FILE", text)
     parser.set_defaults(run=run)
@@ -141,15 +143,18 @@ def run(options: argparse.Namespace) -> int:
         section = sections[saving.best.label]
         if spec.parallel.world_size == 1 and isinstance(cost, ProfiledWorkload):
             first.append(
-                "One GPU waits for nobody; balance pays where ranks or stages wait for each other."
+                "A run on one GPU waits for no other GPU; balanced packing saves time only where "
+                "ranks or pipeline stages wait for each other."
             )
         first += _take_away(options, given, saving, section, why, shares, masks_labels=masks_labels)
         gain = gain_over(saving.usual, runs[0].summary)
         if shares:
             saved = shares[1].saved
-            said = f"saves {saved:.1%}" if saved >= 0 else f"takes {-saved:.1%} more"
-            first.append(f"As {options.name} is set, it {said} of the usual loader's GPU hours.")
-        first.append(f"By packing alone, as {options.name} is set: {gain}.")
+            said = f"saves {saved:.1%} of" if saved >= 0 else f"takes {-saved:.1%} more than"
+            first.append(
+                f"With its present packing, {options.name} {said} the usual loader's GPU hours."
+            )
+        first.append(f"With the present packing of {options.name}: {gain}.")
     elif options.out:
         raise UserError(
             "--out cannot write the best policy, because the usual loader completes no step with "
@@ -199,8 +204,8 @@ def _check(options: argparse.Namespace) -> None:
     )
     if options.model and options.out:
         raise UserError(
-            "--out writes settings for NAME's model, but --model predicts the work of another "
-            "model; remove --out or --model"
+            "--out writes settings for NAME's model, but with --model times are predicted for "
+            "another model; remove --out or --model"
         )
 
 
@@ -283,10 +288,10 @@ def _take_away(
     if not options.out and (saving.best is saving.usual or (shares and shares[0].saved <= 0)):
         return []
     if options.model:
-        return [f"It is the policy {saving.best.label}."]
+        return [f"The best policy is {saving.best.label}."]
     if not options.out:
         return [
-            f"It is the policy {saving.best.label}; --out my.toml writes its settings for "
+            f"The best policy is {saving.best.label}; --out my.toml writes its settings for "
             f"`wlb train my.toml`."
         ]
     is_constant = not masks_labels and uneven(saving.best, given.training.loss_normalizer)
@@ -317,7 +322,7 @@ def _verdict(
     error = published_error(spec, cost.profile)
     gpus = spec.parallel.world_size
     is_default = options.name not in options.words
-    model = f"{options.name}, which stands in for your NAME," if is_default else options.name
+    model = f"{options.name}, used because no NAME was given," if is_default else options.name
     return verdict(
         saving,
         setting=(
@@ -336,11 +341,11 @@ def _assumes(
     The parts are the name of the kernel profile, and the model with its number of GPUs.
     """
     if isinstance(cost, CountedWorkload):
-        return "FLOPs", f"of {options.model}; collectives and pipelines left out"
+        return "FLOPs", f"of {options.model}, without collectives and pipeline bubbles"
     gpus = spec.parallel.world_size
     trust = published_error(spec, cost.profile)
-    off = "" if trust is None else f"; simulations like this were up to {trust.largest:.0%} off"
-    return cost.profile.name, f"prices, {options.name} on {gpus:,} GPU{'s' * (gpus > 1)}{off}"
+    off = "" if trust is None else f"; {trust}"
+    return cost.profile.name, f"kernel times, {options.name} on {gpus:,} GPU{'s' * (gpus > 1)}{off}"
 
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
@@ -391,13 +396,13 @@ def _show(
     )
     summaries = [r.summary for r in runs]
     if options.all:
-        title = f"{batches}, cost: {setting['cost']}"
+        title = f"{batches}, times from: {setting['cost']}"
         screen.print(packing_table(summaries, title=title, own=own))
         for line in more:
             screen.print(line)
     else:
         screen.print(few_table(summaries, saving, title=batches))
-        screen.print("--all has every column, how documents are sharded, and remarks")
+        screen.print("--all prints every column, a comparison of sharding strategies, and remarks")
     output.print_written(screen, options.out, options.html, options.json)
 
 
@@ -425,14 +430,15 @@ def _stream(options: argparse.Namespace, source: LengthSource, batches: list[Glo
     """Return a sentence on how many tokens were packed and whether the documents were repeated."""
     packed = sum(batch.documents.num_tokens for batch in batches)
     passes = sources.passes_of(source, batches)
-    line = f"packed {packed:,} tokens"
+    line = f"{packed:,} tokens were packed"
     if len(batches) < options.steps:
         line += f"; the data ended after {len(batches)} of {options.steps} global batches"
     if len(passes) > 1:
-        return f"{line}; passes: " + ", ".join(f"{n:.2f} of {name}" for name, n in passes.items())
+        read = ", ".join(f"{name} {n:.2f} times" for name, n in passes.items())
+        return f"{line}; stores were read: {read}"
     (once,) = passes.values()
     if once > 1.005:
-        line += f", {once:.1f} passes over the source: documents were repeated in another order"
+        line += f"; the source was read {once:.1f} times, each time in another order"
         line = line.replace("another", "the same") if options.in_order else line
     return line
 
@@ -447,7 +453,7 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) ->
     """
     cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
-        return {"text": "sharding: none, parallel.cp is 1"}
+        return {"text": "sharding strategies are not compared, because parallel.cp = 1"}
     planner = Planner.from_spec(spec, ListedBatches(batches), cost)
     plans = list(islice(planner.steps(), SHARDED_STEPS))
     lengths = [b.lengths for plan in plans for b in plan.packing.micro_batches]
@@ -477,10 +483,11 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) ->
             needed = _needed_share(made, cost, row_multiple=spec.row_multiple)
     listed = ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items())
     text = (
-        f"sharding ({own}, CP {cp}), first {len(plans)} steps: {_counted(counts)} micro-batches; "
-        f"predicted attention time of the slowest rank over ideal: {listed}; the rank that needs "
-        f"most reads {needed:.0%} of the key rows that an all-gather brings (exchange: "
-        f"{_counted(exchanges)})"
+        f"Sharding over {cp} CP ranks in the first {len(plans)} steps. Predicted attention time of "
+        f"the slowest rank over that of perfectly balanced ranks: {listed}. With the run's "
+        f"strategy {own}, micro-batches are divided as follows: {_counted(counts)}; exchanges of "
+        f"keys: {_counted(exchanges)}; the rank that needs most keys needs {needed:.0%} of the "
+        f"rows that an all-gather would bring"
     )
     return {
         "text": text,
@@ -531,7 +538,8 @@ def _setting(spec: RunSpec, cost: WorkloadModel, steps: int, *, priced: str) -> 
         "steps": steps,
         "micro_batches": spec.num_micro_batches,
         "window": window,
-        "cost": f"{priced}, W_a / W_l {attention / linear:.2f} at the window",
+        "cost": f"{priced}, W_a / W_l = {attention / linear:.2f} for a document as long as the "
+        f"context window",
         "seed": spec.run.seed,
         "layout": f"tp {spec.parallel.tp} cp {spec.parallel.cp} pp {spec.parallel.pp} "
         f"dp {spec.parallel.dp}",

@@ -68,17 +68,19 @@ def add_parser(commands: Any) -> None:
         "preparation, repeat the command.",
     )
     text = (
-        "files, folders (read recursively) or quoted glob patterns; with --verify but without "
-        "--out, prefixes of stores; with --synthetic, none"
+        "files, folders (read recursively) or quoted glob patterns. With --verify but without "
+        "--out: paths of token stores without their suffix. With --synthetic: none"
     )
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
-    text = "path of the store without its suffix; files PREFIX.bin, .idx and .json are written"
+    text = (
+        "path of the store without its suffix: PREFIX.bin, PREFIX.idx and PREFIX.json are written"
+    )
     add_text(parser, "--out", "PREFIX", text)
     add_flag(
         parser,
         "--verify",
-        "check the finished store: its checksum, and that all tokens are in the vocabulary; "
-        "without --out, check the stores given as INPUT",
+        "check the checksum of the finished store, and that all its tokens are in the vocabulary; "
+        "without --out, check the stores that INPUT names",
     )
     _add_tokenizer(parser.add_argument_group("tokenizer"))
     _add_documents(parser.add_argument_group("documents"))
@@ -93,12 +95,12 @@ def add_parser(commands: Any) -> None:
 
 def _add_tokenizer(group: Any) -> None:
     text = (
-        "a tokenizer.json or its folder; or bytes (a token for each byte, BOS and EOS); or bpe (a "
-        "byte-level BPE that is trained on a sample of the input). Default: "
-        f"{DEFAULTS.tokenizer}, or with --chat FOLDER the tokenizer of the folder"
+        "a tokenizer.json file or its folder; bytes = a token for each byte, and the tokens BOS "
+        "and EOS; bpe = a byte-level BPE that is trained on a sample of the input. Default: "
+        f"{DEFAULTS.tokenizer}, or with --chat FOLDER the tokenizer in FOLDER"
     )
     add_text(group, "--tokenizer", "FILE|bytes|bpe", text)
-    text = "largest vocabulary of the trained BPE, special tokens of --chat included"
+    text = "largest vocabulary of the trained BPE, including the special tokens of --chat"
     add_value(group, "--vocab-size", DEFAULTS.vocab_size, text, most=10**6)
     text = "bytes of text on which the BPE is trained"
     add_value(group, "--sample-bytes", DEFAULTS.sample_bytes, text, most=2**40)
@@ -109,8 +111,8 @@ def _add_tokenizer(group: Any) -> None:
     add_value(group, "--documents", DEFAULTS.policy, text, dest="policy")
     for name in ("bos", "eos"):
         text = (
-            f"the {name.upper()} token (default: the one that tokenizer_config.json names, or the "
-            f"only special token with a common name for it)"
+            f"the {name.upper()} token (default: the token that tokenizer_config.json names, or "
+            f"the only special token that has a usual {name.upper()} name)"
         )
         add_text(group, f"--{name}", "TOKEN", text, default="")
 
@@ -121,28 +123,29 @@ def _add_documents(group: Any) -> None:
     text = "which part of a text file becomes one document"
     add_value(group, "--one-per", DEFAULTS.text_unit, text, dest="text_unit")
     text = (
-        "what to do with malformed JSON, invalid UTF-8, a missing text or a record that is not a "
-        "conversation: stop and say where it is, or skip it (skipped records are counted, and the "
-        "first ones are shown)"
+        "what to do with a record that has malformed JSON, invalid UTF-8, no text, or (with "
+        "--chat) no conversation: stop with an error that names its place, or skip the record "
+        "(skipped records are counted, and the first of them are shown)"
     )
     add_value(group, "--on-error", DEFAULTS.on_error, text)
     text = "fraction of documents that go to the held-out store PREFIX-heldout"
     add_value(group, "--heldout-fraction", DEFAULTS.heldout_fraction, text)
-    text = "seed for the choice of held-out documents and of the BPE's sample"
+    text = "seed for choosing the held-out documents and the sample on which the BPE is trained"
     add_value(group, "--seed", DEFAULTS.seed, text, most=2**64 - 1)
 
 
 def _add_chat(group: Any) -> None:
     text = (
         "read records as conversations (keys messages, conversations, prompt and completion, or "
-        "instruction, input and output) and write them with this chat template: chatml, llama3, a "
-        "model's folder (with tokenizer.json, and chat_template.jinja or tokenizer_config.json), a "
-        "Jinja file or a tokenizer_config.json. Only messages of assistants are trained, except "
-        "those that the record marks as not trained (weight, train, loss, loss_mask, ...)"
+        "instruction, input and output), and write them with this chat template. TEMPLATE may be "
+        "chatml, llama3, a model's folder (with tokenizer.json, and chat_template.jinja or "
+        "tokenizer_config.json), a Jinja file or a tokenizer_config.json. Only messages of "
+        "assistants are trained. A record can mark messages as not trained (with keys such as "
+        "weight, train, loss or loss_mask)"
     )
     add_text(group, "--chat", "TEMPLATE", text)
     for option, text in (
-        ("--turns", "which of the assistant's messages are trained"),
+        ("--turns", "which messages of the assistant are trained"),
         ("--too-long", "what to do with conversations of more than --limit tokens"),
         ("--on-untrained", "what to do with a conversation in which no token is trained"),
     ):
@@ -153,8 +156,9 @@ def _add_chat(group: Any) -> None:
         "--add-tokens",
         action="store_true",
         default=None,
-        help="add special tokens of the template to the tokenizer if they are missing; use this "
-        "only for a model that is trained from scratch. A trained BPE always has them",
+        help="add special tokens of the template that the tokenizer lacks to the tokenizer; use "
+        "this only for a model that is trained from scratch. A BPE that is trained here always has "
+        "these tokens",
     )
 
 
@@ -168,7 +172,7 @@ def _add_synthetic(group: Any) -> None:
     text = "number of tokens of the store that --synthetic makes"
     add_text(group, "--tokens", "TOKENS", text, type=number(int))
     text = (
-        f"context window to which --synthetic scales the lengths; also the longest document "
+        f"context window in tokens, to which --synthetic scales the lengths; no document is longer "
         f"(default: {SYNTHETIC_WINDOW})"
     )
     add_text(group, "--window", "TOKENS", text, type=number(int, MOST_WINDOW))
@@ -184,14 +188,14 @@ def _chat(options: argparse.Namespace) -> ChatChoice | None:
     if options.chat is None:
         if given := _written(options, CHAT_OPTIONS):
             raise UserError(
-                f"{given} applies only to conversations; add --chat TEMPLATE if the records are "
-                f"conversations, or remove {given}"
+                f"{given} has an effect only for conversations; add --chat TEMPLATE if the records "
+                f"are conversations, or remove {given}"
             )
         return None
     if given := _written(options, TEXT_OPTIONS):
         raise UserError(
-            f"{given} applies only to plain text, because with --chat {options.chat} the template "
-            f"decides the special tokens and the keys of records are fixed; remove {given}"
+            f"{given} has an effect only for plain text: with --chat {options.chat}, the template "
+            f"determines the special tokens, and the keys of records are fixed; remove {given}"
         )
     if options.too_long and options.limit is None:
         raise UserError(
@@ -226,12 +230,12 @@ def run(options: argparse.Namespace) -> int:
     for option in ("tokens", "window"):
         if getattr(options, option) is not None:
             raise UserError(
-                f"--{option} applies only with --synthetic FAMILY; add --synthetic FAMILY, or "
-                f"remove --{option}"
+                f"--{option} has an effect only with --synthetic FAMILY; add --synthetic FAMILY, "
+                f"or remove --{option}"
             )
     if not options.inputs:
         raise UserError(
-            "no INPUT is given; give files or folders, or draw lengths of documents with "
+            "no INPUT is given; give files or folders, or make documents of random lengths with "
             "--synthetic wlb_paper --tokens N"
         )
     if options.out is not None:
@@ -262,7 +266,9 @@ def _texts(options: argparse.Namespace, screen: Console) -> int:
         return 1
     screen.print(_table(made))
     for reason, shown in made.examples.items():
-        screen.print(f"left out, {reason}, {made.skipped[reason]:,} in all:")
+        screen.print(
+            f"records left out ({reason}): {made.skipped[reason]:,} in all; the first of them:"
+        )
         for line in shown:
             screen.print(f"  {line}")
     if options.verify:
@@ -308,8 +314,9 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
     p50, p99 = (int(n) for n in np.percentile(store.lengths, [50, 99]))
     longest = int(store.lengths.max())
     screen.print(
-        f"{options.out}: {store.summary}; lengths drawn from {options.synthetic}, p50 {p50:,}, p99 "
-        f"{p99:,}, longest {longest:,}; train on it with --set data.store={options.out}"
+        f"{options.out}: {store.summary}; lengths in tokens drawn from {options.synthetic}: p50 "
+        f"{p50:,}, p99 {p99:,}, longest {longest:,}. To train on this store, add --set "
+        f"data.store={options.out}"
     )
     if options.verify:
         _verify(options.out, screen)
@@ -348,7 +355,8 @@ def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
 def _verify(prefix: str, screen: Console) -> None:
     """Check the store with this prefix and print that it is intact; raise if it is not."""
     verify_store(prefix)
-    screen.print(f"{prefix}: {TokenStore(prefix).summary}; checksum and vocabulary are right")
+    summary = TokenStore(prefix).summary
+    screen.print(f"{prefix}: {summary}; the checksum is correct, all tokens are in the vocabulary")
 
 
 def _table(made: StoreReport) -> Table:
@@ -363,12 +371,12 @@ def _table(made: StoreReport) -> Table:
     if made.num_targets != made.num_tokens - made.num_documents:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:
-        unknown = f"{made.num_unknown:,} tokens stand for characters the tokenizer does not know"
+        unknown = f"{made.num_unknown:,} tokens, for characters that the tokenizer does not know"
     counts = {name: n for name, n in made.counts.items() if not name.startswith(UNREAD)}
     if made.reused:
-        work = "the store was there already, nothing was encoded"
+        work = "the store existed already, so nothing was encoded"
     else:
-        kept = f", {made.num_kept} of them from an interrupted call" if made.num_kept else ""
+        kept = f", {made.num_kept} of them from an interrupted run" if made.num_kept else ""
         work = f"{megabytes / made.time_s:.2f} MB/s; {made.num_shards} shards{kept}"
     rows = {
         "store": made.prefix,

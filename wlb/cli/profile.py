@@ -28,7 +28,8 @@ def add_parser(commands: Any) -> None:
         "profile",
         help="measure kernels on this machine and write a kernel profile",
         description="Measure attention, matrix products, element-wise operators and collectives, "
-        "fit W_a and W_l of the paper's Eq. 2, and print the error on held-out measurements. "
+        "fit a cost model to the measurements (W_a and W_l of the paper's Eq. 2), and print its "
+        "error on measurements that were not used for the fit. "
         "Writes a kernel profile (JSON), plots (PNG, with matplotlib) and a log. To resume an "
         "interrupted measurement, repeat the command. To measure collectives, start the command "
         "under torchrun on several GPUs. kernels_profile/README.md describes the format.",
@@ -46,8 +47,8 @@ def add_parser(commands: Any) -> None:
     text = "measure only this attention kernel (default: all that are installed)"
     add_text(parser, "--backend", "NAME", text)
     text = (
-        "also measure attention with these heads of a rank: HEADSxSIZE or HEADS:KV_HEADSxSIZE, "
-        "such as 8x64 or 8:2x128"
+        "also measure attention with these numbers of heads per rank and this head size: "
+        "HEADSxSIZE or HEADS:KV_HEADSxSIZE, such as 8x64 or 8:2x128"
     )
     add_text(parser, "--heads", "LAYOUT", text, nargs="+", default=[])
     add_text(
@@ -59,8 +60,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--name", help="name of the profile (default: from --out or the device)")
     text = (
-        "GPUs per node of the cluster, on which the prices of collectives depend (default: the "
-        "number of GPUs visible here if there are several, otherwise 8)"
+        "GPUs per node of the cluster, on which the predicted times of collectives depend "
+        "(default: the number of GPUs visible here if there are several, otherwise 8)"
     )
     add_text(parser, "--ranks-per-node", "N", text, type=number(int))
     add_flag(parser, "--quick", "measure fewer points, in less than a minute")
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     screen = console(record=True)
     written = _written(options, out)
     if world is None or not world.rank:
-        screen.print(f"profile {name!r}, to be written: {written}", markup=False)
+        screen.print(f"profile {name!r}; files that will be written: {written}", markup=False)
     command = command_of(options)
     if world is not None:
         here = world.local_world_size
@@ -172,8 +173,8 @@ def _finish(
         screen.print(table)
     if environment["device"] == "cuda" and not per_node:
         screen.print(
-            f"note: one GPU is visible; the profile assumes {built.profile.ranks_per_node} per "
-            f"node (change it by --ranks-per-node N)"
+            f"note: only one GPU is visible here, so the profile assumes "
+            f"{built.profile.ranks_per_node} GPUs per node; change this with --ranks-per-node N"
         )
     for note in built.notes:
         screen.print(f"note: {note}", markup=False)
@@ -181,10 +182,10 @@ def _finish(
         screen.print(f"not measured: {record.kind} {dict(record.point)}: {record.failed}")
     if not options.no_plots:
         _draw(built, settings, plots_folder(out))
-    screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {_written(options, out)}")
+    screen.print(f"written after {time.perf_counter() - begin:.0f} s: {_written(options, out)}")
     screen.print(
-        f"use it by --set cost.profile={out} (train, plan, tune, simulate), or from Python by "
-        f"wlb.load_profile({str(out)!r})",
+        f"To use the profile, add --set cost.profile={out} to wlb train, plan, tune or simulate, "
+        f"or call wlb.load_profile({str(out)!r}) in Python.",
         markup=False,
     )
     write_text(out.with_suffix(".log"), screen.export_text())
@@ -250,14 +251,17 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 def _attention_table(built: Any) -> Table:
     """Return a table with the errors of attention prices on measurements that were not fitted."""
     numbers = ("heads", "size", "launch us", "pairs (q, kv)", "varlen batches", "test-retest")
-    title = "Attention: mean (95%, worst) error of held-out predictions, both passes"
+    title = (
+        "Attention: relative error of predicted times of calls that were not fitted, forward plus "
+        "backward: mean (95th percentile, maximum)"
+    )
     table = new_table(title, labels=["kernel"], texts=["blocks"], numbers=numbers)
     for fitted in built.attention:
         t, r = fitted.table, fitted.residuals
         launches = f"{t.launch_forward_ns / 1e3:.0f} + {t.launch_backward_ns / 1e3:.0f}"
         if t.group_forward_ns:
             group = f"{t.group_forward_ns / 1e3:.0f} + {t.group_backward_ns / 1e3:.0f}"
-            launches += f", a group {group}"
+            launches += f", per group {group}"
         heads = str(t.num_heads)
         if t.num_kv_heads != t.num_heads:
             heads += f":{t.num_kv_heads}"
@@ -295,7 +299,8 @@ def _error(residuals: dict[str, float], name: str) -> str:
 
 def _linear_table(built: Any) -> Table:
     """Return a table of the fitted speeds of everything except attention (W_l of Eq. 2)."""
-    table = new_table("The linear part, forward / backward", texts=["term"], numbers=["fitted"])
+    title = "Everything except attention: fitted speeds, forward / backward"
+    table = new_table(title, texts=["part"], numbers=["fitted"])
     profile = built.profile
     for name, surface in (("forward", profile.gemm.forward), ("backward", profile.gemm.backward)):
         low, high = float(surface.values.min()), float(surface.values.max())

@@ -16,20 +16,21 @@ from wlb.report.tables import console
 from wlb.spec import KNOWN_SYSTEMS, load, presets
 
 _DESCRIPTION = """\
-Run ranks of a job on fake GPUs, without a GPU: the real planner, mesh, trainer, backward pass,
-optimiser, evaluation and checkpoint copies, on tensors that have shapes and no values.
+Run ranks of a job on fake GPUs, on a machine without a GPU. The planner, mesh, trainer, backward
+pass, optimizer, evaluation and checkpoint copies are the real ones; tensors have shapes but no
+values.
 
   wlb rehearse 7b_128k                        one rank of each pipeline stage, three steps
   wlb rehearse run.toml --ranks 0,63          some ranks
   wlb rehearse 7b_128k --ranks all --jobs 8   all ranks; proves that they cannot deadlock
 
-Prints memory by kind beside the estimate and what torch's allocator would reserve, kernels and
-communication with priced times (exposed = the compute stream waits for it), and where the host
-waits for the device. These faults are reported with rank, step, operator, file and line: a tensor
-on the wrong device, a race between streams, memory freed while in use, collectives that differ
-between ranks, transfers that do not pair up, a deadlock, too little memory. Values, kernels'
-results and real times are not rehearsed. Needs a C++ compiler for a small library, which is
-compiled once."""
+Prints the memory of each kind with its estimate, the memory that torch's allocator would reserve,
+the predicted times of kernels and communication (exposed = the compute stream waits for it), and
+the places where the host waits for the device. These faults are reported with rank, step,
+operator, file and line: a tensor on the wrong device, a race between streams, memory freed while in
+use, collectives that differ between ranks, sends without a matching receive, a deadlock, and too
+little memory. A rehearsal computes no values and measures no times. It needs a C++ compiler for a
+small library, which is compiled once."""
 
 
 def add_parser(commands: Any) -> None:
@@ -45,12 +46,15 @@ def add_parser(commands: Any) -> None:
     add_overrides(parser, metavar="KEY=VALUE", help=text)
     text = f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}"
     add_text(parser, "--system", "SYSTEM", text)
-    text = f"{ALL}, {ONE_PER_STAGE} (one rank of each pipeline stage), or numbers as in 0,63"
+    text = (
+        f"ranks to rehearse: {ALL}, {ONE_PER_STAGE} (one rank of each pipeline stage), or rank "
+        f"numbers such as 0,63"
+    )
     add_value(parser, "--ranks", ONE_PER_STAGE, text)
     add_value(parser, "--steps", 3, "number of steps to rehearse", most=10_000)
     text = "number of ranks that are rehearsed at the same time, each in its own process"
     add_value(parser, "--jobs", 1, text, most=MOST_PROCESSES)
-    text = "write a trace of kernels and transfers, which Perfetto displays"
+    text = "write a trace of kernels and transfers to this file, which Perfetto can display"
     add_text(parser, "--trace", "FILE", text)
     add_json(parser, "the results")
     parser.set_defaults(run=run)

@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         "balance, and configuration keys that differ. The page needs matplotlib (pip install "
         "'wlb-llm[plot]'). Torch is not needed.",
         epilog="A straggler is a rank whose ratio of measured to predicted time exceeds the median "
-        "over ranks by 15% in three consecutive tables of ranks.",
+        "over ranks by more than 15% in three consecutive tables of all ranks' times.",
     )
     text = "folder of a run: run.output_dir/run.name"
     parser.add_argument("folders", metavar="RUN", nargs="+", help=text)
@@ -41,8 +41,8 @@ def add_parser(commands: Any) -> None:
     )
     add_text(parser, "--step", "N", text, type=number(int))
     text = (
-        "only print why a run ended that does not train any more: which rank failed first, and "
-        "what each rank was doing"
+        "only print why the run ended: which rank failed first, and what each rank was doing. Use "
+        "this for a run that is no longer training"
     )
     add_flag(parser, "--failure", text)
     parser.set_defaults(run=run)
@@ -108,6 +108,6 @@ def _failure(folders: list[Path]) -> int:
                 f"{folder} is not a folder; give the folder of a run, run.output_dir/run.name"
             )
         report = compose_report(folder)
-        text = report.text if report else "no rank of it left a record of a failure; see the log"
+        text = report.text if report else "no rank recorded a failure; see logs/ in this folder"
         print(f"{folder}{_started(folder)}: {text}")
     return 0

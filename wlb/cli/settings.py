@@ -75,5 +75,5 @@ def priced_model(options: argparse.Namespace, spec: RunSpec, profile: str) -> st
         f"with kernel times of profile {profile}"
     )
     if options.name not in options.words:
-        words += "; that model is the default, give NAME for yours"
+        words += f"; no NAME was given, so {options.name} was used"
     return words

@@ -55,33 +55,37 @@ def add_parser(commands: Any) -> None:
     )
     source = sources.add_arguments(parser)
     text = (
-        "simulate the steps of a finished run (folder run.output_dir/run.name) and compare the "
-        "times with the measured ones. May be combined only with --set cost.profile=... and "
-        "--json. Needs torch and the run's token store"
+        "simulate the steps of a finished run (folder run.output_dir/run.name), and compare the "
+        "simulated times with the measured times. This option may be combined only with --set "
+        "cost.profile=... and --json. It needs torch and the run's token store"
     )
     add_text(source, "--run", "FOLDER", text, dest="recorded")
     text = (
-        f"systems to compare with: {', '.join(KNOWN_SYSTEMS)}. usual (the default) is the loader "
-        f"of Megatron-LM and torchtitan, plain_4d the paper's baseline. Speed-ups are relative to "
-        f"the first system"
+        f"systems with which the run is compared: {', '.join(KNOWN_SYSTEMS)}. usual (the default) "
+        f"is the loader of Megatron-LM and torchtitan, plain_4d is the paper's baseline. Speed-ups "
+        f"are relative to the first system"
     )
     known = list(KNOWN_SYSTEMS)
     add_text(parser, "--systems", "SYSTEM", text, nargs="*", default=[USUAL], choices=known)
     text = "number of the step that is drawn and explained (default: the step of median time)"
     parser.add_argument("--step", type=number(int), help=text)
-    text = "write a trace of this step, which Perfetto or chrome://tracing displays"
+    text = "write a trace of the step of --step, which Perfetto or chrome://tracing can display"
     add_text(parser, "--trace", "FILE", text)
-    add_text(parser, "--timeline", "FILE", "draw a timeline of this step (.png, .svg or .pdf)")
+    text = "draw a timeline of the step of --step (.png, .svg or .pdf)"
+    add_text(parser, "--timeline", "FILE", text)
     add_json(parser, "the results")
-    text = "print all columns, how exact the prices are, and the parts of the explained step"
+    text = (
+        "print all columns, how the numbers of the kernel profile were obtained, and the parts of "
+        "the step of --step"
+    )
     add_flag(parser, "--all", text)
     add_flag(parser, "--over-memory", "also simulate layouts that do not fit in memory")
-    text = "refuse a run for which the kernel profile has no measurements"
+    text = "stop with an error if the kernel profile has no measurements for a part of the run"
     add_flag(parser, "--strict", text)
     text = (
         "also execute the first N steps (default: 4) of each system with the real pipeline "
-        "executor on cp x pp x dp processes that wait instead of computing, and compare the times; "
-        "needs torch"
+        "executor, in processes that wait for the simulated times instead of computing, and "
+        "compare the durations; needs torch"
     )
     add_text(parser, "--replay", "N", text, nargs="?", type=number(int), const=4)
     parser.set_defaults(run=run, defaults=parser.parse_args([]))
@@ -197,7 +201,9 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
     if options.step is None:
         return int(np.argsort(made.step_time_s, kind="stable")[count // 2])
     if not 0 <= options.step < count:
-        raise UserError(f"--step = {options.step} must be a simulated step, 0 to {count - 1}")
+        raise UserError(
+            f"--step = {options.step} must be the number of a simulated step, from 0 to {count - 1}"
+        )
     return options.step
 
 
@@ -253,24 +259,27 @@ def _show(
     screen = console(markup=False)
     if len(runs) > 1:
         screen.print(_answer(runs))
-    screen.print(f"By packing alone: {gain}.")
+    screen.print(f"Predicted from packing alone: {gain}.")
     screen.print(layout_text(own.simulator.spec))
-    title = f"{own.step_time_s.size} steps of {source}, with those that train what waits at the end"
+    title = f"{own.step_time_s.size} steps of {source}"
     screen.print(simulation_table(runs, title=title, own="run", has_all=options.all))
     screen.print(trust_line(own.simulator.spec, cost.profile))
     if not options.all:
-        screen.print("--all has every column, what prices are worth, and the parts of a step")
+        screen.print(
+            "--all prints every column, how the numbers of the kernel profile were obtained, and "
+            "the parts of a step"
+        )
     else:
         screen.print(worth_line(cost.profile))
         for note in mismatches(cost):
             screen.print(f"  {note}")
     if options.all or options.step is not None:
         path = critical_path(simulation)
-        screen.print(f"step {step} of run, {path.step_time_s:.3f} s:")
+        screen.print(f"Step {step} of the run takes {path.step_time_s:.3f} s:")
         for line in path.describe():
             screen.print(f"  {line}")
         shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
-        screen.print(f"  bubble of pipeline ranks: {shares}")
+        screen.print(f"  fraction of the step in which each pipeline rank waits (bubble): {shares}")
     output.print_written(screen, options.trace, options.timeline, options.json)
 
 
@@ -313,7 +322,7 @@ def _replay(
         from wlb.validation.replay_step import compare, waits_of
     check_at_least("--replay", options.replay, 1)
     numbers = ("simulated s", "replayed s", "difference")
-    table = new_table("Simulated and replayed", labels=["step"], numbers=numbers)
+    table = new_table("Simulated and replayed step times", labels=["step"], numbers=numbers)
     worst = 0.0
     for made in runs:
         simulator, spec = made.simulator, made.simulator.spec
@@ -331,5 +340,5 @@ def _replay(
             worst = max(worst, abs(found.difference))
     screen = console(markup=False)
     screen.print(table)
-    screen.print(f"largest difference of medians: {worst:.1%}")
+    screen.print(f"largest difference of the median replayed time from the simulated: {worst:.1%}")
     return 0

@@ -77,8 +77,8 @@ def add_arguments(
     )
     group = parser.add_argument_group(
         "documents",
-        "give at most one of these; the default is data.store or data.blend of the configuration, "
-        "or if both are empty, lengths that are drawn like the paper's",
+        "give at most one of these sources; the default is data.store or data.blend of the "
+        "configuration or, if both are empty, random lengths with the paper's distribution",
     )
     source = group.add_mutually_exclusive_group()
     text = (
@@ -86,7 +86,8 @@ def add_arguments(
         "with one length in each line; - reads text from stdin"
     )
     add_text(source, "--lengths", "FILE", text)
-    add_text(source, "--corpus", "STORE", "token store, as the path of its .bin without the suffix")
+    text = "token store, given as the path of its .bin file without the suffix"
+    add_text(source, "--corpus", "STORE", text)
     text = f"draw random lengths from a distribution: {', '.join(FAMILIES)}"
     add_text(source, "--synthetic", "FAMILY", text)
     add_overrides(parser, metavar="KEY=VALUE", help="override keys of the configuration")
@@ -113,8 +114,9 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     check_at_least("--steps", options.steps, 1)
     if options.steps * spec.tokens_per_step > MOST_TOKENS:
         raise UserError(
-            f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens have "
-            f"more than {MOST_TOKENS:,} tokens together; lower --steps"
+            f"--steps = {options.steps} is too large: that many global batches of "
+            f"{spec.tokens_per_step:,} tokens have more than {MOST_TOKENS:,} tokens together; "
+            f"lower --steps"
         )
     _draw_if_none(options, spec)
     source = _source(options, spec)
@@ -158,8 +160,8 @@ def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
         return
     options.synthetic = DRAWN
     console(stderr=True, markup=False).print(
-        f"No documents were given: lengths are drawn like the paper's ({DRAWN}). For yours add "
-        f"--lengths FILE or --corpus STORE."
+        f"No documents were given, so random lengths with the paper's distribution ({DRAWN}) are "
+        f"used. To use your documents, add --lengths FILE or --corpus STORE."
     )
 
 
@@ -205,8 +207,8 @@ def batches_of(
         stream = GlobalBatches(source, shuffle=not options.in_order, **data)
     elif options.in_order:
         raise UserError(
-            f"--in-order cannot be used with the mixed stores {source.name}, which have no common "
-            f"order; remove --in-order"
+            f"--in-order cannot be used with data.blend ({source.name}), because the documents of "
+            f"several token stores have no common order; remove --in-order"
         )
     else:
         # Pass only lengths, because predicted times do not depend on which tokens have labels.
@@ -279,8 +281,8 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
     for path in paths:
         if path in presets() or (path and path.endswith(".toml")):
             raise UserError(
-                f"{path} is a preset or a TOML file, but this option would overwrite it with "
-                f"results; put NAME before the options, or write --json - to print JSON"
+                f"an option names {path} as the file for results, but {path} is a preset or a TOML "
+                f"file; put NAME before the options, or write --json - to print JSON"
             )
     for path in (*paths, settings):
         if path not in (None, "", "-"):

@@ -31,8 +31,9 @@ def with_system(name: str, overrides: list[str], system: str) -> list[str]:
     if index:
         differs = ", ".join(a for a in choices[index] if a not in choices[0])
         print(
-            f"--system {system} uses its alternative {system}:{index + 1} ({differs}), because the "
-            f"first one leaves packing too little memory",
+            f"--system {system}: the settings of alternative {system}:{index + 1} are used "
+            f"({differs}), because the settings of alternative {system}:1 leave too little memory "
+            f"for packing",
             file=sys.stderr,
         )
     return alternatives[index]

@@ -27,25 +27,34 @@ many local processes as the layout needs.
   torchrun --nproc-per-node 8 -m wlb train path/to/run.toml           under torchrun
   torchrun --max-restarts 3 ... -m wlb train run.toml --resume auto   continue after a rank died
 
-A layout, key or corpus that cannot work is refused before a rank starts. run.output_dir/run.name
-holds metrics.jsonl (one line per step: measured, predicted, the usual loader's), checkpoints/
-(safetensors and JSON with checksums, nothing pickled), logs/rank-<n>.log, and failure.txt after a
-failure.
+A layout, configuration key or token store that cannot work is refused before a rank starts. The
+folder run.output_dir/run.name has the files of the run:
+- metrics.jsonl: one line for each step, with measured values, predicted values, and values
+  predicted for the usual loader
+- checkpoints/: safetensors and JSON with checksums, nothing pickled
+- logs/rank-<n>.log
+- failure.txt, after a failure
 
-Ctrl-C, SIGTERM, SIGUSR1 or run.stop_file end a run after its step: it saves and exits with status
-4 (ranks of torchrun and Slurm with 0, because both take every other status for a failure and kill
-ranks that still end); a second Ctrl-C aborts it and saves nothing. Before the first step a signal
-ends it at once. A resumed run may have another layout and number of micro-batches, and continues
-with the documents that were waiting. A checkpoint that cannot be written is reported and training
-continues; only a failure of the last one is an error. If a rank dies, hangs or raises, all ranks
-end with one report, which the next start and `wlb report --failure RUN` give too.
+Stopping: Ctrl-C, SIGTERM, SIGUSR1 or the file run.stop_file ends the run after its present step.
+The run then saves a checkpoint and exits with status 4. Under torchrun and Slurm the status is 0,
+because they take any other status for a failure and kill the ranks that are still saving. A second
+Ctrl-C ends the run at once, without saving. Before the first step, a signal also ends the run at
+once.
 
-Summary: imbalance = predicted time of the slowest micro-batch over the mean (Section 7.4 of the
-paper; 1.20 means that the others idle for a sixth of the step); usual = the loader of Megatron-LM
-and torchtitan, which cuts the same documents wherever a window ends. --verbose adds: measured /
-predicted = how well the kernel profile prices this device (--calibrate
-fits a better one); token delay = steps that a token waited; model FLOP/s counts the documents' own
-causal attention, without recomputation and padding."""
+Resuming: a resumed run may have another layout and another number of micro-batches. It continues
+with the documents that were waiting.
+
+Failures: if a checkpoint cannot be written, the run says so and continues; only a failure of the
+last checkpoint is an error. If a rank dies, hangs or raises an exception, all ranks end with one
+report. The next start of the run and `wlb report --failure RUN` print the report again.
+
+Summary at the end: imbalance = predicted time of a step's slowest micro-batch over the mean of its
+micro-batches (Section 7.4 of the paper; 1.20 means that the average micro-batch waits for a sixth
+of the step). usual = the loader of Megatron-LM and torchtitan, which cuts the same documents
+wherever a window ends. --verbose adds: measured / predicted = measured time over the time that the
+kernel profile predicts (--calibrate fits a better profile); token delay = number of steps between
+reading and training a token; model FLOP/s, which counts attention only within documents, and no
+recomputation or padding."""
 
 
 STOPPED = 4
@@ -124,8 +133,8 @@ def add_parser(commands: Any) -> None:
     text = "override keys, as in --set training.steps=100 parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
     text = (
-        f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}; fixed_4d:2 and wlb:2 are the "
-        f"second alternatives of these systems. Keys of --set have priority"
+        f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}. fixed_4d:2 and wlb:2 choose "
+        f"the second alternative of these systems. Keys of --set replace those of the system"
     )
     add_text(parser, "--system", "SYSTEM", text)
     text = (
@@ -135,14 +144,16 @@ def add_parser(commands: Any) -> None:
     )
     add_flag(parser, "--dry-run", text)
     text = (
-        "resume from the last checkpoint of the run, or from the checkpoint of STEP or in FOLDER. "
-        "auto = resume from the last checkpoint if there is one, for jobs that are requeued"
+        "resume the run: without a value, from its last checkpoint; STEP = from its checkpoint "
+        "after that step; FOLDER = from the checkpoint in that folder; auto = from its last "
+        "checkpoint if there is one, otherwise start anew (for jobs that are requeued)"
     )
     add_text(parser, "--resume", "STEP|FOLDER|auto", text, nargs="?", const="")
     text = (
-        "at the end of the run, fit the kernel profile to the measured times, print which prices "
-        "have changed, and write a new profile: to run.output_dir/NAME.json or to a path that ends "
-        "in .json (default: a name made from the old one). Use the new profile with --set "
+        "at the end of the run, fit the kernel profile to the measured times, print which "
+        "predicted times have changed, and write a new profile. The value is a path that ends in "
+        ".json, or a NAME for run.output_dir/NAME.json (default: a name made from that of the old "
+        "profile). Use the new profile with --set "
         "cost.profile=PATH"
     )
     add_text(parser, "--calibrate", "NAME_OR_PATH", text, nargs="?", const="")

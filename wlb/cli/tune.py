@@ -48,15 +48,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="search packing settings for document lengths, or a parallel layout for a cluster",
-        description="Try settings on a sample of documents and recommend the best.",
+        description="Try settings on a sample of documents, and recommend the best setting.",
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     packing = what.add_parser(
         "packing",
-        help="search queue thresholds, S_max, T (step tokens) and the price of delay",
-        description="Try combinations of queue thresholds, S_max and T (step tokens) for the "
-        "policy var_len (the paper's Algorithm 1), and prices of delay for the policy bounded. "
-        "Recommends the setting with the lowest imbalance within a delay budget. --all prints the "
+        help="search packing settings: queue thresholds, S_max, T and the price of delay",
+        description="Try combinations of queue thresholds, S_max (most tokens of a micro-batch) "
+        "and T (most tokens of a step) for the policy var_len (the paper's Algorithm 1), and of "
+        "S_max, T and packing.delay_price for the policy bounded. Recommends the setting with the "
+        "lowest imbalance among those whose mean delay is within --delay-budget. --all prints the "
         "Pareto front of imbalance, delay and variation of tokens per step.",
     )
     sources.add_arguments(packing, steps=160)
@@ -67,7 +68,11 @@ def add_parser(commands: Any) -> None:
         ("--thresholds", THRESHOLDS, "queue thresholds to try, in context windows"),
         ("--s-max", S_MAX, "values of S_max to try, in context windows"),
         ("--step-tokens", STEP_TOKENS, "values of T to try, in global batches; 0 = no limit"),
-        ("--prices", PRICES, "prices of delay to try with bounded, as multiples of the default"),
+        (
+            "--prices",
+            PRICES,
+            "factors for packing.delay_price to try with the policy bounded (1 = its default)",
+        ),
     ):
         add_value(packing, name, default, text, type=number(float))
     text = "largest number of queues for outliers to try"
@@ -75,7 +80,7 @@ def add_parser(commands: Any) -> None:
     text = "largest mean delay that the recommended setting may have, in steps"
     add_value(packing, "--delay-budget", 0.5, text)
     add_value(packing, "--rows", 8, "number of settings that --all prints")
-    add_flag(packing, "--all", "also print the best settings that were tried")
+    add_flag(packing, "--all", "also print the Pareto front of the settings that were tried")
     add_json(packing, "the results of all settings")
     text = "draw the Pareto front of imbalance and delay (.png, .svg or .pdf)"
     add_text(packing, "--plot", "FILE", text)
@@ -157,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     choices = (
         PackingChoice("usual loader", usual_row, 1.0),
-        PackingChoice(f"of {options.name}", own_row, 1 - hours["own"]),
+        PackingChoice(f"{options.name}, present", own_row, 1 - hours["own"]),
         PackingChoice("recommended", best.summary, 1 - hours["recommended"]),
     )
     screen = console(markup=False)
@@ -178,15 +183,15 @@ def run(options: argparse.Namespace) -> int:
     _say_how_to_use_it(screen, options, command)
     if is_constant:
         screen.print(
-            f"training.loss_normalizer=constant: the loss is divided by a constant instead of the "
-            f"step's number of labels, because steps differ in tokens. So every label weighs the "
-            f"same; without it, labels of the longest documents would have "
-            f"{best.summary.long_weight:.2f} of the mean weight."
+            f"training.loss_normalizer=constant divides the loss by a constant instead of the "
+            f"step's number of labels, which differs from step to step. Every label then has the "
+            f"same weight; otherwise labels of the longest documents would have "
+            f"{best.summary.long_weight:.2f} times the mean weight."
         )
     for line in (how_chosen(tuning), *left_out, *facts.lines):
         screen.print(line)
     if options.all:
-        screen.print(f"As {options.name} is set: {gain}.")
+        screen.print(f"With the present packing of {options.name}: {gain}.")
         screen.print(tuning_table(tuning, rows=options.rows))
         normalizer = spec.training.loss_normalizer
         for line in weight_remark(best.summary, normalizer, masks_labels=masks_labels):
@@ -202,16 +207,16 @@ def _say_how_to_use_it(screen: Console, options: argparse.Namespace, command: st
     screen.print(f"- in wlb's trainer: {command}", soft_wrap=True)
     if not options.corpus:
         screen.print(
-            "  PREFIX is your documents as a token store: Megatron's .bin and .idx files, or what "
-            "`wlb prepare` makes."
+            "  Replace PREFIX by the path of your token store without its suffix (Megatron's .bin "
+            "and .idx files, which `wlb prepare` also makes)."
         )
     screen.print(
-        "- in Megatron-Core, torchtitan, transformers or TRL: the same settings, by an adapter "
+        "- in Megatron-Core, torchtitan, transformers or TRL: give the same settings to an adapter "
         "(wlb/adapters/README.md)."
     )
     screen.print(
-        f"- for another model or number of GPUs: write `wlb init {options.name} > my.toml`, change "
-        f"my.toml, and tune that."
+        f"- for another model or number of GPUs: run `wlb init {options.name} > my.toml`, change "
+        f"my.toml, and run `wlb tune packing my.toml`."
     )
 
 
@@ -235,8 +240,8 @@ def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, .
         return given, []
     others = ", ".join(f"{s:g}" for s in given if s not in fit)
     return fit, [
-        f"Micro-batches of {others} windows (--s-max) were not tried, because they need more than "
-        f"the {planned / GIB:.1f} GiB that training may use."
+        f"--s-max {others} (context windows) was not tried, because micro-batches of this size "
+        f"need more than the {planned / GIB:.1f} GiB of GPU memory that training may use."
     ]
 
 
@@ -247,12 +252,12 @@ def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
     need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)
     planned = budget.planned_bytes
     needs = (
-        f"the fullest of {chosen.parallel.world_size:,} GPUs needs {need / GIB:.1f} GiB, and "
-        f"training may use {planned / GIB:.1f} of its {budget.gib:g} GiB"
+        f"of {chosen.parallel.world_size:,} GPUs, the one that needs most memory needs "
+        f"{need / GIB:.1f} GiB, and training may use {planned / GIB:.1f} of its {budget.gib:g} GiB"
     )
     if need <= planned:
-        return [f"It fits: {needs}."]
-    return [f"It does not fit: {needs}; try lower --s-max."]
+        return [f"The recommended packing fits in GPU memory: {needs}."]
+    return [f"The recommended packing does not fit in GPU memory: {needs}; lower --s-max."]
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -53,12 +53,12 @@ def add_parser(what: Any) -> None:
         "and why others are slower. Every layout trains the same number of tokens per step.",
     )
     most, fewest = STEPS
-    text = f"{most}, or down to {fewest} if steps have many micro-batches"
+    text = f"{most}, or fewer if steps have many micro-batches, but at least {fewest}"
     sources.add_arguments(parser, steps=None, steps_default=text)
     parser.add_argument(
         "--gpus", type=number(int, 2**20), required=True, help="number of devices of the whole run"
     )
-    text = "tokens of a step, a multiple of the context window (default: as NAME has)"
+    text = "tokens of a step, a multiple of the context window (default: as many as NAME has)"
     add_text(parser, "--global-batch-tokens", "TOKENS", text, type=number(int, 2**40))
     text = "largest mean delay of a token that a packing may have, in steps"
     add_value(parser, "--max-delay-mean", 0.5, text, metavar="STEPS")
@@ -94,7 +94,7 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
         )
-    text = "numbers of micro-batches to try besides N, as multiples of N"
+    text = "numbers of micro-batches to try in addition to N, given as multiples of N"
     usual = PackingChoices().micro_batches
     add_value(parser, "--micro-batches", usual, text, nargs="*", metavar="FACTOR")
 
@@ -212,7 +212,7 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
         effective_caps(own)
         return own, ""
     except UserError as error:
-        return None, f"the run's own layout is not compared: {error}"
+        return None, f"the run's present layout is not compared: {error}"
 
 
 def _own_note(known: Search) -> str:
@@ -221,9 +221,9 @@ def _own_note(known: Search) -> str:
     if own is None or fits_own_devices(own):
         return ""
     return (
-        f"the run's own settings do not fit: pipeline rank {own.fullest_rank} needs "
-        f"{own.peak_memory_bytes / GIB:.1f} GiB of the {gpu_budget(own.spec).explanation}, so "
-        f"no gain over them is given"
+        f"the run's present settings do not fit in memory: pipeline rank {own.fullest_rank} needs "
+        f"{own.peak_memory_bytes / GIB:.1f} GiB of the {gpu_budget(own.spec).explanation}; "
+        f"therefore the column gain is empty"
     )
 
 
@@ -313,18 +313,18 @@ def _show(
     screen = console(markup=False)
     screen.print(layout_verdict(report, profile=profile, gpus=options.gpus))
     if not options.out:
-        screen.print("--out my.toml writes it for `wlb train my.toml`.")
+        screen.print("--out my.toml writes this layout for `wlb train my.toml`.")
     for line in facts:
         screen.print(line)
     screen.print(layout_table(report, title=title))
     if report.own_note:
         screen.print(report.own_note)
-    screen.print("why the others lost:")
+    screen.print("Why other layouts are slower (time relative to the best layout):")
     for line in loser_lines(report):
         screen.print(f"  {line}")
     screen.print(trust_line(report.winner.spec, profile))
     screen.print(worth_line(profile))
-    screen.print(f"{effort_line(report)}; {seconds:.0f} s")
+    screen.print(f"{effort_line(report)}; the search took {seconds:.0f} s")
     for line in refusal_lines(report):
         screen.print(f"  {line}")
     output.print_written(screen, options.out, options.json)

@@ -28,7 +28,8 @@ def add_parsers(commands: Any) -> None:
     exporting.add_argument(
         "source",
         metavar="RUN_OR_CHECKPOINT",
-        help="the folder of a checkpoint, or of a run, whose newest checkpoint is exported",
+        help="the folder of a checkpoint, or the folder of a run (its newest checkpoint is "
+        "exported)",
     )
     add_text(exporting, "--out", "DIR", "the folder to write, which must not exist", required=True)
     exporting.add_argument(
@@ -36,7 +37,7 @@ def add_parsers(commands: Any) -> None:
         choices=[str(d) for d in Dtype],
         help="dtype of the exported tensors (default: as in the checkpoint)",
     )
-    text = "size of the largest file; the command needs about as much memory"
+    text = "largest size of a safetensors file; the command needs about as much memory"
     add_value(exporting, "--shard-size", "5GB", text, metavar="SIZE", type=size)
     text = "a tokenizer.json to use instead of the token store's"
     add_text(exporting, "--tokenizer", "FILE", text)
@@ -75,8 +76,9 @@ def run_export(options: argparse.Namespace) -> int:
     files = "1 file" if made.num_shards == 1 else f"{made.num_shards} files"
     print(f"{made.folder}: {made.checkpoint} in {made.dtype}, {made.num_bytes:,} bytes in {files}")
     has_one = (made.folder / "tokenizer.json").is_file()
-    print(f"tokenizer: {'' if has_one else 'none copied (--tokenizer FILE): '}{made.tokenizer}")
-    stops = ", ".join(map(str, made.stops)) or "nothing: no token that ends a text is known"
+    missing = "" if has_one else "no tokenizer.json was copied (give one with --tokenizer FILE): "
+    print(f"tokenizer: {missing}{made.tokenizer}")
+    stops = ", ".join(map(str, made.stops)) or "no token, because no end-of-text token is known"
     print(f"chat template: {'yes' if made.has_chat else 'none'}; generation stops at {stops}")
     return 0
 
@@ -88,17 +90,18 @@ def run_import(options: argparse.Namespace) -> int:
     spec = made.model.spec
     print(
         f"{made.checkpoint}: {spec.num_parameters:,} parameters in {', '.join(made.dtypes)}; "
-        f"{made.num_padding_rows} rows of zeros after the vocabulary's {spec.vocab_size:,}"
+        f"vocabulary of {spec.vocab_size:,} tokens, padded with {made.num_padding_rows} rows of "
+        f"zeros"
     )
     if made.not_finite:
         print(_not_finite(made.not_finite), file=sys.stderr)
     for what, number in made.left_out.items():
         tensors = "1 tensor" if number == 1 else f"{number} tensors"
-        print(f"left out, as no part of the text model: {tensors} of {what}")
+        print(f"left out, because not part of the text model: {tensors} of {what}")
     if spec.tied_embeddings:
-        print("its head is its embedding, and stays so (model.tied_embeddings)")
-    print(f"prepare data with its tokenizer: wlb prepare ... --tokenizer {options.source}")
-    print(f"train from it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
+        print("the output head shares the weights of the embedding (model.tied_embeddings = true)")
+    print(f"to prepare data with this tokenizer: wlb prepare ... --tokenizer {options.source}")
+    print(f"to train this model: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
     print(made.toml, end="")
     return 0
 
@@ -112,8 +115,9 @@ def _not_finite(counts: dict[str, int]) -> str:
     shown = [f"{name} ({number:,})" for name, number in counts.items()][:MOST_NAMES]
     more = f" and {len(counts) - MOST_NAMES} more tensors" if len(counts) > MOST_NAMES else ""
     return (
-        f"wlb import: warning: {sum(counts.values()):,} values are NaN or infinite, in "
-        f"{', '.join(shown)}{more}: losses of this model will not be numbers; download it again"
+        f"wlb import: warning: {sum(counts.values()):,} weights are NaN or infinite, in the "
+        f"tensors {', '.join(shown)}{more}, so every loss of this model will be NaN; download the "
+        f"model again"
     )
 
 
