@@ -118,7 +118,7 @@ def packed() -> tuple[Planner, StepPlan]:
             for batch in step.packing.micro_batches
         ),
         f"{step.packing.num_held_tokens} tokens wait for a later step",
-        f"slowest over mean: {step.predicted.imbalance:.3f} (the usual loader, which "
+        f"slowest micro-batch over mean: {step.predicted.imbalance:.3f} (the usual loader, which "
         f"fills windows in order: {step.baseline.imbalance if step.baseline else 1:.3f})",
     )
     return planner, step
@@ -140,7 +140,7 @@ def sharded(planner: Planner, step: StepPlan) -> PipelinePlan:
         pipeline.micro_batches, pipeline.shardings, pipeline.local_tokens, strict=True
     ):
         say(
-            f"3. Micro-batch {batch.index} is sharded {sharding.strategy}, {rows} rows a rank",
+            f"3. Micro-batch {batch.index} is sharded {sharding.strategy}, {rows} rows per rank",
             *(
                 f"rank {rank}: "
                 + ", ".join(
@@ -168,10 +168,10 @@ def exchanged(pipeline: PipelinePlan) -> None:
     for rank in range(CP):
         stage = rank_exchange(exchange, rank).only
         say(
-            f"4. What rank {rank}'s attention kernel is given",
+            f"4. What the attention kernel of rank {rank} gets",
             f"cu_seqlens_q {stage.cu_seqlens_q.tolist()}: where each span's queries begin",
             f"cu_seqlens_k {stage.cu_seqlens_k.tolist()}: where its keys begin",
-            f"the all-gather brings {CP} x {rows} rows; the keys are these of them:",
+            f"the all-gather brings {CP} x {rows} rows; the kernel's keys are these of them:",
             [] if stage.kv_index is None else stage.kv_index.tolist(),
         )
 

@@ -147,9 +147,9 @@ def test_a_run_that_had_ended_goes_on_with_more_epochs(store: str) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"epochs": 2}, "epochs = 1, which cannot be resumed with 2"),
-        ({"s_max": 300}, "s_max = 384, which cannot be resumed with 300"),
-        ({"max_delay": 3}, "max_delay = 10, which cannot be resumed with 3"),
+        ({"epochs": 2}, "epochs = 1, which cannot be resumed with epochs = 2"),
+        ({"s_max": 300}, "s_max = 384, which cannot be resumed with s_max = 300"),
+        ({"max_delay": 3}, "max_delay = 10, which cannot be resumed with max_delay = 3"),
     ],
 )
 def test_a_part_of_a_step_goes_on_as_it_was_planned(

@@ -58,7 +58,7 @@ def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
         ),
         ({"sp_size": 4}, "accelerate's sp_size = 4; set sp_size = 1"),
         ({"tp_size": 2}, "accelerate's tp_size = 2; set tp_size = 1"),
-        ({"compute_loss_func": 1}, "compute_loss_func, which would shift labels after the cut"),
+        ({"compute_loss_func": 1}, "compute_loss_func, which would shift labels within one rank"),
     ]:
         with pytest.raises(ValueError, match=message):
             context_of_trainer(trainer(**sizes), cp=2)

@@ -50,7 +50,10 @@ def test_every_step_trains_its_rows_once_and_balanced() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"samples_per_step": 101}, "samples_per_step = 101 must be at most the 100"),
+        (
+            {"samples_per_step": 101},
+            "samples_per_step = 101 must be at most 100, the number of rows",
+        ),
         ({"max_tokens": 500}, r"row \d+ has \d+ tokens.*max_tokens = 500"),
         (
             {"accumulation_steps": 1},

@@ -51,7 +51,7 @@ def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(tmp_path: Path
         f"does not see the file that rank 0 wrote to {tmp_path}/node-1/runs/small; set run.out"
         in told
     )
-    assert "the same on rank" in told
+    assert "the same error on rank" in told
     found = run_local(in_the_same_folder, 2, tmp_path, start_group=True, timeout_s=600)
     assert found == [[], []]
 

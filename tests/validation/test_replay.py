@@ -202,9 +202,12 @@ SHAPE = (1, 2, 2, 1)
         ({"rows": np.array([[4, 0]])}, "smallest value of rows is 0"),
         ({"rows": np.array([[4.0, 5.0]])}, r"smallest value of rows is 4\.0 \(float64\)"),
         ({"backward": np.full(SHAPE, -0.1)}, r"backward\[0, 0, 0, 0\] = -0\.1: .* at least 0"),
-        ({"backward": np.full(SHAPE, np.nan)}, "= nan: a wait must be a finite number"),
-        ({"weight": np.full(SHAPE, np.inf)}, "= inf: a wait must be a finite number"),
-        ({"forward": np.full(SHAPE, 0.004)}, r"= 0\.004: a wait below 0\.005 s .* multiply"),
+        ({"backward": np.full(SHAPE, np.nan)}, "= nan: a sleeping time must be a finite number"),
+        ({"weight": np.full(SHAPE, np.inf)}, "= inf: a sleeping time must be a finite number"),
+        (
+            {"forward": np.full(SHAPE, 0.004)},
+            r"= 0\.004: a sleeping time below 0\.005 s .* multiply",
+        ),
     ],
 )
 def test_bad_waits(change: dict[str, np.ndarray], message: str) -> None:
@@ -216,7 +219,13 @@ def test_bad_waits(change: dict[str, np.ndarray], message: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "pp", "v", "shapes", "message"),
     [
-        ("1f1b", 4, 1, [(1, 4, 2, 1)], "waits of 2 stages do not fit pp x virtual_stages = 4 x 1"),
+        (
+            "1f1b",
+            4,
+            1,
+            [(1, 4, 2, 1)],
+            "sleeping times of 2 stages do not fit pp x virtual_stages = 4 x 1",
+        ),
         ("1f1b", 2, 2, [(1, 4, 4, 1)], "virtual_stages = 2 needs .* pp = 2 and schedule = 1f1b"),
         ("interleaved_1f1b", 1, 2, [(1, 4, 2, 1)], "virtual_stages = 2 needs .* pp = 1"),
         ("interleaved_1f1b", 0, 1, [(1, 4, 2, 1)], "pp = 0 and virtual_stages = 1 must be at"),

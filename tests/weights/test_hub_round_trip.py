@@ -194,7 +194,7 @@ def test_the_tokenizer_of_the_store_goes_along(tmp_path: Path, key: str) -> None
     store = _store(tmp_path / "stores", vocab_size=301, tokenizer="words.json")
     saved = _trained(tmp_path, **{key: str(store) if key == "store" else [f"{store}:1"]})
     made = export(saved, tmp_path / "out")
-    assert made.tokenizer == f"named by {store}"
+    assert made.tokenizer == f"named by the token store {store}"
     copied = (made.folder / "tokenizer.json").read_bytes()
     assert copied == (store.parent / "words.json").read_bytes()
     beside = json.loads((made.folder / "tokenizer_config.json").read_text("utf-8"))
@@ -223,13 +223,15 @@ def test_a_tokenizer_is_never_guessed(tmp_path: Path) -> None:
     store = _store(tmp_path / "stores", vocab_size=301, tokenizer=None)
     saved = _trained(tmp_path, store=str(store))
     made = export(saved, tmp_path / "a")
-    assert made.tokenizer == f"{store} names none"
+    assert made.tokenizer == f"the token store {store} names no tokenizer"
     assert not (made.folder / "tokenizer.json").exists()
     given = export(saved, tmp_path / "b", tokenizer=store.parent / "words.json")
     assert (given.folder / "tokenizer.json").is_file()
     for file in tmp_path.glob("stores/store.*"):
         file.unlink()
-    assert export(saved, tmp_path / "c").tokenizer.startswith("its token store: ")
+    assert export(saved, tmp_path / "c").tokenizer.startswith(
+        "the run's token store cannot be opened: "
+    )
 
 
 @pytest.mark.parametrize("named", ["../words.json", "/etc/hostname", 7, ["words.json"], {}])

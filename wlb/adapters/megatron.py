@@ -285,7 +285,7 @@ class PlannedP2P(P2PCommunicator):
         if not self.config.variable_seq_lengths:
             raise UserError(
                 "config.variable_seq_lengths = False makes Megatron expect seq_length tokens in "
-                "every micro-batch, but balanced micro-batches have different numbers; set "
+                "every micro-batch, but balanced micro-batches have different lengths; set "
                 "variable_seq_lengths to True"
             )
         if self.virtual_pipeline_model_parallel_size is not None:

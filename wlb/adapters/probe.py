@@ -110,8 +110,8 @@ def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> floa
     if within_one == 0:
         warnings.warn(
             f"{type(unwrapped(model)).__name__}: a token's logits do not depend on the tokens "
-            f"before it (perhaps its weights are zero at the start), so the probe cannot tell "
-            f"whether the documents of a packed row are kept apart",
+            "before it (perhaps the model's weights are still zero), so wlb cannot test whether "
+            "the model keeps the documents of a packed row apart",
             stacklevel=4,
         )
     return across / within_one if within_one and across > NOISE * rounding else 0.0
@@ -130,7 +130,8 @@ def _change(one: Tensor, other: Tensor) -> float:
 def _tokens(input_ids: Tensor, which: int) -> list[int]:
     """Return the `LENGTH` tokens of one of the test's documents.
 
-    All of them are token ids that occur in the batch, so they are in the vocabulary.
+    The tokens occur in the batch, so they are in the vocabulary. If all tokens of the batch are
+    equal, a neighbouring token id is used as well.
 
     Args:
         input_ids: Tokens of the batch.
@@ -174,7 +175,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int
     if isinstance(logits, Tensor) and hasattr(logits, "full_tensor"):
         logits = logits.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
-        raise UserError(f"its forward returned {type(out).__name__} without logits for each token")
+        raise UserError(f"its forward returned {type(out).__name__} without logits of each token")
     # Take the last logits, because PEFT's prompt tuning puts more tokens in front of the row.
     return logits.reshape(-1, logits.shape[-1])[-2 * LENGTH :].float()
 

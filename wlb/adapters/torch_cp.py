@@ -73,10 +73,9 @@ def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
     rows = seq_length // cp
     if seq_length % cp or int(sharding.tokens.max(initial=0)) > rows:
         raise UserError(
-            f"seq_length = {seq_length} must be a multiple of cp = {cp} with room for the "
-            f"{num_tokens} tokens of the documents and at least "
-            f"{int(sharding.tokens.max(initial=0))} tokens on each rank; pad the sequence to such "
-            "a length"
+            f"seq_length = {seq_length} must be a multiple of cp = {cp}, and seq_length / cp must "
+            f"be at least {int(sharding.tokens.max(initial=0))}, the tokens of the rank with the "
+            f"most tokens (all documents have {num_tokens}); pad the row to such a length"
         )
     next_padding, out = num_tokens, np.empty(seq_length, np.int64)
     for rank in range(cp):

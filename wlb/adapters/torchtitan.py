@@ -212,9 +212,9 @@ class BalancedDataLoader(BaseDataLoader):
             return
         if "wlb" not in state_dict:
             raise UserError(
-                f"the checkpoint's dataloader state has the keys {sorted(state_dict)}, so another "
-                "dataloader than wlb's saved it; do not load it (checkpoint.exclude_from_loading "
-                "= ['dataloader'])"
+                f"the checkpoint's dataloader state has the keys {sorted(state_dict)}, so it was "
+                "not saved by wlb's dataloader; do not load it (checkpoint.exclude_from_loading = "
+                "['dataloader'])"
             )
         state = json.loads(state_dict["wlb"])
         if state["given"]:
@@ -228,12 +228,16 @@ class BalancedDataLoader(BaseDataLoader):
         planned = state.get("planned", self._planned)
         key = "dataloader.micro_batches_per_step"
         differences = [
-            (f"of {state['dp']} data-parallel ranks", self._dp, state["dp"] != self._dp),
+            (
+                f"of {state['dp']} data-parallel ranks",
+                f"{self._dp} data-parallel ranks",
+                state["dp"] != self._dp,
+            ),
             (f"of {num} micro-batches a rank", f"{key} = {self._num}", num != self._num),
         ]
         for name, value in self._planned.items():
             made = f"that was planned with {name} = {planned[name]}"
-            differences.append((made, value, planned[name] != value))
+            differences.append((made, f"{name} = {value}", planned[name] != value))
         for made, now, differs in differences:
             if differs:
                 raise UserError(

@@ -382,15 +382,21 @@ def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParal
         if parallel is not None and getattr(parallel, name) > 1
     }
     if trainer.get_tp_size() > 1:
-        found[f"tensor parallelism of {trainer.get_tp_size()}"] = "load the model without it"
+        found[f"tensor parallelism of {trainer.get_tp_size()}"] = (
+            "load the model without tensor parallelism"
+        )
     if not args.average_tokens_across_devices or not trainer.model_accepts_loss_kwargs:
         found["a loss that is divided by each rank's labels"] = (
             "set average_tokens_across_devices=True, with a model that takes num_items_in_batch"
         )
     if args.label_smoothing_factor:
-        found[f"label_smoothing_factor = {args.label_smoothing_factor}"] = "set it to 0"
+        found[f"label_smoothing_factor = {args.label_smoothing_factor}"] = (
+            "set label_smoothing_factor = 0"
+        )
     if trainer.compute_loss_func is not None:
-        found["compute_loss_func, which would shift labels after the cut"] = "leave it out"
+        found["compute_loss_func, which would shift labels within one rank's tokens"] = (
+            "give no compute_loss_func"
+        )
     for name in ("use_liger_kernel", "torch_compile"):
         if getattr(args, name, False):
             found[f"{name}, which is not tested"] = f"set {name}=False"
@@ -410,8 +416,8 @@ def check_model(model: Any) -> None:
     name = f"{type(model).__name__} (model_type {config.model_type!r})"
     if config.model_type not in FAMILIES:
         raise UserError(
-            f"{name} is not supported with context parallelism, but only the families "
-            f"{', '.join(FAMILIES)}; set cp = 1"
+            f"{name} is not supported with context parallelism; set cp = 1, or use a model whose "
+            f"model_type is one of {', '.join(FAMILIES)}"
         )
     for problem, remedy in _problems(config):
         raise UserError(

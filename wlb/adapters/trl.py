@@ -69,8 +69,8 @@ class BalancedStep(Sampler[list[int]]):
             check_at_least(name, value, 1)
         if samples_per_step > self.lengths.size:
             raise UserError(
-                f"samples_per_step = {samples_per_step} must be at most the {self.lengths.size} "
-                "rows of the dataset; lower samples_per_step"
+                f"samples_per_step = {samples_per_step} must be at most {self.lengths.size}, the "
+                "number of rows of the dataset; lower samples_per_step"
             )
         if self.lengths.max() > max_tokens:
             row = int(self.lengths.argmax())

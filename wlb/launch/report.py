@@ -189,7 +189,7 @@ def compose_report(
         s for s in ranks if s.failure and s.failure.error == error and s.rank not in named
     ]
     if same_error:
-        lines.append(f"the same on rank {_listed([seen.rank for seen in same_error])}")
+        lines.append(f"the same error on rank {_listed([seen.rank for seen in same_error])}")
     named |= {seen.rank for seen in same_error}
     rest = [s for s in ranks if s.rank not in named and (s.at or s.failure)]
     rest.sort(key=_failed_first)
@@ -198,7 +198,7 @@ def compose_report(
     if with_position and (
         without_position := sorted(set(range(size)) - {seen.rank for seen in ranks})
     ):
-        lines.append(f"no position was written by rank {_listed(without_position)}")
+        lines.append(f"not known what these ranks were doing: {_listed(without_position)}")
     lines += _flight(directory, records)
     return FailureReport(rank=cause.rank, error=error, text="\n".join(lines))
 

@@ -37,8 +37,8 @@ MIN_WAIT_S = 0.005
 Shorter times would be dominated by the replay's overhead (messages, collectives, waking up)."""
 
 TOO_SHORT = (
-    f"a wait below {MIN_WAIT_S} s is dominated by overhead; multiply all waits by the same factor "
-    f"(20 ms and more are good)"
+    f"a sleeping time below {MIN_WAIT_S} s is dominated by overhead; multiply all sleeping times "
+    f"by the same factor (20 ms and more are good)"
 )
 _START_S = 0.02
 """Seconds until a replay starts after its ranks agreed on when, without `_START_PER_RANK_S`."""
@@ -124,7 +124,7 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
     for wrong, remedy in (
         (
             ~(np.isfinite(waits) & (waits >= 0)),
-            ("a wait must be a finite number of seconds, at least 0"),
+            ("a sleeping time must be a finite number of seconds, at least 0"),
         ),
         ((waits > 0) & (waits < MIN_WAIT_S), TOO_SHORT),
     ):
@@ -209,8 +209,8 @@ def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, 
     dp, _, num_stages, cp = step.shape
     if num_stages != pp * virtual_stages:
         raise ValueError(
-            f"waits of {num_stages} stages do not fit pp x virtual_stages = {pp} x "
-            f"{virtual_stages}; give waits for {pp * virtual_stages} stages"
+            f"sleeping times of {num_stages} stages do not fit pp x virtual_stages = {pp} x "
+            f"{virtual_stages}; give sleeping times of {pp * virtual_stages} stages"
         )
     if (dp, cp) != (first.shape[0], first.shape[3]):
         raise ValueError(

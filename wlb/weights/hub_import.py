@@ -74,13 +74,14 @@ def import_folder(source: Path, out: Path) -> Imported:
     spec = RunSpec(model=model.spec)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, init_from=str(out.resolve())))
     comments = [
-        f"The model of {source.resolve()}, of texts up to {model.max_positions} tokens.",
-        "data.store must be made with its tokenizer.",
+        f"The model was imported from {source.resolve()}.",
+        f"It was trained on texts of up to {model.max_positions} tokens (max_position_embeddings).",
+        "Set data.store to a token store that was made with the tokenizer of this model.",
     ]
     if model.spec.experts.never_learns:
         comments.append(
-            "The score of a token's only expert is 1, so that its router cannot be trained: a run "
-            "needs model.experts.normalised = false, by which the scores count."
+            "Each token goes to one expert, whose score is always 1, so the router cannot be "
+            "trained. To train the model, set model.experts.normalised = false: scores then vary."
         )
     toml = to_toml(spec, comments=comments, whole=("model", "model.rope_scaling"))
     generation = read_generation(source / "generation_config.json")

@@ -205,9 +205,8 @@ class LoadedModel:
         if ids.dim() != 1 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
             first = [int(token) for token in ids.flatten()[:8]]
             raise UserError(
-                f"tokens have shape {tuple(ids.shape)} and begin with "
-                f"{first}, but must be one list of at least one token id in "
-                f"[0, {size})"
+                f"tokens have shape {tuple(ids.shape)} and begin with {first}, but must be a list "
+                f"of at least one token id, each between 0 and {size - 1}"
             )
         return ids
 

@@ -69,7 +69,7 @@ def open_saved(folder: Path) -> SavedModel:
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
     run = checkpoint.read_run(folder)
-    with malformed(f"{file} does not describe its model", "use another checkpoint"):
+    with malformed(f"{file} does not describe the checkpoint's model", "use another checkpoint"):
         model = run["spec"]["model"]
         spec = apply(ModelSpec(), model, source=str(file), prefix="model.", is_stored=True)
         spec.check()

@@ -100,7 +100,7 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
     try:
         opened = open_store(name)
     except (UserError, OSError) as error:
-        return FoundTokenizer(why=f"its token store: {error}")
+        return FoundTokenizer(why=f"the run's token store cannot be opened: {error}")
     stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
     # Take the first store's values: opening a blend checks that all stores have the same tokenizer.
     infos = [(store, store.info) for store in stores if store.info is not None]
@@ -109,7 +109,7 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
     configs: list[dict[str, Any]] = [i.preparation.get("tokenizer_config", {}) for _, i in infos]
     found = FoundTokenizer(
         eos_id=eos_id,
-        why=f"{opened.prefix} names none",
+        why=f"the token store {opened.prefix} names no tokenizer",
         config=next(filter(None, configs), dict[str, Any]()),
         chat=None if chat else _chat_of(stores),
         is_bytes=any(one.get("tokenizer") == BYTES for one in arguments),
@@ -123,8 +123,10 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
             if file.is_file():
                 # The first token of a document is BOS if the store was prepared with EOS_BOS.
                 before = (int(store.read(0, 0, 1)[0]),) if has_bos else ()
-                return replace(found, file=file, before=before, why=f"named by {store.prefix}")
-            return replace(found, why=f"{file} is gone")
+                return replace(
+                    found, file=file, before=before, why=f"named by the token store {store.prefix}"
+                )
+            return replace(found, why=f"{file} does not exist any more")
     return found
 
 

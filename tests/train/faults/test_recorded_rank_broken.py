@@ -158,7 +158,7 @@ def test_all_ranks_that_raise_alike_are_named_together(tmp_path: Path, corpus: P
     failure = broken_run(tmp_path, corpus, (0, 1, 2, 3), fail)
     assert len(re.findall("something is wrong", str(failure).partition("\n")[0])) == 1
     others = sorted({0, 1, 2, 3} - {failure.rank})
-    (alike,) = [line for line in str(failure).splitlines() if line.startswith("the same on")]
+    (alike,) = [line for line in str(failure).splitlines() if line.startswith("the same error on")]
     assert sorted(map(int, re.findall(r"\d", alike))) == others
 
 

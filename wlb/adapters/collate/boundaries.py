@@ -73,7 +73,7 @@ def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
         i = int(np.flatnonzero(out < 1)[0])
         raise UserError(
             f"cu_seqlens[{i}] = {offsets[i]} and cu_seqlens[{i + 1}] = {offsets[i + 1]}, but "
-            "offsets must increase, because a segment has at least 1 token; remove repeated "
+            "offsets must increase, because a document has at least 1 token; remove repeated "
             "offsets"
         )
     return out

@@ -64,8 +64,8 @@ class PaddingFreeCollator(FlatOptions):
         object.__setattr__(self, "next_labels", self.return_shift_labels)
         if not (self.return_position_ids or self.return_flash_attn_kwargs or self.return_seq_idx):
             raise UserError(
-                "the batch would not say where documents begin, because return_position_ids = "
-                "False; set return_flash_attn_kwargs or return_seq_idx to True"
+                "the batch would not say where documents begin, because return_position_ids, "
+                "return_flash_attn_kwargs and return_seq_idx are all False; set one of them to True"
             )
 
     def __call__(
@@ -178,7 +178,8 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
         import torch
     except ImportError as error:
         raise ImportError(
-            "tensors need torch: pip install 'wlb-llm[train]', or return_tensors='np'"
+            "return_tensors = 'pt' needs torch, which cannot be imported; run pip install "
+            "'wlb-llm[train]', or set return_tensors = 'np' to get NumPy arrays"
         ) from error
     arrays = {id(value): value for value in values.values() if isinstance(value, np.ndarray)}
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
@@ -196,8 +197,8 @@ def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
     for key in LOSS_MASKS:
         if key in present:
             raise UserError(
-                f"examples have {key}, which this collator does not read; set their labels to "
-                f"{IGNORE} where nothing is trained, and remove {key}"
+                f"the examples have the key {key}, which this collator does not read; set labels "
+                f"to {IGNORE} at tokens that are not trained, and remove {key}"
             )
     if "attention_mask" in present:
         _check_attention_masks(features)

@@ -441,11 +441,15 @@ def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
 def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
     """Raise UserError unless all entries of the array are integers that `dtype` can represent."""
     if array.dtype.kind not in "iu":
-        raise UserError(f"{what} have dtype {array.dtype}, but must be integers")
+        raise UserError(
+            f"{what} have dtype {array.dtype}, but must be integers; convert them, for example to "
+            "int64"
+        )
     info = np.iinfo(dtype)
     if array.size and not info.min <= int(array.min()) <= int(array.max()) <= info.max:
         raise UserError(
-            f"{what} range from {array.min()} to {array.max()}, which {dtype} cannot represent"
+            f"{what} range from {array.min()} to {array.max()}, which {dtype} cannot represent; "
+            "correct the values, or choose a wider dtype"
         )
 
 
@@ -457,7 +461,7 @@ def _not_integers(what: str, values: Sequence[IntLike], dtype: np.dtype[Any]) ->
             is_integer = hasattr(item, "__index__")
             if not is_integer or not info.min <= int(item) <= info.max:
                 return (
-                    f"{what} of example {i}: entry {at} is {item!r}, but must be an integer "
-                    f"within {dtype}"
+                    f"{what} of example {i}: entry {at} is {item!r}, but must be an integer that "
+                    f"{dtype} can represent"
                 )
     return f"{what} are not integers of {dtype}"

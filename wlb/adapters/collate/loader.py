@@ -119,16 +119,16 @@ def check_targets(planner: Planner, reader: TokenReader) -> None:
     masks = isinstance(reader, LabelReader) and getattr(reader, "has_targets", True)
     if masks and not counts:
         raise UserError(
-            f"{type(reader).__name__} masks some labels, but the planner counts every token, so "
-            "num_targets would be too large to divide the loss by; make the planner from the "
-            "store (Planner.for_lengths(TokenStore(prefix), ...)), or from a source with "
+            f"{type(reader).__name__} masks some labels, but the planner counts every token as "
+            "trained, so the loss would be divided by too large a number; make the planner from "
+            "the store (Planner.for_lengths(TokenStore(prefix), ...)), or from a source with "
             "count_targets"
         )
     if counts and not masks:
         raise UserError(
             "the planner counts only the tokens that its store trains, but "
-            f"{type(reader).__name__} trains all tokens; use StoreReader, or another reader with "
-            "labels"
+            f"{type(reader).__name__} trains all tokens; use StoreReader, or another reader that "
+            "masks the labels of the other tokens"
         )
 
 

@@ -126,8 +126,8 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
     tokens = np.asarray(lengths, np.int64)
     if tokens.size % steps:
         raise UserError(
-            f"{tokens.size} completions must be a multiple of the {steps} optimiser steps; change "
-            "the number of completions or of steps"
+            f"the number of completions, {tokens.size}, must be a multiple of the number of "
+            f"optimiser steps, {steps}; change one of the two"
         )
     step = choose(tokens.astype(np.float64), np.ones(tokens.size), steps, equal_counts=True)
     return np.lexsort((-tokens, step))

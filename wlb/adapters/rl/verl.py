@@ -145,8 +145,8 @@ def rearrange_micro_batches(
     lengths = _lengths(batch)
     if len(lengths) % force_group_size:
         raise UserError(
-            f"{len(lengths)} samples must be a multiple of force_group_size = {force_group_size}; "
-            "change one of the two"
+            f"the number of samples, {len(lengths)}, must be a multiple of force_group_size = "
+            f"{force_group_size}; change one of the two"
         )
     how = Cut(
         max_tokens=int(max_token_len),
@@ -200,8 +200,9 @@ def _check_loss(actor: Any) -> None:
     mode, factor = (getattr(actor, k, None) for k in ("loss_agg_mode", "loss_scale_factor"))
     if mode == BY_WIDTH and factor is None:
         raise UserError(
-            f"actor.loss_agg_mode = {mode!r} divides by the width of a micro-batch, which "
-            "balancing changes; set actor.loss_scale_factor, for example to the longest response"
+            f"actor.loss_agg_mode = {mode!r} divides the loss by the width of a micro-batch, which "
+            "balancing changes; set actor.loss_scale_factor, for example to the tokens of the "
+            "longest response"
         )
 
 
