@@ -290,7 +290,7 @@ def test_apply_leaves_the_given_spec_and_other_keys_alone() -> None:
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_works_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(RenamedKeyWarning, match=f"{old} is now {new}"):
+    with pytest.warns(RenamedKeyWarning, match=f"{old} is now called {new}"):
         spec = apply(RunSpec(), nest(old, 6), source="run.toml")
     assert spec == apply(RunSpec(), nest(new, 6), source="run.toml")
 

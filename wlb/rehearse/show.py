@@ -40,7 +40,7 @@ def verdict(found: Rehearsed) -> list[str]:
     for result in found.ranks:
         shown, more = result.faults[:_MOST_FAULTS], len(result.faults) - _MOST_FAULTS
         lines += [f"FAULT: {fault}" for fault in shown]
-        lines += [f"FAULT: rank {result.rank} has {more} more in --json"] if more > 0 else []
+        lines += [f"FAULT: rank {result.rank} has {more} more, see --json"] if more > 0 else []
     lines += [f"FAULT: {problem}" for problem in proof.problems]
     limit = gpu_budget(found.spec).reservable_bytes / GIB
     for result in found.ranks:
@@ -95,7 +95,7 @@ def _segments(kind: str) -> str:
 
 
 def _memory(found: Rehearsed) -> Table:
-    title = f"Memory, GiB of {cluster_gib(found.spec):g}"
+    title = f"Memory in GiB (the GPU has {cluster_gib(found.spec):g} GiB)"
     numbers = ("peak", "estimate", "reserved", "without\nexpandable")
     table = new_table(title, labels=["rank"], numbers=numbers)
     table.add_column("largest kinds at peak")
@@ -116,7 +116,7 @@ def _memory(found: Rehearsed) -> Table:
 
 def _parts(found: Rehearsed) -> Table:
     """Return a table with a row for each part of the last step of each rank."""
-    title = f"Last step, priced by profile {found.spec.cost.profile!r}"
+    title = f"Last step, with times predicted from kernel profile {found.spec.cost.profile!r}"
     numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
     table = new_table(title, labels=["rank", "part"], numbers=numbers)
     for result in found.ranks:

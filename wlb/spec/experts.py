@@ -118,7 +118,7 @@ class ExpertsSpec:
 
     @property
     def active_hidden_size(self) -> int:
-        """Summed intermediate size of all experts that process a token, including shared experts."""
+        """Summed intermediate size of all experts that process a token, including shared ones."""
         return (self.per_token + self.shared) * self.hidden_size
 
     @property

@@ -62,8 +62,8 @@ REMOVED: dict[str, RemovedKey] = {
         "checkpoints are always written in the background, from a copy in host memory", True
     ),
     "checkpoint.fallback": RemovedKey(
-        "--resume auto always skips a damaged checkpoint with a message, and --resume alone always "
-        "refuses a damaged checkpoint",
+        "--resume auto always skips a damaged checkpoint and prints a message, and --resume alone "
+        "always refuses a damaged checkpoint",
         True,
     ),
     "checkpoint.interval_minutes": RemovedKey(
@@ -385,7 +385,11 @@ def apply(
         if dotted in RENAMED:
             new = RENAMED[dotted]
             if not is_stored:
-                warnings.warn(f"{source}: {dotted} is now {new}", RenamedKeyWarning, stacklevel=2)
+                warnings.warn(
+                    f"{source}: {dotted} is now called {new}; use the new name",
+                    RenamedKeyWarning,
+                    stacklevel=2,
+                )
             dotted, name = new, new.removeprefix(prefix)
             if name in values:
                 raise UserError(

@@ -62,9 +62,9 @@ class ClusterSection:
 
     memory_gib: float = key(
         0.0,
-        "memory of a device; layouts and runs whose memory estimate exceeds it are refused; 0 = 80 "
-        "in simulate, tune and --dry-run; in a run, 0 = the memory of its smallest GPU, and no "
-        "limit on CPUs",
+        "memory of a device; layouts and runs whose memory estimate exceeds this value are "
+        "refused; 0 = 80 in simulate, tune and --dry-run; in a run, 0 = the memory of its smallest "
+        "GPU, and no limit on CPUs",
         unit="GiB",
         at_least=0,
         at_most=1e6,

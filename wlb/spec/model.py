@@ -47,10 +47,10 @@ class RopeScaling:
     )
     turns: tuple[float, ...] = key(
         (),
-        "with kind = llama3 or yarn: two limits [low, high] on the full turns that RoPE rotates a "
-        "pair of channels by within original_context; pairs with fewer than low turns are scaled "
-        "by the whole factor, pairs with more than high turns are not scaled, and pairs between "
-        "are scaled in part; empty = [1, 4] for llama3 and [1, 32] for yarn",
+        "with kind = llama3 or yarn: [low, high], two limits for the number of full turns that a "
+        "pair of channels makes within original_context; pairs with fewer than low turns are "
+        "scaled by the whole factor, pairs with more than high turns are not scaled, and all "
+        "others are scaled in part; empty = [1, 4] for llama3 and [1, 32] for yarn",
         above=0,
         at_most=1e9,
     )
