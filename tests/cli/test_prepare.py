@@ -113,7 +113,7 @@ def test_checking_stores(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "has checksum" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-2])
     assert run("--verify", out) == 2
-    assert "the copy is incomplete" in capsys.readouterr().err
+    assert "one of the two files is incomplete" in capsys.readouterr().err
     assert run("--verify", corpus.parent / "none") == 2
     assert "no token store at" in capsys.readouterr().err
 

@@ -81,8 +81,8 @@ def test_a_file_may_be_new_or_replaced_or_linked_to_a_folder_that_is_there(tmp_p
     Path("circle").symlink_to("circle")
     for name, cause in (
         ("circle", "circle is a link to circle, which leads nowhere"),
-        ("lost", r"its folder is missing, from \S*nowhere on; make it"),
-        ("a/b/x", r"its folder is missing, from \S*/a on; make it"),
+        ("lost", r"the folder \S*nowhere does not exist; make it"),
+        ("a/b/x", r"the folder \S*/a does not exist; make it"),
         (".", "it is a folder; give the name of a file"),
     ):
         with pytest.raises(UserError, match=f"cannot be written: {cause}"):

@@ -105,19 +105,19 @@ def test_npy_that_holds_no_lengths_is_refused(tmp_path, values, message):
             "line 4: length is 'x', but must be a whole number",
         ),
         ("a.csv", b"id,length\n7,3\n8\n", "line 3 has 1 of the 2 columns"),
-        ("a.csv", b"a,b\n1,2\n", "columns a, b, and .* .integers are in a and b.; .* 'length'"),
+        ("a.csv", b"a,b\n1,2\n", "columns a, b, and .* .columns of integers: a, b.; .* 'length'"),
         ("a.jsonl", b'{"num_tokens": 3}\n\n{"num_tokens": 2.5}\n', "line 3: length is 2.5"),
         ("a.jsonl", b'{"num_tokens": 3}\n{"text": 2}\n', "line 2 has no key 'num_tokens'"),
-        ("a.jsonl", b'{"text": "a"}\n', "line 1 has the keys text, and .* .integers are in none"),
+        ("a.jsonl", b'{"text": "a"}\n', "line 1 has the keys text, and .* .keys of integers: none"),
         ("a.jsonl", b"3\n{\n", "line 2 is not JSON"),
         ("a.parquet", b"3\n4\n", "a.parquet is not a Parquet file"),
         ("a.txt", b"\x1f\x8b123", r"compressed \(gzip\)"),
-        ("a.txt", b"1\n2\x00\n", "is a binary file, .*byte 3 is zero"),
+        ("a.txt", b"1\n2\x00\n", "is neither UTF-8 text .byte 3 is zero"),
         ("a.txt", b"\n \n", "has no lengths"),
         (
             "a.txt",
             b"12\xff\xfe",
-            "is a binary file, but not .npy, .npz or Parquet .byte 2 is not UTF-8",
+            "is neither UTF-8 text .byte 2 is not UTF-8. nor a file in the format .npy",
         ),
     ],
 )
@@ -214,7 +214,9 @@ def test_files_larger_than_are_read_are_refused(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("3\n" * 501)
     monkeypatch.setattr(sys, "stdin", Piped(b"3\n" * 501))
     for source in (tmp_path / "a.txt", "-"):
-        with pytest.raises(UserError, match="has more than 1,000 bytes; give a random sample"):
+        with pytest.raises(
+            UserError, match="must have at most 1,000 bytes, but has more; give a random sample"
+        ):
             lengths_of_file(source)
     np.savez_compressed(tmp_path / "a.npz", length=np.full(5000, 7, np.uint8))
     with pytest.raises(UserError, match="has 5128 bytes but must have at most 1000"):
@@ -274,8 +276,8 @@ def test_reads_standard_input(monkeypatch):
         source = lengths_of_file("-")
         assert (source.name, source.lengths.tolist()) == ("standard input", [3, 1])
     monkeypatch.setattr(sys, "stdin", Piped(b"\x00\x01\x02"))
-    with pytest.raises(ValueError, match="standard input is a binary file"):
+    with pytest.raises(ValueError, match="standard input is neither UTF-8 text"):
         lengths_of_file("-")
     monkeypatch.setattr(sys, "stdin", Piped(b"", is_terminal=True))
-    with pytest.raises(ValueError, match="this terminal; pipe lengths into the command"):
+    with pytest.raises(ValueError, match="is a terminal; pipe lengths into the command"):
         lengths_of_file("-")

@@ -64,8 +64,8 @@ def test_family_is_seeded():
         ({"tail_start": float("nan")}, "tail_start = nan"),
         ({"body_sigma": 0}, "body_sigma = 0 must be above 0"),
         ({"tail_exponent": -1}, "tail_exponent = -1 must be above 0"),
-        ({"tail_token_share": 0.9, "window_token_share": 0.2}, "their sum at most 1"),
-        ({"window_token_share": float("nan")}, "their sum at most 1"),
+        ({"tail_token_share": 0.9, "window_token_share": 0.2}, "their sum must be at most 1"),
+        ({"window_token_share": float("nan")}, "their sum must be at most 1"),
     ],
 )
 def test_family_refuses(options, message):

@@ -156,7 +156,9 @@ def test_pickle_holds_no_tokens(tmp_path):
 def test_prefix_may_contain_dots(tmp_path):
     assert write(tmp_path / "v1.5-train", [[1]]).read(0).tolist() == [1]
     (tmp_path / "v1.5-train.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"v1\.5-train\.bin has 0 bytes, but its index needs 2"):
+    with pytest.raises(
+        ValueError, match=r"v1\.5-train\.bin has 0 bytes, but must have 2 according"
+    ):
         TokenStore(tmp_path / "v1.5-train")
 
 
@@ -175,20 +177,26 @@ def test_an_empty_store_opens(tmp_path):
             index_bytes([3, 1], [0, 6], [0, 1, 2], version=2),
             "version 2, but wlb reads only version 1",
         ),
-        (index_bytes([3, 1], [0, 6], [0, 1, 2], code=9), "the unknown dtype code 9"),
-        (IDX[:-1], "has 81 bytes, but 2 sequences and 3 document indices need 82"),
-        (IDX + b"\0\0", "has 84 bytes, but 2 sequences and 3 document indices need 82"),
+        (index_bytes([3, 1], [0, 6], [0, 1, 2], code=9), "has dtype code 9, but must have"),
+        (IDX[:-1], "has 81 bytes, but .* 2 sequences and 3 document indices must have 82 bytes"),
+        (
+            IDX + b"\0\0",
+            "has 84 bytes, but .* 2 sequences and 3 document indices must have 82 bytes",
+        ),
         (index_bytes([3, 1], [0, 6], [0, 1, 2], counts=(2**62, 3)), "4611686018427387904 seq"),
         (index_bytes([3, -1], [0, 6], [0, 1, 2]), "sequence 1 has the length -1"),
         (index_bytes([3, 1], [0, 4], [0, 1, 2]), "sequence 1 starts at byte 4 instead of 6"),
         (index_bytes([3, 1], [2, 8], [0, 1, 2]), "sequence 0 starts at byte 2 instead of 0"),
-        (index_bytes([3, 2], [0, 6], [0, 1, 2]), "has 8 bytes, but its index needs 10"),
-        (index_bytes([3, 1], [0, 6], [0, 1]), "document indices must start with 0 .* are 0 ... 1"),
+        (index_bytes([3, 2], [0, 6], [0, 1, 2]), "has 8 bytes, but must have 10 according to"),
+        (
+            index_bytes([3, 1], [0, 6], [0, 1]),
+            "document indices are 0 ... 1, but the first must be 0",
+        ),
         (
             index_bytes([3, 1], [0, 6], [1, 1, 2]),
-            "document indices must start with 0 .* are 1 ... 2",
+            "document indices are 1 ... 2, but the first must be 0",
         ),
-        (index_bytes([3, 1], [0, 6], []), "document indices must start with 0 .* are none"),
+        (index_bytes([3, 1], [0, 6], []), "document indices are none, but the first must be 0"),
         (
             index_bytes([3, 1], [0, 6], [0, 5, 2]),
             "document 1 starts at sequence 5, but document 2 starts",
@@ -203,7 +211,7 @@ def test_damaged_index_is_refused(tmp_path, idx, message):
 
 @pytest.mark.parametrize("tokens", [BIN[:-1], BIN[:-2], BIN + b"\0\0", b""])
 def test_bin_of_the_wrong_size_is_refused(tmp_path, tokens):
-    with pytest.raises(ValueError, match=f"has {len(tokens)} bytes, but its index needs 8"):
+    with pytest.raises(ValueError, match=f"has {len(tokens)} bytes, but must have 8 according"):
         TokenStore(raw_store(tmp_path, tokens=tokens))
 
 
@@ -217,7 +225,7 @@ def test_missing_store_is_named(tmp_path):
     [
         ((2,), "document 2 is not in"),
         ((-1,), "document -1 is not in"),
-        ((0, 0, 4), r"tokens \[0, 4\) are outside document 0"),
+        ((0, 0, 4), r"tokens \[0, 4\) are not inside document 0"),
         ((0, -1, 2), r"tokens \[-1, 2\) are outside"),
         ((0, 2, 1), r"tokens \[2, 1\) are outside"),
     ],

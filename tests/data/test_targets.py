@@ -112,16 +112,16 @@ def test_a_store_without_targets_trains_all_but_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([[2, 4], [3, 5]], r"span 1 of trained is \[3, 5\), after a span that ends at 4"),
+        ([[2, 4], [3, 5]], r"span 1 of trained tokens is \[3, 5\), .* must not start before 4"),
         (
             [[4, 9]],
-            r"document 1 of .*: span 0 of trained is \[4, 9\), .*; spans must be inside \[0, 6\)",
+            r"document 1 of .*: span 0 of trained tokens is \[4, 9\), but must be in \[0, 6\)",
         ),
-        ([[3, 2]], r"span 0 of trained is \[3, 2\)"),
-        ([[-1, 2]], r"span 0 of trained is \[-1, 2\)"),
-        ([1, 2], r"trained has shape \(2,\)"),
+        ([[3, 2]], r"span 0 of trained tokens is \[3, 2\)"),
+        ([[-1, 2]], r"span 0 of trained tokens is \[-1, 2\)"),
+        ([1, 2], r"trained. has shape \(2,\)"),
         ([[1.0, 2.0]], "dtype float64, but must be integers"),
-        (None, "document 1 of .* lacks trained spans, unlike the documents before it"),
+        (None, "document 1 of .* has no spans of trained tokens, unlike the documents before it"),
     ],
 )
 def test_writer_refuses_spans_that_cannot_be(tmp_path, spans, message):
@@ -156,7 +156,7 @@ def test_damaged_files_are_refused(tmp_path):
     crossing = good[:-48] + struct.pack("<6q", 1, 3, 6, 2, 6, 7)
     refused(
         crossing,
-        r"span 1 of trained tokens is \[3, 6\), which is empty, overlaps or touches the span",
+        r"span 1 of trained tokens is \[3, 6\), but spans must not be empty, must start after",
     )
     refused(
         good[:-48] + struct.pack("<6q", 1, 2, 6, 2, 5, 7), r"span 1 of trained tokens is \[2, 5\)"

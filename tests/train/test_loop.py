@@ -506,6 +506,6 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     assert StoreReader(prefix, 320).read(0, 0, 40).size == 40
     with pytest.raises(
         ValueError,
-        match=r"document 0 of the store .* tokens from 0 to 291, but model.vocab_size = 9",
+        match=r"document 0 of the store .* token ids from 0 to 291, but they must be from 0 to 8",
     ):
         StoreReader(prefix, 9).read(0, 0, 40)

@@ -1,8 +1,8 @@
 """Create folders for output, with error messages that name what is in the way.
 
 Other processes may remove or replace folders of wlb at any time, so some operations are retried.
-Every such loop iterates over `attempts`, so it ends. An error is permanent, and not caused by
-another process at work, if a file is in the way (`_obstacle`) or if no retry succeeds.
+The number of retries is limited. Functions raise an error at once if a file or a broken link is in
+the way (`_obstacle`), because retries would not help.
 """
 
 import errno
@@ -27,20 +27,22 @@ _IN_THE_WAY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 
 
 def attempts(path: Path) -> Iterator[int]:
-    """Yield 0, 1, 2, ... with a short pause after each, for a loop that retries an operation.
+    """Yield 0 to `TRIES` - 1 with a short pause after each, for a loop that retries an operation.
+
+    The loop breaks or returns as soon as the operation succeeds.
 
     Args:
         path: What the loop tries to create, open or lock, for the error message.
 
     Raises:
-        UserError: `TRIES` numbers were not enough, because other processes keep removing `path`.
+        UserError: The loop asks for another number, because other processes keep removing `path`.
     """
     for number in range(TRIES):
         yield number
         time.sleep(PAUSE_S)
     raise UserError(
-        f"{path} was removed or replaced {TRIES} times while this process tried to use it; stop "
-        f"the program that removes it, or choose a folder on another file system"
+        f"another program removed or replaced {path} {TRIES} times while wlb tried to use it; stop "
+        f"that program, or choose a path on another file system"
     )
 
 
@@ -54,7 +56,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 
     Args:
         path: The folder.
-        mode: Permissions of a new folder, from which the umask is removed.
+        mode: Permissions of a new folder. Bits of the umask are cleared in them.
 
     Raises:
         UserError: A part of the path is a file, or a link to something that does not exist.
@@ -73,7 +75,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
         time.sleep(PAUSE_S)
     missing = next((part for part in _components(path) if not part.is_dir()), path)
     raise UserError(
-        f"{path} cannot be created: creating {missing.name!r} in {missing.parent} fails "
+        f"the folder {path} cannot be created, because creating {missing} fails "
         f"({error.strerror}); choose another folder"
     )
 
@@ -95,7 +97,7 @@ def make_and_open(path: Path, *, mode: int = 0o777) -> int:
 def refuse_nowhere(path: Path) -> None:
     """Raise UserError if no folder can be created at `path`, regardless of permissions."""
     if reason := _obstacle(path):
-        raise UserError(f"{path} cannot be created: {reason}, or choose another folder")
+        raise UserError(f"the folder {path} cannot be created: {reason}, or choose another folder")
 
 
 def refuse_file(path: Path) -> None:
@@ -113,20 +115,20 @@ def refuse_file(path: Path) -> None:
         reason = "it is a folder; give the name of a file"
     elif not reason and not folder.is_dir():
         missing = next(part for part in _components(folder) if not part.is_dir())
-        reason = f"its folder is missing, from {missing} on; make it"
+        reason = f"the folder {missing} does not exist; make it"
     if reason:
-        raise UserError(f"{path} cannot be written: {reason}, or choose another place")
+        raise UserError(f"the file {path} cannot be written: {reason}, or choose another path")
 
 
 def _circle(path: Path) -> str:
-    """Return an error message if `path` is a symbolic link in a circle of links, otherwise ""."""
+    """Return an error message if `path` is a link in a circle of symbolic links, otherwise ""."""
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             return (
                 f"{path} is a link to {os.readlink(path)}, which leads nowhere "
-                f"({error.strerror}); remove it"
+                f"({error.strerror}); remove the link"
             )
     return ""
 
@@ -137,7 +139,7 @@ def _components(path: Path) -> tuple[Path, ...]:
 
 
 def _obstacle(path: Path) -> str:
-    """Return an error message about what prevents a folder at `path`, or "" if nothing does.
+    """Return an error message if no folder can be created at `path`, otherwise "".
 
     The message names the first part of the path that exists but does not lead to a folder.
     """
@@ -150,7 +152,7 @@ def _obstacle(path: Path) -> str:
                 return ""
             return (
                 f"{part} is a link to {os.readlink(part)}, which leads nowhere ({error.strerror}); "
-                f"mount or make what it points to"
+                f"mount or make the target of the link"
             )
         return f"{part} is a file, not a folder; move it away"
     return ""

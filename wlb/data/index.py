@@ -37,7 +37,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-# Megatron's code of each dtype.
+# The number by which Megatron's index names each dtype.
 CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -75,8 +75,8 @@ def read_index(path: Path, *, num_bytes: int) -> StoreIndex:
         UserError: The file is not an index, is damaged, or belongs to another `.bin` file.
     """
     dtype, num_sequences, num_indices = _read_layout(path)
-    # Copy the index instead of mapping it: if another process replaces the store while it is
-    # open, this reader still has the documents that it opened.
+    # Copy the index instead of mapping the file. If another process replaces the store while this
+    # reader uses it, the reader still has the index of the old store.
     raw = np.fromfile(path, np.uint8, offset=_HEADER.size)
     lengths = raw[: 4 * num_sequences].view("<i4").astype(np.int64)
     offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8").astype(np.int64)
@@ -111,8 +111,8 @@ def read_header(
         header: Layout of the header. Its first two fields are the magic and the version.
         magic: Bytes that the file must start with.
         version: The only version that is supported.
-        what: Part of the error message that says what is wrong when the magic differs.
-        remedy: Part of the same message that says what to do.
+        what: For the error message if the magic differs: what is wrong, such as "is not an index".
+        remedy: For the same message: what to do.
 
     Returns:
         The fields of the header after the version.
@@ -124,13 +124,14 @@ def read_header(
         data = file.read(header.size)
     if len(data) < header.size or not data.startswith(magic):
         raise UserError(
-            f"{path} {what}: it starts with {data[: len(magic)]!r}, not {magic!r}; {remedy}"
+            f"{path} {what}: the file starts with {data[: len(magic)]!r} instead of {magic!r}; "
+            f"{remedy}"
         )
     _, found, *values = header.unpack(data)
     if found != version:
         raise UserError(
-            f"{path} has version {found}, but wlb reads only version {version}; write the file "
-            f"again"
+            f"{path} has format version {found}, but wlb reads only version {version}; write the "
+            f"file again"
         )
     return tuple(values)
 
@@ -142,20 +143,20 @@ def _read_layout(path: Path) -> tuple[np.dtype[Any], int, int]:
         The dtype of the tokens, the number of sequences and the number of document indices.
     """
     what = "is not the index of a token store"
-    remedy = "stores of other formats have to be prepared again"
+    remedy = "prepare the store again with wlb prepare"
     header = read_header(path, _HEADER, _MAGIC, _VERSION, what=what, remedy=remedy)
     code, num_sequences, num_indices = header
     if code not in _DTYPES:
         raise UserError(
-            f"{path} has the unknown dtype code {code} (known codes are {sorted(_DTYPES)}); "
-            f"write the file again"
+            f"{path} has dtype code {code}, but must have one of Megatron's codes "
+            f"{sorted(_DTYPES)}; prepare the store again"
         )
     size, expected = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size != expected:
         raise UserError(
-            f"{path} has {size} bytes, but {num_sequences} sequences and {num_indices} document "
-            f"indices need {expected}; copy or prepare the store again (multimodal stores with "
-            f"sequence modes are not supported)"
+            f"{path} has {size} bytes, but an index of {num_sequences} sequences and {num_indices} "
+            f"document indices must have {expected} bytes; copy or prepare the store again "
+            f"(Megatron's multimodal stores are not supported)"
         )
     return _DTYPES[code], num_sequences, num_indices
 
@@ -175,21 +176,22 @@ def _check_sequences(
     if lengths.size and int(lengths.min()) < 0:
         i = int(np.argmin(lengths))
         raise UserError(
-            f"{path}: sequence {i} has the length {lengths[i]}, but lengths must be at least 0; "
-            f"copy the store again"
+            f"{path}: the length of sequence {i} is {lengths[i]}, but must be at least 0; copy the "
+            f"store again"
         )
     ends = np.cumsum(lengths) * itemsize
     if (i := first_true(offsets != ends - lengths * itemsize)) is not None:
         raise UserError(
-            f"{path}: sequence {i} starts at byte {offsets[i]} instead of "
-            f"{ends[i] - lengths[i] * itemsize}, so sequences overlap or leave a gap; prepare the "
+            f"{path}: sequence {i} starts at byte {offsets[i]}, but must start at byte "
+            f"{ends[i] - lengths[i] * itemsize}, where the sequence before it ends; prepare the "
             f"store again"
         )
     need = int(ends[-1]) if ends.size else 0
     if num_bytes != need:
         raise UserError(
-            f"{path.with_suffix('.bin')} has {num_bytes} bytes, but its index needs {need}; the "
-            f"copy is incomplete, or the two files belong to different stores, so copy both again"
+            f"{path.with_suffix('.bin')} has {num_bytes} bytes, but must have {need} according to "
+            f"{path.name}; one of the two files is incomplete or belongs to another store, so copy "
+            f"both again"
         )
 
 
@@ -200,16 +202,16 @@ def _check_documents(path: Path, firsts: IntArray, num_sequences: int, num_indic
         path: The index, for error messages.
         firsts: First sequence of each document, and then the number of sequences.
         num_sequences: Number of sequences in the index.
-        num_indices: Size of `firsts`.
+        num_indices: Number of entries of `firsts`. A damaged index may have 0.
     """
     if num_indices == 0 or firsts[0] != 0 or firsts[-1] != num_sequences:
         shown = "none" if num_indices == 0 else f"{firsts[0]} ... {firsts[-1]}"
         raise UserError(
-            f"{path}: document indices must start with 0 and end with the number of sequences, "
-            f"{num_sequences}, but are {shown}; prepare the store again"
+            f"{path}: the document indices are {shown}, but the first must be 0 and the last must "
+            f"be {num_sequences}, the number of sequences; prepare the store again"
         )
     if (i := first_true(np.diff(firsts) < 0)) is not None:
         raise UserError(
-            f"{path}: document {i} starts at sequence {firsts[i]}, but document {i + 1} starts "
-            f"before it, at sequence {firsts[i + 1]}; prepare the store again"
+            f"{path}: document {i} starts at sequence {firsts[i]}, but document {i + 1} starts at "
+            f"the earlier sequence {firsts[i + 1]}; prepare the store again"
         )

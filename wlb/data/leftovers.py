@@ -1,9 +1,10 @@
-"""Create temporary folders and semaphores that later runs remove if their process was killed.
+"""Remove temporary folders and semaphores that killed processes left behind.
 
 A process locks each of its temporary folders `wlb.KIND.NAME` (flock). The kernel releases the lock
-when the process ends, even by a kill, so an unlocked folder is left over and may be removed.
-Named semaphores of multiprocessing get the number and the PID namespace of their process in their
-names. Usually the resource tracker removes them, but it may be killed as well.
+when the process ends, even if it is killed. So an unlocked folder is left over and may be removed.
+The names of multiprocessing's semaphores contain the PID and the PID namespace of their process, so
+that left-over semaphores can be recognised. Usually multiprocessing's resource tracker removes
+semaphores, but the tracker may be killed as well.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ _NAME = re.compile(r"wlb\.[a-z]+\.[0-9a-f]{8,16}(\.\d+)?")
 def temporary_folder(kind: str) -> Generator[Path]:
     """Create a temporary folder for a `with` block, and remove it at the end.
 
-    If the process is killed before, the next start of wlb removes the folder.
+    If the process is killed before the end of the block, a later `sweep` removes the folder.
     """
     sweep()
     folder = Path(tempfile.gettempdir(), f"{_PREFIX}{kind}.{secrets.token_hex(4)}")
@@ -53,7 +54,8 @@ def process_folder(pid: int) -> Path:
     """Return the temporary folder of this process, which is removed when the process ends.
 
     Args:
-        pid: Number of this process. It is the key of the cache, so a fork gets another folder.
+        pid: PID of this process. It is the key of the cache, so a forked process gets a folder of
+            its own.
     """
     sweep()
     folder = temporary_path(f"process.{secrets.token_hex(4)}")
@@ -63,14 +65,15 @@ def process_folder(pid: int) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 
-    # Lower priorities run later. multiprocessing removes its own folder, which is inside this one,
-    # at -100, and fails if it is gone by then. A fork does not run finalizers of its parent.
+    # Finalizers with lower priorities run later. multiprocessing removes its own folder, which is
+    # inside this one, at priority -100, so this one must be removed after that. A forked process
+    # does not run the finalizers of its parent.
     util.Finalize(None, remove, exitpriority=-200)
     return folder
 
 
 def temporary_path(name: str) -> Path:
-    """Return a path for a temporary folder that is short enough for sockets in it.
+    """Return a path for a temporary folder, short enough that sockets can be created in the folder.
 
     The path of a socket has at most 107 bytes, and the TMPDIR of a batch job can be long. If TMPDIR
     is too long, the folder is in /tmp instead. `sweep` looks in both places.
@@ -83,12 +86,16 @@ def temporary_path(name: str) -> Path:
 
 
 def make_and_lock(folder: Path) -> int:
-    """Create a folder, lock it, and return its file descriptor, whose close releases the lock."""
+    """Create and lock a folder, and return its file descriptor.
+
+    Closing the descriptor releases the lock. On a file system without locks, the folder is not
+    locked.
+    """
     for _ in attempts(folder):
         descriptor = make_and_open(folder, mode=0o700)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Between creation and locking, another process may have removed the folder as left over.
+        # Before the folder was locked, another process may have removed it as a left-over folder.
         if is_named(descriptor, folder):
             return descriptor
         os.close(descriptor)
@@ -96,7 +103,7 @@ def make_and_lock(folder: Path) -> int:
 
 
 def sweep() -> None:
-    """Remove temporary folders and semaphores of processes of this user that were killed."""
+    """Remove temporary folders and semaphores that killed processes of this user left behind."""
     roots = {Path(tempfile.gettempdir()), Path("/tmp")}
     for folder in (found for root in roots for found in root.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
@@ -115,8 +122,8 @@ def _remove_if_unlocked(folder: Path) -> None:
         return
     descriptor = open_folder(folder)
     try:
-        # `lock` raises NoLocks, an OSError, on file systems without locks. Nothing is removed
-        # there, because the owner may be alive.
+        # On file systems without locks, `lock` raises NoLocks (an OSError), so the folder is kept:
+        # its process may still run.
         if lock(descriptor):
             shutil.rmtree(folder)
     finally:
@@ -126,11 +133,11 @@ def _remove_if_unlocked(folder: Path) -> None:
 def name_semaphores() -> None:
     """Name the semaphores of this process after its PID, so that `sweep` knows their owner.
 
-    It also removes the semaphores and temporary folders of processes that were killed.
+    It also calls `sweep`.
     """
     sweep()
-    # multiprocessing has no public setting for the prefix of semaphores' names. Its default "/mp"
-    # does not tell the process.
+    # The default prefix of semaphores' names, "/mp", does not say which process made the semaphore.
+    # multiprocessing has no public setting for this prefix, so set the private one.
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = f"/{_PREFIX}{_namespace()}.{os.getpid()}"
 

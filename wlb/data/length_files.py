@@ -26,7 +26,7 @@ from wlb.plan.read_file import WRONG_SHAPE, describe_error, load_arrays, parse_j
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "tokens", "seq_len", "len")
 """Column names that mean lengths. If a table has several, the first in this list is used."""
 STDIN = "-"
-# First bytes of each binary format, and of compressed files, which are refused.
+# First bytes of files in each binary format, and of compressed files. The latter are refused.
 _MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz", b"PAR1": ".parquet"}
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 # Suffixes of tables, with the character that separates their columns.
@@ -63,22 +63,22 @@ def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
     if str(path) == STDIN:
         if sys.stdin.isatty():
             raise UserError(
-                "--lengths - reads standard input, but standard input is this terminal; pipe "
-                "lengths into the command"
+                "--lengths - reads lengths from standard input, but standard input is a terminal; "
+                "pipe lengths into the command, or give --lengths FILE"
             )
         name, file, suffix = "standard input", sys.stdin.buffer, ""
         data = file.read(MOST_BYTES + 1)
     else:
         file = Path(path)
         if not file.is_file():
-            raise UserError(f"the file of lengths {file} does not exist")
+            raise UserError(f"the file of lengths {file} does not exist; give another path")
         name, suffix = str(file), file.suffix.lower()
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UserError(
-            f"{name} has more than {MOST_BYTES:,} bytes; give a random sample of its lengths, "
-            f"which gives nearly the same plans"
+            f"{name} must have at most {MOST_BYTES:,} bytes, but has more; give a random sample of "
+            f"its lengths, which leads to nearly the same plans"
         )
     found = _read(name, data, suffix)
     lengths = checked_lengths(name, found.values, where=found.where)
@@ -91,13 +91,13 @@ def _refuse_more(name: str, count: int, what: str = "lengths") -> None:
 
     Args:
         name: Name of the file, for error messages.
-        count: An upper bound of the number of lengths, or the number itself.
-        what: What was counted, such as "lines", for error messages.
+        count: The number of lengths, or an upper bound of it, such as the number of lines.
+        what: What `count` counts, such as "lines", for error messages.
     """
     if count > MOST_DOCUMENTS:
         raise UserError(
-            f"{name} has {count:,} {what}, but may have at most {MOST_DOCUMENTS:,}; give a "
-            f"random sample of its lengths, which gives nearly the same plans"
+            f"{name} has {count:,} {what}, but must have at most {MOST_DOCUMENTS:,}; give a random "
+            f"sample of its lengths, which leads to nearly the same plans"
         )
 
 
@@ -105,8 +105,8 @@ def _read(name: str, data: bytes, suffix: str) -> _Found:
     for magic, kind in _PACKED.items():
         if data.startswith(magic):
             raise UserError(
-                f"{name} is compressed ({kind}), which cannot be read; decompress it, or pipe "
-                f"its content into `--lengths -`"
+                f"{name} is compressed with {kind}, and wlb cannot decompress it; decompress the "
+                f"file, or pipe its decompressed content into the command with --lengths -"
             )
     form = next((form for magic, form in _MAGIC.items() if data.startswith(magic)), suffix)
     match form:
@@ -147,8 +147,8 @@ def _parquet(name: str, data: bytes) -> _Found:
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise UserError(
-            f"{name}: reading Parquet needs pyarrow, which is not installed; run pip install "
-            f"'wlb-llm[data]'"
+            f"{name} is a Parquet file, but the library pyarrow, which reads Parquet, is not "
+            f"installed; run pip install 'wlb-llm[data]'"
         ) from None
     try:
         file = parquet.ParquetFile(io.BytesIO(data))
@@ -196,16 +196,20 @@ def _lines(data: bytes, newline: str | None = None) -> io.TextIOWrapper:
 
 def _binary(name: str, why: str) -> UserError:
     return UserError(
-        f"{name} is a binary file, but not .npy, .npz or Parquet ({why}); give lengths in one of "
-        f"these formats, or as text"
+        f"{name} is neither UTF-8 text ({why}) nor a file in the format .npy, .npz or Parquet; "
+        f"give lengths in one of these formats"
     )
 
 
 def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
-    """Collect and check lengths from a text file, given as (line number, length).
+    """Collect the lengths of a text file, and check each of them.
 
-    They are checked one by one and stored in a compact array, because a list of Python integers
-    would need several times the memory.
+    Lengths are stored in a compact array, because a list of Python integers would need several
+    times the memory.
+
+    Args:
+        name: Name of the file, for error messages.
+        values: The line number and the length of each document.
     """
     out = array("q")
     for line, value in values:
@@ -231,9 +235,11 @@ def _words(data: bytes, *, has_head: bool) -> Iterator[tuple[int, Any]]:
 
 def _json(name: str, text: str) -> _Found:
     _refuse_more(name, text.count(","), "commas")
-    values = parse_json(text, name, remedy="it must be a list of lengths", wide=True)
+    values = parse_json(text, name, remedy="write a JSON list of lengths", wide=True)
     if not isinstance(values, list):
-        raise UserError(f"{name} must be a list of lengths, but is of type {type(values).__name__}")
+        raise UserError(
+            f"{name} must be a JSON list of lengths, but is of type {type(values).__name__}"
+        )
     return _Found(cast("list[Any]", values))
 
 
@@ -243,7 +249,7 @@ def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
     for i, line in enumerate(_lines(data, "\n"), 1):
         if not line.strip():
             continue
-        remedy = "correct or leave out the line"
+        remedy = "correct or remove the line"
         value = parse_json(line, f"{name}: line {i}", remedy=remedy, wide=True)
         if isinstance(value, dict):
             record = cast("dict[str, Any]", value)
@@ -252,8 +258,8 @@ def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
                 chosen = _column(f"{name}: line {i}", list(record), counts, what="key")
             if chosen not in record:
                 raise UserError(
-                    f"{name}: line {i} has no key {chosen!r}, from which the first record's length "
-                    f"was read; add the key"
+                    f"{name}: line {i} has no key {chosen!r}, which has the length in the first "
+                    f"record; add the key to the line"
                 )
             value = record[chosen]
         yield i, value
@@ -263,8 +269,8 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
     rows = _rows(name, data, separator)
     if (first := next(rows, None)) is None:
         return
-    # Find the column of lengths by the names in the first row, if it has names, and by which
-    # cells of the first row of data are integers.
+    # Find the column of lengths from the column names in the first row, if it has names, and from
+    # the first row of data, whose integer cells show which columns have integers.
     head = first[1]
     has_head = _is_head(head)
     second = next(rows, None) if has_head else first
@@ -276,17 +282,17 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
     for line, row in chain([second] if second else [], rows):
         if len(row) <= at:
             raise UserError(
-                f"{name}: line {line} has {len(row)} of the {len(names)} columns of the first "
-                f"row; correct the line"
+                f"{name}: line {line} has only {len(row)} cells, but the first row has "
+                f"{len(names)}; correct the line"
             )
         yield line, number_of(row[at])
 
 
 def _is_name(cell: str) -> bool:
-    """Return whether a cell of the first row may be a column's name rather than a length.
+    """Return whether a cell of the first row may be a column's name.
 
-    A cell such as 1_000, 10k or nan is a length in a wrong form. It must be refused later, and not
-    be ignored as a name.
+    A cell such as 1_000, 10k or nan is not a name but an invalid length, which an error message
+    must report later.
     """
     bare = cell.lstrip("+-.").lower()
     return not bare[:1].isdigit() and bare not in ("nan", "inf", "infinity")
@@ -295,8 +301,8 @@ def _is_name(cell: str) -> bool:
 def _is_head(cells: list[str]) -> bool:
     """Return whether the first row of a table contains column names.
 
-    It does if every cell may be a name (`_is_name`). It also does if one cell is in `NAMES` and no
-    cell is an integer; in that case the other names may begin with a digit.
+    The row contains column names if every cell may be a name (`_is_name`), or if one cell is in
+    `NAMES` and no cell is an integer. In the second case, other names may begin with a digit.
     """
     named = any(cell in NAMES for cell in cells)
     return (named and not any(isinstance(number_of(cell), int) for cell in cells)) or all(
@@ -305,7 +311,7 @@ def _is_head(cells: list[str]) -> bool:
 
 
 def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row of a table that is not blank."""
+    """Yield the line number and the cells of each row of a table. Blank rows are left out."""
     reader = csv.reader(_lines(data, ""), delimiter=separator)
     try:
         for row in reader:
@@ -313,7 +319,7 @@ def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[st
                 yield reader.line_num, [cell.strip() for cell in row]
     except csv.Error as error:
         raise UserError(
-            f"{name}: line {reader.line_num} is not a row of a table ({error}); correct the line"
+            f"{name}: line {reader.line_num} is not a valid row of CSV ({error}); correct the line"
         ) from None
 
 
@@ -327,7 +333,7 @@ def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str)
         what: What the file format calls a column, such as "key", for error messages.
 
     Raises:
-        UserError: No column or several columns may be the lengths.
+        UserError: No column has lengths, or it is unclear which column has them.
     """
     numeric = list(numeric)
     for known in NAMES:
@@ -346,7 +352,7 @@ def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str)
             )
         return numeric[0]
     raise UserError(
-        f"{name} has the {what}s {', '.join(columns)}, and it is unclear which one contains the "
-        f"lengths (integers are in {' and '.join(numeric) or 'none'}); rename the {what} of the "
+        f"{name} has the {what}s {', '.join(columns)}, and it is unclear which {what} contains the "
+        f"lengths ({what}s of integers: {', '.join(numeric) or 'none'}); rename the {what} of the "
         f"lengths to {NAMES[0]!r}"
     )

@@ -3,8 +3,8 @@
 `LengthFamily` mixes three kinds of documents: a lognormal body, a Pareto tail that ends at the
 context window, and documents that were longer and are cut to exactly the window. Each kind has a
 share of the TOKENS, not of the documents.
-The default constants reproduce Table 2 and Figure 12 of the paper. They are fitted to those printed
-numbers, so other constants may reproduce them equally well.
+The default constants are fitted to the numbers printed in Table 2 and Figure 12 of the paper. Other
+constants may reproduce these numbers equally well.
 Guarantees: equal arguments give equal lengths, all in [1, window].
 Cost: 8 bytes of memory and about 30 ns per document.
 """
@@ -21,7 +21,7 @@ from wlb.plan import IntArray, UserError, check_at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthFamily:
-    """A distribution of document lengths: body, tail, and documents cut to the window.
+    """A distribution of document lengths: a body, a tail, and documents of exactly one window.
 
     All lengths are fractions of the context window, so one family serves every window.
     """
@@ -40,17 +40,17 @@ class LengthFamily:
         for name in ("body_median", "tail_start"):
             if not 0 < getattr(self, name) < 1:
                 raise UserError(
-                    f"{name} = {getattr(self, name)} must be between 0 and 1, as a fraction of the "
-                    f"context window"
+                    f"{name} = {getattr(self, name)} must be above 0 and below 1, because it is a "
+                    f"fraction of the context window"
                 )
         for name in ("body_sigma", "tail_exponent"):
             if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} = {getattr(self, name)} must be above 0")
+                raise UserError(f"{name} = {getattr(self, name)} must be above 0 and finite")
         shares = (self.tail_token_share, self.window_token_share)
         if not (min(shares) >= 0 and sum(shares) <= 1):
             raise UserError(
-                f"tail_token_share = {shares[0]} and window_token_share = {shares[1]} must each "
-                f"be at least 0, and their sum at most 1"
+                f"tail_token_share = {shares[0]} and window_token_share = {shares[1]} must each be "
+                f"at least 0, and their sum must be at most 1"
             )
 
     @property
@@ -61,7 +61,8 @@ class LengthFamily:
             self.tail_token_share,
             self.window_token_share,
         )
-        # The shares count tokens. Divided by the mean length, they count documents.
+        # `shares` are shares of the tokens. A share divided by the mean length of its documents is
+        # proportional to the number of documents.
         means = (self._body_mean(), self._tail_mean(), 1.0)
         weights = [max(0.0, share) / mean for share, mean in zip(shares, means, strict=True)]
         body, tail, at_window = (weight / sum(weights) for weight in weights)
@@ -82,7 +83,8 @@ class LengthFamily:
         check_at_least("window", window, 2, " tokens")
         rng = np.random.Generator(np.random.PCG64(seed))
         body, tail, _ = self.document_shares
-        # For each document: 0 = body, 1 = tail, 2 = one whole window, which `out` starts with.
+        # Part of each document: 0 = body, 1 = tail, 2 = exactly one window. `out` is initially one
+        # window for every document.
         part = np.searchsorted([body, body + tail], rng.random(num_documents), side="right")
         out = np.ones(num_documents)
         out[part == 0] = self._draw_body(rng, int((part == 0).sum()))
@@ -108,7 +110,8 @@ class LengthFamily:
         return whole * _normal_cdf(z - self.body_sigma) / _normal_cdf(z)
 
     def _tail_mean(self) -> float:
-        # Mean of a Pareto distribution that is truncated at 1; exponent 1 is a special case.
+        # Mean of a Pareto distribution that is truncated at 1 (one window). The general
+        # formula does not hold for exponent 1.
         start, exponent = self.tail_start, self.tail_exponent
         cut = 1 - start**exponent
         if exponent == 1:
@@ -127,7 +130,9 @@ FAMILIES: dict[str, LengthFamily] = {DRAWN: LengthFamily()}
 
 
 def enough_of_family(name: str = DRAWN, *, window: int, num_tokens: int, seed: int) -> LengthSource:
-    """Draw enough document lengths of a named family to have `num_tokens` tokens, usually more.
+    """Draw document lengths of a named family until they have about `num_tokens` tokens.
+
+    They usually have about 10% more tokens, and seldom fewer.
 
     Args:
         name: Name of the distribution, a key of `FAMILIES`.

@@ -1,9 +1,10 @@
 """Lock files and folders between processes.
 
 Locks are made with flock. A lock belongs to the inode, whatever path was used to open the file, and
-the kernel releases it when the process ends, even if it is killed. Between opening and
-locking, another process may replace the file and lock the new one, so check afterwards that the
-path still leads to the locked inode (`is_named`). Lock files are opened without following links.
+the kernel releases it when the process ends, even if the process is killed. After this process
+opened a file, another process may replace the file and lock the new one. So after locking, check
+that the path still leads to the locked inode (`is_named`). Lock files are opened without following
+links.
 NFS can lock files, but not folders.
 """
 
@@ -77,8 +78,9 @@ def open_lock_file(path: Path, folder: int) -> int:
 
 def _refusal(path: Path) -> str:
     return (
-        f"{path} should be a lock file, but is a link or not a regular file, so writing it would "
-        f"overwrite something else; see what it is and remove it"
+        f"wlb needs {path} as its lock file, but that path is a link, has several hard links or is "
+        f"not a regular file, so opening it might change a file elsewhere; look what it is, and "
+        f"remove it"
     )
 
 

@@ -12,9 +12,9 @@ from wlb.plan import IGNORE, DocumentIds, UserError
 class StoreReader:
     """Reads tokens and labels of a store or a blend by the document ids of plans.
 
-    It implements `wlb.parallel.rows.LabelReader`. It raises UserError for a token outside the
-    model's vocabulary. With tensor parallelism such a token would silently get an embedding of
-    zeros, because it is in no rank's part of the table.
+    The class implements `wlb.parallel.rows.LabelReader`. It raises UserError for a token outside
+    the model's vocabulary. With tensor parallelism such a token would silently get an embedding of
+    zeros, because no rank's part of the embedding table has a row for it.
 
     Args:
         name: Prefix of a store, or the entries of `data.blend`.
@@ -58,8 +58,8 @@ class StoreReader:
         tokens = self._store.read(row, start, stop)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(
-                f"document {row} of the store {self._store.prefix} has tokens from "
-                f"{tokens.min()} to {tokens.max()}, but model.vocab_size = {self._vocab_size}; "
-                f"set model.vocab_size to the vocabulary size of the store"
+                f"document {row} of the store {self._store.prefix} has token ids from "
+                f"{tokens.min()} to {tokens.max()}, but they must be from 0 to "
+                f"{self._vocab_size - 1}; set model.vocab_size to the vocabulary size of the store"
             )
         return tokens

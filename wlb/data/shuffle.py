@@ -2,8 +2,8 @@
 
 Each round XORs one half of an index's bits with a keyed hash of the other half. That can be undone,
 so the network is a bijection of [0, 2**bits). If an image is outside [0, n), the network is applied
-to it again until the image is inside (cycle walking). As 2**bits < 2n, this takes fewer than two
-passes on average.
+to it again until the image is inside (cycle walking). For n > 2, 2**bits is less than 2n, so this
+takes fewer than two passes on average.
 Guarantees: a bijection for every 1 <= n <= 2**62. The permutation is the same on every platform
 and in every release; tests compare it with literal values. It is not cryptographically secure.
 Cost: 15 to 30 ns per index.
@@ -64,7 +64,7 @@ def unpermute(image: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> In
 def _indices(index: IntLike, n: int) -> IntArray:
     """Return `index` as int64; raise UserError unless all its numbers are in [0, n)."""
     if not 1 <= n <= 1 << 62:
-        raise UserError(f"n = {n} must be from 1 to 2**62")
+        raise UserError(f"n = {n}, the size of the permutation, must be from 1 to 2**62")
     positions = np.asarray(index, np.int64)
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < n:
         bad = positions[(positions < 0) | (positions >= n)][0]
@@ -77,8 +77,8 @@ def _walked(
 ) -> IntArray:
     """Apply `network` to each of `words` until the result is in [0, n) (cycle walking).
 
-    Given `_network` it computes a permutation of [0, n), and given `_inverse` the inverse
-    permutation, because it then passes the same intermediate values in reverse order.
+    With `_network` the result is a permutation of [0, n). With `_inverse` the result is the inverse
+    permutation, because the intermediate values are the same in reverse order.
     """
     bits = max(2, (n - 1).bit_length())
     out = network(words, keys, bits)
@@ -103,7 +103,7 @@ def _round_keys(seed: int, epochs: IntArray) -> _Words:
 
 
 def _mix(x: _Words) -> _Words:
-    """Apply the finaliser of splitmix64, in which every input bit changes every output bit."""
+    """Apply the finaliser of splitmix64, in which every input bit affects every output bit."""
     x = (x ^ (x >> _U64(30))) * _MIX_1
     x = (x ^ (x >> _U64(27))) * _MIX_2
     return x ^ (x >> _U64(31))

@@ -75,7 +75,7 @@ class StoreInfo:
         of = Fields(data, where, remedy=remedy)
         tokenizer = of.text("tokenizer", "") or None
         if tokenizer and Path(tokenizer).name != tokenizer:
-            raise of.error("tokenizer", "must be the name of a file beside the store")
+            raise of.error("tokenizer", "must be the name of a file in the store's folder")
         if data.get("eos_id") is not None:
             of.whole("eos_id", at_least=0, at_most=data["vocab_size"] - 1)
         values: dict[str, Any] = {**data, "tokenizer": tokenizer}
@@ -138,8 +138,8 @@ class TokenStoreWriter:
         eos_id: Token that ends every document, None if there is none.
         tokenizer: Name of the tokenizer's file, in the folder of the store.
         source: Where the documents come from, in words.
-        preparation: How the store was made, as JSON values. They are copied to the attribute of
-            this name, to which the caller may add until the block ends.
+        preparation: How the store was made, as JSON values. The attribute `preparation` is a copy,
+            to which the caller may add entries until the block ends.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class TokenStoreWriter:
             at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
             raise UserError(
                 f"{name}: token {at} is {ids[at]}, outside the vocabulary [0, "
-                f"{self._vocab_size}); set vocab_size to the tokenizer's whole vocabulary, "
-                f"including added tokens"
+                f"{self._vocab_size}); set vocab_size to the size of the tokenizer's whole "
+                f"vocabulary, including added tokens"
             )
         self._add_targets(trained, ids.size, name)
         data = ids.astype(self._dtype).tobytes()
@@ -214,9 +214,9 @@ class TokenStoreWriter:
             self._targets = TargetSpans()
         if (trained is None) != (self._targets is None):
             raise UserError(
-                f"{name} {'lacks' if trained is None else 'has'} trained spans, unlike the "
-                f"documents before it; give spans for all documents of a store (an empty list if "
-                f"no token is trained) or for none"
+                f"{name} {'has no' if trained is None else 'has'} spans of trained tokens, unlike "
+                f"the documents before it; give spans for all documents of a store (an empty list "
+                f"if no token is trained) or for none"
             )
         if self._targets is not None and trained is not None:
             self._targets.add(trained, first=self.num_tokens, length=length, name=name)
@@ -243,8 +243,8 @@ class TokenStoreWriter:
     def finish(self) -> StoreInfo:
         """Make the store visible, and return its description.
 
-        A store without an index does not exist for readers. So the old index is removed first, the
-        other files are renamed into place, and the new index is renamed last.
+        For readers, a store without an index does not exist. So this method first removes the old
+        index, then renames the other files into place, and renames the new index last.
         """
         info = StoreInfo(
             vocab_size=self._vocab_size,
@@ -321,7 +321,7 @@ class TokenStore:
             if not path.is_file():
                 raise UserError(
                     f"there is no token store at {self.prefix}: {path} is missing; give the "
-                    f"prefix without .bin, or make the store with `wlb prepare`"
+                    f"path of a store without .bin, or make the store with wlb prepare"
                 )
         index = read_index(index_path, num_bytes=bin_path.stat().st_size)
         self.info = StoreInfo.read(store_path(prefix, ".json"))
@@ -350,8 +350,8 @@ class TokenStore:
         largest = np.iinfo(self.dtype).max
         if self.info and self.info.vocab_size > largest + 1:
             raise UserError(
-                f"{self.prefix}.json has a vocabulary of {self.info.vocab_size} tokens, but "
-                f"{bin_path} stores {self.dtype}, whose largest value is {largest}; larger ids "
+                f"{self.prefix}.json has vocab_size = {self.info.vocab_size}, but {bin_path} has "
+                f"tokens of type {self.dtype}, whose largest value is {largest}; larger token ids "
                 f"were truncated, so prepare the store again"
             )
         self._targets = self._open_targets()
@@ -368,10 +368,10 @@ class TokenStore:
         path = store_path(self.prefix, ".targets")
         expected = self.info.targets if self.info else None
         if path.is_file() != (expected is not None):
-            # Training without the file would silently train all tokens.
+            # Refuse: without the right `.targets` file, training would silently train all tokens.
             problem = "is missing, so wlb cannot know which tokens to train"
             if expected is None:
-                problem = f"belongs to another store: {self.prefix}.json has no checksum of it"
+                problem = f"belongs to another store, as {self.prefix}.json has no checksum for it"
             raise UserError(f"{path} {problem}; copy or prepare the store again")
         if self.info is None or expected is None:
             return None
@@ -437,12 +437,15 @@ class TokenStore:
         """
         num = self.lengths.size
         if not 0 <= document < num:
-            raise UserError(f"document {document} is not in {self.prefix}, which has {num}")
+            raise UserError(
+                f"document {document} must be at least 0 and below {num}, the number of documents "
+                f"of {self.prefix}"
+            )
         length = int(self.lengths[document])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise UserError(
-                f"tokens [{start}, {stop}) are outside document {document} of {self.prefix}, "
+                f"tokens [{start}, {stop}) are not inside document {document} of {self.prefix}, "
                 f"which has {length} tokens"
             )
         first = int(self._start[document])
@@ -473,8 +476,8 @@ class TokenStore:
     def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
         """Count the trained labels of pieces of documents.
 
-        The label of a token is the next token. So the labels of a piece are the document's tokens
-        [start + 1, stop + 1), as far as the document reaches.
+        The label of a token is the next token of the document, and the last token has no label. So
+        the labels of a piece are the document's tokens [start + 1, min(stop + 1, length)).
 
         Args:
             document: Index of each piece's document in the store, shape [num_pieces].

@@ -1,9 +1,9 @@
 r"""Read and write `<prefix>.targets`, which says which tokens of a store are trained.
 
 Only fine-tuning data has this file. It stores half-open spans of trained tokens, as positions in
-the whole `.bin` file. No span crosses the end of a document, and adjacent spans are merged. A
-trained token is one that is predicted from the tokens before it, so the first token of a document
-never is. All numbers are little-endian:
+the whole `.bin` file. No span crosses the end of a document, and spans that touch are merged. A
+trained token is predicted from the tokens before it, so the first token of a document is never
+trained. All numbers are little-endian:
 
     magic                  8 bytes, `WLBTGTS\0`
     version                uint64
@@ -65,19 +65,18 @@ class TargetSpans:
             return
         if rows.ndim != 2 or rows.shape[1] != 2 or rows.dtype.kind not in "iu":
             raise UserError(
-                f"{name}: trained has shape {rows.shape} and dtype {rows.dtype}, but must be "
-                f"integers of shape [k, 2]; give one row [start, stop) for each span of trained "
-                f"tokens"
+                f"{name}: `trained` has shape {rows.shape} and dtype {rows.dtype}, but must be an "
+                f"integer array of shape [k, 2]; give one row (start, stop) for each span of "
+                f"trained tokens"
             )
         start, stop = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
         before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
         if (i := first_true((start < before) | (stop < start) | (stop > length))) is not None:
             raise UserError(
-                f"{name}: span {i} of trained is [{start[i]}, {stop[i]}), after a span that ends "
-                f"at {before[i]}; spans must be inside [0, {length}), ascending, and must not "
-                f"overlap"
+                f"{name}: span {i} of trained tokens is [{start[i]}, {stop[i]}), but must be in "
+                f"[0, {length}) and must not start before {before[i]}, the end of the previous span"
             )
-        # The first token is never a label, because no token comes before it.
+        # Leave out the document's first token. No token comes before it, so it is never a label.
         start = np.maximum(start, 1)
         keep = start < stop
         start, stop = start[keep], stop[keep]
@@ -131,8 +130,8 @@ class Targets:
     def count(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray:
         """Count the trained labels of pieces of documents.
 
-        The label of a token is the next token. So the labels of a piece are the document's tokens
-        [start + 1, stop + 1), as far as the document reaches.
+        The label of a token is the next token of the document, and the last token has no label. So
+        the labels of a piece are the document's tokens [start + 1, min(stop + 1, length)).
 
         Args:
             document: Index of each piece's document in the store, shape [num_pieces].
@@ -201,15 +200,16 @@ def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArr
     size, expected = path.stat().st_size, _HEADER.size + 16 * num
     if size != expected:
         raise UserError(
-            f"{path} has {size} bytes, but {num} spans need {expected}; copy or prepare the "
-            f"store again"
+            f"{path} has {size} bytes, but must have {expected} bytes for {num} spans; copy or "
+            f"prepare the store again"
         )
     total = int(length.sum())
     if (num_documents, num_tokens) != (length.size, total) or mark.hex() != checksum:
         raise UserError(
-            f"{path} belongs to another store: it describes {num_documents} documents, "
-            f"{num_tokens} tokens and checksum {mark.hex()[:16]}..., but the store has "
-            f"{length.size}, {total} and {checksum[:16]}...; copy or prepare the store again"
+            f"{path} belongs to another store. It was written for {num_documents} documents, "
+            f"{num_tokens} tokens and checksum {mark.hex()[:16]}..., but this store has "
+            f"{length.size} documents, {total} tokens and checksum {checksum[:16]}...; copy or "
+            f"prepare the store again"
         )
     if not num:
         empty = np.zeros(0, np.int64)
@@ -221,9 +221,9 @@ def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArr
 def _check_spans(
     path: Path, start: IntArray, stop: IntArray, first: IntArray, ends: IntArray
 ) -> None:
-    """Raise UserError unless spans are ascending, do not touch, and are inside one document each.
+    """Raise UserError unless spans are ascending, do not touch, and each is inside one document.
 
-    A span must have at least one token, and not the first token of its document.
+    A span must have at least one token, and must not contain the first token of a document.
 
     Args:
         path: The `.targets` file, for error messages.
@@ -239,7 +239,7 @@ def _check_spans(
     wrong = (stop <= start) | (start <= before) | (start <= first[row]) | (stop > ends[row])
     if (i := first_true(wrong)) is not None:
         raise UserError(
-            f"{path}: span {i} of trained tokens is [{start[i]}, {stop[i]}), which is empty, "
-            f"overlaps or touches the span before it, or is not inside one document; copy or "
-            f"prepare the store again"
+            f"{path}: span {i} of trained tokens is [{start[i]}, {stop[i]}), but spans must not be "
+            f"empty, must start after the end of the previous span, and must each be inside one "
+            f"document, without its first token; copy or prepare the store again"
         )

@@ -59,7 +59,7 @@ def check_store(store: TokenStore, progress: Callable[[int], None] = lambda _: N
     Raises:
         UserError: A token is outside the vocabulary, or a checksum differs from the description.
     """
-    # Take sizes and times before reading, so that a change while reading can be detected later.
+    # Record sizes and times before reading, so that a change during reading can be detected later.
     stamps = stamps_of(store.prefix)
     tokens, outside = _read_tokens(store, progress)
     info, targets = store.info, None
@@ -84,7 +84,8 @@ def verify_store(prefix: str) -> None:
     if store.info is None:
         path = store_path(prefix, ".bin")
         raise UserError(
-            f"{path} cannot be verified, because {prefix}.json with its checksum is missing"
+            f"{path} cannot be verified, because the file {prefix}.json with its checksum is "
+            f"missing; copy or prepare the store again"
         )
     check_store(store)
 
@@ -105,7 +106,8 @@ def _read_tokens(store: TokenStore, progress: Callable[[int], None]) -> tuple[st
     block = bytearray(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(block):
-            # A file system may return fewer bytes than requested: fill the block.
+            # A file system may return fewer bytes than requested, so read on until the block is
+            # full.
             while read < len(block) and (more := file.readinto(memoryview(block)[read:])):
                 read += more
             total.update(memoryview(block)[:read])
@@ -137,6 +139,6 @@ def _outside(store: TokenStore, tokens: TokenArray, first: int) -> str:
 def _compare(store: TokenStore, path: Path, found: str, expected: str, what: str) -> None:
     if found != expected:
         raise UserError(
-            f"{path} has checksum {found[:16]}..., but {store.prefix}.json has "
+            f"{path} has the checksum {found[:16]}..., but {store.prefix}.json says "
             f"{expected[:16]}...; the {what} changed, so prepare the store again"
         )

@@ -150,8 +150,7 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path, kind: str)
     }
     make[kind]()
     with pytest.raises(
-        ValueError,
-        match=rf"{taken.path} should be a lock file, but is a link or not a regular file",
+        ValueError, match=rf"wlb needs {taken.path} as its lock file, but that path is a link"
     ):
         taken.take()
     assert theirs.read_text() == "years of work"
