@@ -76,7 +76,7 @@ class CountedModel:
     def crossover(self) -> int | None:
         """Length of a document, in tokens, at which attention has as many FLOPs as everything else.
 
-        It is None in models without full attention.
+        The length is None in models without full attention.
         """
         if not any(not p.window for p in self.pairs):
             return None

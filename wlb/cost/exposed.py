@@ -11,7 +11,7 @@ With `cp.overlap_stages`, attention over a rank's local keys also hides the tran
 forward and of gradients in backward, and attention over the keys of each stage hides the transfer
 of the next stage.
 
-How much is hidden is computed from prices; it was not measured.
+The hidden time is computed from prices. It was not measured.
 """
 
 from dataclasses import replace

@@ -42,7 +42,7 @@ class Pairs(NamedTuple):
     """The cost of one query-key pair in attention, and which keys a query sees."""
 
     flops: float  # forward FLOPs of a pair
-    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: it sees all earlier keys
+    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: a query sees all before it
     chunked: bool = False  # whether a query sees the keys of its chunk rather than the latest keys
 
 
@@ -79,8 +79,8 @@ class MlpWeights(NamedTuple):
 class ConfigFields:
     """The checked fields of a config.json; transformers' defaults replace absent fields.
 
-    Methods find a field by its usual name or by an alternative name. It does not matter which of
-    these names the file uses.
+    Methods find a field by its usual name or by an alternative name, whichever of them the file
+    uses.
     """
 
     def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
@@ -307,7 +307,7 @@ def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
 def _unsaid(config: ConfigFields) -> list[str]:
     """Raise UserError, because the config.json of this family must list kinds in `layer_types`.
 
-    It is the rule of families whose other fields do not tell the kinds of layers.
+    This rule is for families in which no other field tells the kinds of layers.
     """
     raise config.error("layer_types", "must list the kind of each layer")
 
@@ -477,9 +477,8 @@ def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
 def _latent(config: ConfigFields, kind: str) -> Mixer:
     """Return the costs of multi-head latent attention (DeepSeek-V2, Section 2.1).
 
-    They are the costs of training, in which keys and values are expanded for each head before
-    attention. In layers of kind "sparse" or "reused", attention reads only the keys that an indexer
-    chose.
+    In training, keys and values are expanded for each head before attention. In layers of kind
+    "sparse" or "reused", attention reads only the keys that an indexer chose.
     """
     hidden, heads = config.hidden, config.heads
     nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)
@@ -543,7 +542,8 @@ def _kimi_delta(config: ConfigFields) -> Mixer:
 def _lightning(config: ConfigFields) -> Mixer:
     """Return the costs of MiniMax's lightning attention.
 
-    It attends within blocks of tokens, and passes a state matrix from block to block.
+    Lightning attention attends within blocks of tokens, and passes a state matrix from block to
+    block.
     """
     heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
     width = heads * dim

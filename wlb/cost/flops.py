@@ -276,8 +276,8 @@ def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
 def layer_linear_flops(model: ModelSpec) -> int:
     """Count the forward FLOPs of one token in one layer besides attention over keys.
 
-    They are the FLOPs of the layer's matrices, of its router if it has experts, and of the
-    recurrence in a linear-attention layer. Backward has twice as many.
+    These are the FLOPs of the layer's matrices, of the router if the layer has experts, and of the
+    recurrence in a linear-attention layer. Backward has twice as many FLOPs.
     """
     router = model.hidden_size * (model.experts.num + model.experts.shared_gate)
     matrices = sum(rows * columns for rows, columns in layer_matrices(model))

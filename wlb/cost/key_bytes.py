@@ -18,7 +18,7 @@ from wlb.spec import RunSpec
 
 
 class KeyBytes(NamedTuple):
-    """Bytes of K and V of one layer on one rank."""
+    """Sizes of the buffers of one layer's exchange of K and V on one CP rank."""
 
     arrived: int  # bytes of the buffer of received rows
     sent: int  # bytes of the buffer of rows to send

@@ -11,8 +11,8 @@ from wlb.plan import BoolArray, IntLike
 def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
     """Return where a run differs from the conditions under which its kernel profile was measured.
 
-    Each entry is one sentence for the log. It is about the machine, the data type, the attention
-    kernel, or a size outside the measured range.
+    Each entry is one sentence for the log about one difference: in the machine, the data type, the
+    attention kernel, or a size outside the measured range.
     """
     table, model, profile = cost.table, cost.model, cost.profile
     notes: list[str] = []

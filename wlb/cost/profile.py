@@ -209,14 +209,14 @@ class AttentionTable:
     square_forward: Curve | None = None
     """Forward throughput of segments with as many query rows as keys, which are whole documents.
 
-    It is used where it is above `forward`. None if it was not measured separately.
+    It is used for sizes at which it is above `forward`. None if there was no separate measurement.
     """
     square_backward: Curve | None = None
     """Backward throughput of segments with as many query rows as keys; see `square_forward`."""
     reach: FloatArray | None = None
     """Most keys that were measured with each number of query rows of the surfaces, shape [rows].
 
-    None: all combinations were measured.
+    None means that all combinations were measured.
     """
     blocks: BlockCost | None = None
     """Cost of a call's grid of thread blocks; None if it was not measured."""
@@ -542,12 +542,12 @@ class HeadCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """Time of a decoder layer, relative to the sum of the times of its operators measured alone."""
+    """Time of a decoder layer, compared with the sum of the times of its operators run alone."""
 
-    # Forward time of the layer over the sum of its operators. It is above 1, because the operators
-    # of a layer use newly allocated memory and find less of their data in caches.
+    # Forward time of the layer, divided by the sum of its operators' times. The factor is above 1,
+    # because the operators of a layer use newly allocated memory and find less data in caches.
     forward_factor: float
-    backward_factor: float  # backward time of the layer over the sum of its operators
+    backward_factor: float  # backward time of the layer, divided by the sum of its operators' times
     forward_call_ns: int  # constant time of a layer's forward pass (modules, autograd)
     backward_call_ns: int  # constant time of a layer's backward pass
     provenance: Provenance  # where the numbers come from

@@ -11,10 +11,11 @@ protocols:
 - `SummaryPrices`: its model has linear-attention or recurrent layers.
 
 `kernels_ns` and `attention_latency` price sharded micro-batches, for the sharding strategies and
-the simulator (Section 5.3). They add kernel launches and the collectives of context parallelism: K
-and V are exchanged in forward and, by default, a second time in backward, and their gradients
-return. CP ranks wait for each other in every layer. So a micro-batch takes the forward time of the
-rank that is slowest in forward, plus the backward time of the rank that is slowest in backward.
+the simulator (Section 5.3). The prices include kernel launches and the collectives of context
+parallelism: K and V are exchanged in forward and, by default, a second time in backward, and the
+gradients of K and V return in backward. CP ranks wait for each other in every layer. So a
+micro-batch takes the forward time of the rank that is slowest in forward, plus the backward time of
+the rank that is slowest in backward.
 """
 
 from collections.abc import Sequence
@@ -121,7 +122,7 @@ class ExchangePrices(Protocol):
 class Transfers(NamedTuple):
     """Times of an exchange's three transfers, or of the computation that hides each transfer.
 
-    They are in ns, for all layers of a pipeline rank together unless stated otherwise.
+    The times are in ns, and are those of all layers of a pipeline rank unless stated otherwise.
     """
 
     forward: float  # time of K and V in forward
@@ -203,7 +204,7 @@ class SummaryPrices(Protocol):
     def summary_ns(self) -> float:
         """Time in ns to send one span's summaries in one pass, in all layers of a pipeline rank.
 
-        It is 0 if the model has no linear-attention layers.
+        The time is 0 if the model has no linear-attention layers.
         """
         ...
 
@@ -211,8 +212,8 @@ class SummaryPrices(Protocol):
 def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
     """Return how long a micro-batch waits for summaries of linear attention in one pass, in ns.
 
-    The CP rank that sends or receives most summaries decides the time. It is 0 for a model without
-    linear-attention layers.
+    The time is that of the CP rank that sends or receives the most summaries. It is 0 for a model
+    without linear-attention layers.
     """
     if not isinstance(cost, SummaryPrices) or not cost.summary_ns or plan.cp == 1:
         return 0
@@ -447,10 +448,10 @@ sharding strategies do not cut short documents into small parts.
 class AttentionLatency(RankTimes):
     """Attention times of one micro-batch in a pipeline rank's layers, in ns."""
 
-    forward_ns: IntArray  # forward kernels and launches of each CP rank, shape [cp]
-    backward_ns: IntArray  # backward kernels and launches of each CP rank, shape [cp]
-    gather_forward_ns: int  # forward collectives of the slowest CP rank
-    exchange_backward_ns: int  # backward collectives of the slowest CP rank
+    forward_ns: IntArray  # time of forward kernels and launches on each CP rank, shape [cp]
+    backward_ns: IntArray  # time of backward kernels and launches on each CP rank, shape [cp]
+    gather_forward_ns: int  # time of forward collectives on the slowest CP rank
+    exchange_backward_ns: int  # time of backward collectives on the slowest CP rank
 
     @property
     def slowest_ns(self) -> int:
@@ -481,13 +482,14 @@ def exchange_ns(
 ) -> tuple[int, int]:
     """Return (forward, backward) ns of a micro-batch's collectives under context parallelism.
 
-    They are the plan's exchange of keys and values, and the summaries of linear-attention layers.
+    The collectives are the plan's exchange of keys and values, and the transfer of the summaries of
+    linear-attention layers.
 
     Args:
         plan: The sharded micro-batch.
         cost: Prices.
         num_rows: Rows of all ranks together, including padding, which an all-gather also moves;
-            None: there is no padding.
+            None means that there is no padding.
 
     Raises:
         UserError: The workload cannot price the plan's exchange.
@@ -537,9 +539,9 @@ def kernels_ns(
 def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     """Return the attention ns of a CP rank if all ranks had exactly equal shares of the work.
 
-    It is the time of all whole documents divided by `cp`, plus the launch of one call. Reports
-    compare shardings with this time. It is not a lower bound: dividing a document mostly makes its
-    attention slower, but sometimes a little faster.
+    This time is that of all whole documents divided by `cp`, plus the launch of one call. Reports
+    compare shardings with it. The time is not a lower bound, because dividing a document mostly
+    makes its attention slower, but sometimes a little faster.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].

@@ -133,7 +133,7 @@ def _of_layers(
     Args:
         plan: The n micro-batches of a pipeline.
         cost: Prices.
-        layers: Number of layers. It may be a fraction, or negative to subtract layers.
+        layers: Number of layers; may be a fraction, or negative to subtract layers.
 
     Returns:
         In ns: forward attention, [n, cp]; backward attention, [n, cp]; and the time of the exchange

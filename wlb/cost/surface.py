@@ -1,8 +1,8 @@
-"""Measured throughput by one or two sizes, interpolated so that more work never takes less time.
+"""Measured throughput at one or two sizes, interpolated so that more work never takes less time.
 
-Predicted time is work over throughput. It never falls as a size grows if throughput grows at most
-in proportion to the size. This is checked, and `limit_growth` lowers noisy measurements that break
-the rule.
+Predicted time is work over throughput. This time never falls as a size grows if throughput grows at
+most in proportion to the size. Curves and surfaces check this rule, and `limit_growth` lowers noisy
+measurements that break it.
 
 Between measured points throughput is interpolated linearly (in two dimensions bilinearly), in plain
 IEEE arithmetic, so that all CPUs compute equal bits. Above the measured sizes the throughput of the
@@ -22,10 +22,10 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """Throughput by one size, linearly interpolated between measured points."""
+    """Throughput as a function of one size, linearly interpolated between measured points."""
 
     axis: FloatArray  # measured sizes, rising; at least two
-    values: FloatArray  # throughput at each of them
+    values: FloatArray  # throughput at each of these sizes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis", _rising("axis", self.axis))
@@ -52,7 +52,7 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Surface:
-    """Throughput by two sizes, bilinearly interpolated between the points of a measured grid."""
+    """Throughput as a function of two sizes, bilinearly interpolated on a measured grid."""
 
     axis0: FloatArray  # measured values of the first size, rising; at least two
     axis1: FloatArray  # measured values of the second size, rising; at least two
@@ -123,7 +123,8 @@ def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
     out = np.array(values, np.float64)
     for i, axis in enumerate(axes):
         x = axis.reshape([-1 if k == i else 1 for k in range(out.ndim)])
-        # Time is proportional to axis / value. It never falls if value / axis never rises.
+        # The time of work is proportional to size / throughput, that is axis / value. So the time
+        # never falls if value / axis never rises.
         lowest = np.minimum.accumulate(out / x, axis=i) * x
         # Values that are lowered by rounding errors only are kept, so that limiting a second time
         # changes nothing.

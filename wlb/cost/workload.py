@@ -1,8 +1,8 @@
 """The work of a document by Eq. 2, W(d) = W_a(d) + W_l(d), priced with a kernel profile.
 
-Packing and sharding balance W. It is the predicted time of one pipeline rank's layers, forward and
-backward, for a piece of d tokens that is spread over the CP group. W is an int64 number of ns,
-additive over pieces, 0 for length 0, and never falls as d grows.
+Packing and sharding balance W. W is the predicted time of one pipeline rank's layers, forward and
+backward, for a piece of d tokens that is spread over the CP group. It is a number of ns (int64).
+The W of several pieces add up. W is 0 for length 0, and never falls as d grows.
 
 - W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). W_a is the price with
   the cheaper of two shardings (Section 5.3). Per document, the piece is cut into chunks for all CP
@@ -356,9 +356,9 @@ class ProfiledWorkload:
     def products_ns(self, num_tokens: int) -> Transfers:
         """Return the ns of the matrix products that run during each transfer of keys and values.
 
-        They hide the transfer: Q's projection in forward, the backward of the MLP and of the output
-        projection while keys and values are sent a second time, and the backward of Q's projection
-        while gradients return.
+        These products hide the transfer. They are Q's projection in forward, the backward of the
+        MLP and of the output projection while keys and values are sent a second time, and the
+        backward of Q's projection while gradients return.
         """
         tokens = num_tokens * self.num_attention_layers
         return Transfers(*(ns * tokens for ns in self.hiding_ns))
@@ -578,7 +578,7 @@ class LinearCost:
 
         Args:
             work_of: Returns the time of a layer of a model in which all layers are equal.
-            kinds: Kinds of layers to average over, weighted by their number; None: all kinds.
+            kinds: Kinds of layers to average over, weighted by their number; None means all kinds.
         """
         kinds = self.model.layer_kinds if kinds is None else kinds
         works = [(kind.layers, work_of(kind.model)) for kind in kinds]

@@ -101,7 +101,7 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
     """Return the largest number of forward passes whose activations a rank stores at one time.
 
     A rank has n micro-batches and v virtual stages, and interleaved schedules run micro-batches in
-    rounds of m (`wlb.simulate.order`). The number is n * v, or this number if it is smaller:
+    rounds of m (`wlb.simulate.order`). The result is the smaller of n * v and this number:
 
     - 1F1B: pp - pp_rank.
     - Interleaved 1F1B: the (v - 1) * m + 2 * (pp - 1 - pp_rank) passes of the warm-up, plus 1.
@@ -514,8 +514,9 @@ def memory_of_rank(
     Args:
         spec: The run.
         pp_rank: The pipeline rank.
-        micro_batch_tokens: Tokens of the longest micro-batch; None: the most that packing allows.
-        step_tokens: Most tokens of a step over all pipelines (T); None: no limit.
+        micro_batch_tokens: Tokens of the longest micro-batch; None means the most that packing
+            allows.
+        step_tokens: Most tokens of a step over all pipelines (T); None means no limit.
     """
     size = _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens

@@ -128,8 +128,8 @@ def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> 
 
     Args:
         model: The model.
-        is_recomputed: Whether layers are recomputed. They then also save the chosen experts, in 16
-            bits each.
+        is_recomputed: Whether layers are recomputed. Recomputed layers also save the chosen
+            experts, in 16 bits each.
         load: Rows on this rank, divided by the mean of all EP ranks. The indices of received rows
             are proportional to it.
     """

@@ -109,10 +109,10 @@ def most_attention_workspace_bytes(
 
 
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
-    """Yield the largest number of segments for each number of copies of dQ.
+    """Yield, for each number of copies of dQ, the most segments that a call with it can have.
 
-    Calls with equally many copies need the more memory the more segments they have. So the largest
-    call of each number of copies suffices to find the most memory.
+    Among calls with equally many copies, those with more segments need more memory. So to find the
+    most memory, it suffices to consider these numbers of segments.
     """
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):

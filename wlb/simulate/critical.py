@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
-The path is found from the end of the step to its start: the event before an event on the path is
-the one that it waited for. The time of a pass is divided into terms: the mean attention of its CP
-ranks, the additional attention of the slowest CP rank, and the kinds of work besides attention.
+The path is found backwards from the end of the step: before each event on the path comes the event
+for which it waited. The time of a pass is divided into terms: the attention time of the mean CP
+rank, the additional attention time of the slowest CP rank, and the kinds of work besides attention.
 """
 
 from collections.abc import Hashable, Iterable
@@ -46,7 +46,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalPath:
-    """The events that decide the time of a step."""
+    """The chain of events whose durations add up to the time of a step."""
 
     events: tuple[Event, ...]  # events in order of time, without those that take no time
     step_time_s: float  # seconds of the step
@@ -126,8 +126,8 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
     terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
-    # The terms so far leave out FSDP's collectives that are part of the pass. They account for the
-    # rest of the duration.
+    # The terms so far leave out FSDP's collectives that are part of the pass. These collectives
+    # take the rest of the duration.
     if simulation.simulator.shards.reshards and node.kind == NodeKind.PASS:
         terms[SHARDS] = duration * 1e-9 - sum(terms.values())
     return Event(

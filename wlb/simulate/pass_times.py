@@ -53,7 +53,7 @@ class TermPrices:
     per_call: dict[str, float] = field(default_factory=dict[str, float])
 
     def times(self, layers: int) -> "TermPrices":
-        """Return the prices of `layers` layers; these prices must be those of one layer."""
+        """Return the prices of `layers` layers, each of which has these prices."""
         return TermPrices(
             per_token={name: ns * layers for name, ns in self.per_token.items()},
             per_call={name: ns * layers for name, ns in self.per_call.items()},
@@ -79,9 +79,9 @@ class LayerTimes:
 
     attention_forward_ns: IntArray  # forward attention of each CP rank, [steps, dp, n, cp]
     attention_backward_ns: IntArray  # backward attention of each CP rank, [steps, dp, n, cp]
-    # Forward: time of the exchange of keys minus the time of an all-gather, [steps, dp, n].
+    # How much longer the exchange of keys takes in forward than an all-gather, [steps, dp, n].
     exchange_forward_ns: IntArray
-    # Backward: time of the exchange of keys minus the time of an all-gather, [steps, dp, n].
+    # How much longer the exchange of keys takes in backward than an all-gather, [steps, dp, n].
     exchange_backward_ns: IntArray
 
 
@@ -130,8 +130,8 @@ class StepPrices:
     def stage_key(self, stage: int) -> tuple[float, ...]:
         """Return a key that is equal for stages whose passes take equal times.
 
-        It consists of the number of layers of each kind, `more_others`, and whether the stage is
-        the first or the last.
+        The key consists of the number of layers of each kind, `more_others`, and whether the stage
+        is the first or the last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
@@ -175,7 +175,7 @@ class StepPrices:
                 return self._of_layers("attention_backward_ns", stage)
 
     def exchange_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return the time of a stage's exchanges of keys minus the time of all-gathers, in ns.
+        """Return how many ns longer a stage's exchanges of keys take than all-gathers would take.
 
         Args:
             kind: Kind of pass.
@@ -215,7 +215,7 @@ class StepPrices:
 
         Args:
             stage: The stage.
-            kind: Kind of pass; None: all kinds of passes together.
+            kind: Kind of pass; None means all kinds of passes together.
         """
         is_first, is_last = stage == 0, stage == self.num_stages - 1
         kinds = list(self.linear[0]) if kind is None else [kind]

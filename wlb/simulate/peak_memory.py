@@ -91,7 +91,8 @@ def peak_held_bytes(
 ) -> IntArray:
     """Return the peak bytes that a pipeline rank stores while it runs its passes, shape [...].
 
-    Activations, stage outputs, and the gradients of stages that have run a backward pass count.
+    The bytes are those of activations, stage outputs, and gradients of stages that have run a
+    backward pass.
 
     Args:
         order: The rank's passes in order.

@@ -126,8 +126,8 @@ def sharded_steps(
     Args:
         planner: Packs and shards the run.
         dp: Number of pipelines.
-        most: Most steps to yield; None: all.
-        plans: Steps that are packed already; None: the planner packs them.
+        most: Most steps to yield; None means all.
+        plans: Steps that are packed already; None means that the planner packs them.
     """
     for plan in islice(planner.steps() if plans is None else plans, most):
         pipelines = tuple(planner.shard(plan, pipeline) for pipeline in range(dp))

@@ -2,13 +2,13 @@
 
 FSDP all-gathers parameters in the compute dtype and reduce-scatters gradients in float32, with one
 collective per layer (FSDP2), over dp x cp ranks. The parameters of embedding and head are added to
-the layers of their stage. The experts of a layer have a separate collective over the ranks that
-have the same experts. With HSDP these collectives are over the ranks of one copy of the model, and
+the layers of their stage. The experts of a layer have a separate collective, over the ranks that
+have the same experts. With HSDP these collectives run among the ranks of one copy of the model, and
 the shards of gradients are then all-reduced over all copies.
 
-The gradient norm reads the gradients and all-reduces a few bytes. AdamW is memory-bound: it reads
-the weight, two moments and the gradient, and writes the first three. Both run at the memory
-throughput that was measured for residual additions.
+The gradient norm reads the gradients and all-reduces a few bytes. AdamW reads the weight, two
+moments and the gradient, and writes the weight and the moments. The norm and AdamW are both
+memory-bound, and are priced with the memory throughput that was measured for residual additions.
 
 With `fsdp.reshard_after_forward` every pass gathers its layers, one layer ahead of the computation.
 `FsdpExecution` describes how other trainers differ.

@@ -177,9 +177,9 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulation:
-    """The events of simulated steps, and what follows from them."""
+    """Durations and ends of all events of simulated steps, and the figures derived from them."""
 
-    simulator: Simulator  # the simulator that made this
+    simulator: Simulator  # the simulator that simulated the steps
     prices: StepPrices  # prices of the passes
     durations_ns: IntArray  # duration of each node, [nodes, steps, dp]
     ends_ns: IntArray  # end of each node, counted from the start of its step, [nodes, steps, dp]

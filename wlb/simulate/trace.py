@@ -1,6 +1,6 @@
 """Write simulated steps in Chrome's trace format, for Perfetto (ui.perfetto.dev).
 
-Each pipeline rank of each pipeline is shown as a process. It has threads for passes (named like
+Each pipeline rank of each pipeline is shown as a process, with threads for passes (named like
 `2F0`, the forward of micro-batch 0 on stage 2), messages and collectives. Process 0 shows the steps
 and the critical path. Events on that path have the category `critical`; Perfetto's SQL finds them
 with `select * from slice where category glob '*critical*'`. The file is written event by event
@@ -46,7 +46,7 @@ def write_trace(
     Args:
         path: The file to write.
         simulation: The simulated steps.
-        steps: Indices of the steps; None: all.
+        steps: Indices of the steps; None means all.
         first_step: Number in the run of the first simulated step, for the names of steps.
     """
     chosen = range(simulation.num_steps) if steps is None else steps

@@ -103,7 +103,7 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 
 def mean_prices(prices: StepPrices) -> StepPrices:
-    """Return prices of one step of one pipeline, in which each micro-batch has the mean prices."""
+    """Return prices of one step of one pipeline, in which each micro-batch is the mean of all."""
     first = (slice(1), slice(1), slice(None), slice(1))
     return prices.evened((0, 1, 2, 3)).changed(lambda x: x[first[: x.ndim]])
 

@@ -17,8 +17,9 @@ POLICIES = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED, Policy.ORIGINAL)
 CHOSEN = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED)
 """Packing policies that are tried by default.
 
-The policy `original` is only tried if the user asks for it. It cuts documents where a window ends,
-and tokens after a cut do not attend to those before it. So it saves time by doing less work.
+The policy `original` is only tried if the user asks for it. This policy cuts documents where a
+window ends, and tokens after a cut do not attend to those before it. So it saves time by doing less
+work.
 """
 STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
 """Sharding strategies that are tried."""

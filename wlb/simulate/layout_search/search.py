@@ -1,7 +1,7 @@
 """The search of `wlb tune layout`: layout, recompute, packing and sharding for some devices.
 
-Candidates are layouts. They pass through depths, each of which is more exact and more expensive
-than the one before:
+The candidates are layouts. The search evaluates candidates at several depths, each of which is more
+exact and more expensive than the one before:
 
 - `work`, `even` and `packed` simulate a layout with one packing (`trial.py`).
 - `tune` tries every packing choice.
@@ -179,7 +179,7 @@ class Tuner:
     def _outline(
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
     ) -> list[float]:
-        """Compute a lower bound of each candidate's time, add it to `known` and return the times.
+        """Compute a lower bound of each candidate's time, add it to `known`, and return the bounds.
 
         Args:
             candidates: The candidates.
@@ -210,7 +210,7 @@ class Tuner:
             layouts: The candidates.
             evaluate: Evaluates the candidates of a block and returns their times.
             block: Number of candidates in a block.
-            most: Most candidates to evaluate; None: no limit.
+            most: Most candidates to evaluate; None means no limit.
 
         Returns:
             Whether the search stopped because of `most`.

@@ -77,15 +77,16 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     Args:
         tuner: Runs the missing trials.
         known: Results of the search.
-        own: The user's run, whose layout is a family of its own; None: there is no such family.
+        own: The user's run, whose layout is a family of its own. None means that there is no such
+            family.
         node: Number of ranks of a node.
     """
     winner = known.ranking[0]
     families = _families(known.layouts, winner.spec, own)
     best = {label: _likeliest(group, known) for label, group in families.items() if group}
     tuner.pack([c for c in best.values() if c.name not in known.tuned], known)
-    # The best candidate of a family may not be tuned. It is then compared with the winner at depth
-    # `packed`, so the winner needs a trial at that depth.
+    # If the best candidate of a family is not tuned, it is compared with the winner at depth
+    # `packed`. So the winner needs a trial at that depth.
     winners = [c for c in known.layouts.candidates if c.name == winner.layout]
     tuner.pack(winners, known)
     for label, candidate in best.items():
@@ -183,7 +184,8 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
     Args:
         layouts: All layouts.
         winner: The fastest layout.
-        own: The user's run; None: its layout is no family.
+        own: The user's run, whose layout is a family of its own. None means that there is no such
+            family.
     """
     out: dict[str, list[Candidate]] = {}
     own_label = "" if own is None else f"{OWN}, {degrees_of(own)}"
