@@ -187,7 +187,7 @@ BAD_INPUT = [
     ),
     (
         ["data.store={folder}/ones"],
-        "every document of the store {folder}/ones has one token",
+        "every document of the store {folder}/ones has only one token",
         "use another",
     ),
     (["cost.profile=h200"], "no kernel profile 'h200'", "choose one of cpu, h100"),
@@ -286,7 +286,7 @@ def test_a_dry_run_shows_what_the_run_would_take(
     room = f"needs space for {3 * 12 * spec.model.num_parameters / 2**20:.1f} MiB: 2 kept, and the"
     assert room in rows["checkpoint"]
     assert lacks(rows["documents"], "drawn from wlb_paper", "corpus was not read") == []
-    assert lacks(rows["machine"], "4 CPU processes", "kernel profile cpu", "not looked at") == []
+    assert lacks(rows["machine"], "4 CPU processes", "kernel profile cpu", "not examined") == []
     assert rows["total"].strip().endswith(" MiB")
     assert "First plan, pipeline 0" in shown
     assert lacks(shown, "Memory of the fullest rank", "activations", "step 0: ", "imbalance") == []
@@ -437,7 +437,7 @@ def test_a_calibrated_profile_prices_the_next_run(
     content = made.read_bytes()
     assert main(["train", str(tiny), *keys, f"cost.profile={made}", "--calibrate"]) == 0
     shown = capsys.readouterr().out
-    assert "plans priced by kernel profile 'cpu-calibrated' (measured, sdpa of " in shown
+    assert "plans priced by kernel profile 'cpu-calibrated' (measured, sdpa with " in shown
     assert "calibration: measured / predicted by 'cpu-calibrated'" in shown
     assert made.with_name("cpu-calibrated-2.json").exists()
     assert made.read_bytes() == content

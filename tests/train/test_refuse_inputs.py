@@ -99,7 +99,7 @@ def test_another_choice_of_experts_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         replace(model, experts=replace(model.experts, **others)), Path("saved")
     )
     assert said == (
-        "the weights of saved continue with a changed model: "
+        "the run continues the weights of saved with a changed model: "
         "model.experts.per_token = 4 instead of 2, "
         "model.experts.scoring = sigmoid instead of softmax, "
         "model.experts.normalised = False instead of True"

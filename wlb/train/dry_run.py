@@ -203,7 +203,7 @@ def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
         )
         stream = GlobalBatches(source, **batch)
         note = (
-            f"lengths were drawn at random from {DRAWN}, the paper's distribution; "
+            f"lengths were drawn from {DRAWN}, the paper's distribution; "
             f"{spec.data.corpus} was not read. To predict with the lengths of your documents, set "
             "data.store, or use `wlb simulate NAME --lengths FILE`"
         )
@@ -229,7 +229,8 @@ def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
         chosen = ", which cost.profile = auto selected"
     return (
         f"{ranks} {kind} like {profile.device} with {memory} each; times are predicted with the "
-        f"kernel profile {profile.name} ({profile.provenance.kind}){chosen}"
+        f"kernel profile {profile.name} ({profile.provenance.kind}){chosen}. The machines of the "
+        f"run were not examined"
     )
 
 

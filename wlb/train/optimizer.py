@@ -80,7 +80,7 @@ def rate_change(spec: RunSpec, before: TrainingSection, step: int) -> str:
         return ""
     line = (
         f"the learning rate of step {step + 1} is {new:.3g}, but was {old:.3g} with "
-        "the configuration in the checkpoint, because keys in [training] have changed"
+        "the configuration in the checkpoint, because training.* keys have changed"
     )
     begin = before.steps - before.decay_steps
     if new > old and before.schedule == RateSchedule.WSD and step > begin:

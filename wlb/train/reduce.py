@@ -1,20 +1,20 @@
-"""Sums loss and counts over ranks in one all-reduce a step, and checks that all plans are equal.
+"""Sums loss and counts over ranks in one all-reduce per step, and checks that ranks plan the same.
 
 Every node plans for itself, so different versions, configurations or data would cause a hang or
 wrong gradients. Therefore the same all-reduce also compares digests of the plans that will be
 executed two steps later. This needs no further communication.
 
-A sum can prove equality: n numbers x are equal exactly if n * sum(x^2) = sum(x)^2. A digest of 60
-bits is cut into four chunks of 15 bits, and each chunk is sent as x and x^2. So both sums are exact
-in float64 for more than eight million ranks.
+Two sums suffice for the comparison, because n numbers x are equal exactly if n * sum(x^2) equals
+sum(x)^2. A digest of 60 bits is cut into four chunks of 15 bits, and each chunk x is sent as x and
+x^2. With such small numbers, both sums are exact in float64 for more than eight million ranks.
 
-The vector that is reduced has these float64 values:
+The all-reduce sums a vector with these float64 values:
 
     loss, squared gradient norm      2
     loads of experts                 `num_load_values`; none in a model without experts
-    counts of `_counts`              5, and one per sharding strategy
-    requests to stop                 one per source (stop file, signal)
-    digests                          8 for the packing, and 8 per pipeline for its sharding
+    counts (`_counts`)               5, and one for each sharding strategy
+    requests to stop                 one for a stop file, and one for a signal
+    digests                          8 for the packing, and 8 for the sharding of each pipeline
 """
 
 import math
@@ -32,14 +32,14 @@ from wlb.plan import ExpertLoad, FloatArray, KeyRows, PipelinePlan, StepPlan, ke
 from wlb.spec import ModelSpec
 from wlb.train.faults.stop import Stop
 
-_CHUNKS, _BITS = 4, 15  # a digest is cut into 4 chunks of 15 bits
+_CHUNKS, _BITS = 4, 15  # number of chunks of a digest, and number of bits of a chunk
 _STOPS = (Stop.FILE, Stop.SIGNAL)
 _SUMS = 2
 """Number of values at the vector's beginning: the loss and the squared gradient norm."""
 _BEFORE_STRATEGIES = 5
 """Number of values in `_counts` before the counts of sharding strategies."""
 
-# For each step, the plan of all pipelines and the plan of this rank's pipeline.
+# A pair for each step: the plan of all pipelines, and the plan of this rank's pipeline.
 Plans = list[tuple[StepPlan, PipelinePlan]]
 
 
@@ -52,15 +52,15 @@ class StepSums:
     """A step's sums over all ranks, equal on all of them."""
 
     loss: float  # sum of the losses of all targets, times `RunSpec.loss_scale`
-    gradient_norm: float  # global norm before clipping
-    # Ratio of two predicted attention times, each summed over micro-batches: the slowest CP rank's
-    # time over the mean time of the CP ranks.
+    gradient_norm: float  # global norm of the gradients before clipping
+    # The predicted attention time of the slowest CP rank over the mean time of the CP ranks. Both
+    # times are summed over micro-batches before they are divided.
     cp_imbalance: float
-    shardings: dict[str, int]  # number of micro-batches by sharding strategy
-    # Rows of keys that CP ranks exchanged; None if they exchanged none.
+    shardings: dict[str, int]  # number of micro-batches that each sharding strategy divided
+    # Numbers of rows of keys that CP ranks exchanged; None if they exchanged none.
     key_rows: KeyRows | None = None
     experts: ExpertLoad | None = None  # loads of experts; None for a model without experts
-    stop: Stop = Stop.NO  # what asks the run to stop: the largest value noticed by any rank
+    stop: Stop = Stop.NO  # what asks the run to stop; the largest value that any rank has noticed
 
     @property
     def is_finite(self) -> bool:
@@ -69,14 +69,14 @@ class StepSums:
 
 
 class StepReducer:
-    """Builds a rank's contribution to the all-reduce, reduces it, and compares the digests.
+    """Sums a step's values over ranks with one all-reduce, and compares the digests of plans.
 
     Args:
         mesh: This rank's place in the layout, with its process groups.
         strategies: Names of all sharding strategies, the same on all ranks.
-        model: The model. If it has experts, their loads are reduced too. If it has layers with a
-            sliding window, fewer rows of keys are counted as exchanged in these layers. None is
-            treated as a model with neither.
+        model: The model. If the model has experts, their loads are summed too. If it has layers
+            with a sliding window, these layers exchange fewer rows of keys, which is counted. None
+            stands for a model with neither.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class StepReducer:
         self._num_layers = model.num_layers if model is not None and model.experts.num else 0
         ep = mesh.parallel.ep
         self._num_loads = num_load_values(self._num_layers, ep) if self._num_layers else 0
-        # Slot 0 is the packing, which all ranks share. Each further slot is one pipeline's
-        # sharding.
+        # Slot 0 has the digest of the packing, which is the same for all ranks. Each further slot
+        # has the digest of one pipeline's sharding.
         self._slots = 1 + mesh.parallel.dp
         self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.parallel.dp
 
@@ -108,20 +108,20 @@ class StepReducer:
         """Sum one step's loss, gradient norm and counts over all ranks. A collective call.
 
         Args:
-            ahead: Plans of later steps, which are compared across ranks.
+            ahead: Plans of coming steps, which are compared across ranks.
             loss: This rank's loss; None for a step without targets.
-            gradient_square: This rank's share of the squared gradient norm; None counts as 0.
+            gradient_square: This rank's part of the squared gradient norm; None counts as 0.
             expert_load: Loads of the experts in this rank's layers
                 (`wlb.parallel.expert_parallel.load_values`); None without experts.
-            done: This pipeline's plan of the step that was executed, to count its rows and sharding
-                strategies; None counts nothing.
+            done: The plan of this rank's pipeline for the executed step. Its exchanged rows and
+                sharding strategies are counted. With None, nothing is counted.
             stop: The request to stop that this rank has noticed.
 
         Returns:
             The sums, equal on all ranks.
 
         Raises:
-            PlanMismatch: If the plans in `ahead` differ on any rank. All ranks raise it.
+            PlanMismatch: If ranks have different plans in `ahead`. All ranks raise it.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
@@ -139,7 +139,7 @@ class StepReducer:
         if expert_load is not None and (at.tp, at.cp, at.dp) == (0, 0, 0):
             vector[_SUMS:before] = expert_load
         dist.all_reduce(vector)
-        # The host waits for the device here, and nowhere else in the step.
+        # `tolist` makes the host wait for the device. This is the only such wait in a step.
         total = vector.tolist()
         num_values = before + len(counts)
         self._check(total[num_values:], ahead)
@@ -160,7 +160,7 @@ class StepReducer:
         )
 
     def _expert_load(self, values: list[float]) -> ExpertLoad | None:
-        """Return the loads of experts as a record; None for a model without experts.
+        """Return the loads of experts as a record; None if there are no loads.
 
         `values` are the `load_values` of `wlb.parallel.expert_parallel`, summed over all stages.
         """
@@ -177,19 +177,20 @@ class StepReducer:
         )
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:
-        """Return the counts of the executed step `done` that this rank adds to the sums.
+        """Return the counts of an executed step that this rank adds to the sums over ranks.
 
-        One rank of each pipeline counts for the whole pipeline; other ranks return zeros.
+        One rank of each pipeline counts for the whole pipeline, and the other ranks return zeros.
+        `done` is the pipeline's plan of the step.
 
         Returns:
-            Sums over the pipeline's micro-batches: predicted attention time (ns) of the slowest CP
-                rank and of the mean CP rank, three numbers of rows of keys (`KeyRows`), and for
-                each strategy the number of micro-batches that are sharded by it.
+            Sums over the pipeline's micro-batches: the predicted attention time (ns) of the slowest
+                CP rank, that of the mean CP rank, the three numbers of `KeyRows`, and for each
+                sharding strategy the number of micro-batches that it divided.
         """
         out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
         if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:
-            # One rank of each pipeline counts for all of its ranks.
+            # Another rank of this pipeline counts for the whole pipeline.
             return out
         rows = key_rows(done.shardings, done.local_tokens, **self._sliding)
         out[2:_BEFORE_STRATEGIES] = [rows.num_by_need, rows.received, rows.gathered]
@@ -200,11 +201,11 @@ class StepReducer:
         return out
 
     def _digests(self, ahead: Plans) -> FloatArray:
-        """Return digests of the plans `ahead` in a form whose sum over ranks can prove equality.
+        """Return the digests of the plans `ahead`, in a form that a sum over ranks can compare.
 
-        Each chunk x of 15 bits is stored as x and x^2 (see the module). There is a slot for the
-        packing, which all ranks fill, and a slot for the sharding of each pipeline, which only the
-        pipeline's ranks fill. The other slots are zero on this rank.
+        Each chunk x of 15 bits is stored as x and x^2 (see the module docstring). The first slot
+        has the packing, and all ranks fill it. Each further slot has the sharding of one pipeline,
+        and only the ranks of that pipeline fill it. The slots of other pipelines are zero.
         """
         out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0
@@ -228,12 +229,12 @@ class StepReducer:
         what = "the packing" if slot == 0 else f"the sharding of pipeline {slot - 1}"
         steps = (
             ", ".join(str(plan.step) for plan, _ in ahead)
-            or "none, because this rank's data has ended"
+            or "none, because the data of this rank have ended"
         )
         own = ", ".join(f"{plan.digest():015x}" for plan, _ in ahead)
         return (
-            f"ranks planned {what} of the coming steps differently (steps: {steps}; "
-            f"digests on rank {self.mesh.rank}: {own}). All ranks must run the same "
+            f"ranks have planned {what} of the coming steps differently (steps: {steps}; "
+            f"digests of the plans on rank {self.mesh.rank}: {own}). All ranks must run the same "
             "wlb version with the same configuration and token store; compare these "
             "between nodes, then start again with --resume"
         )

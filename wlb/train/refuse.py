@@ -1,8 +1,8 @@
 """Checks before ranks start whether a run can work, so that it fails early with a one-line error.
 
-Opening the run's planners reads the lengths of documents and the kernel profile, so it finds errors
-in either. Planning the next step of a resumed run finds out whether its planner state belongs to
-another corpus or seed.
+Opening the run's planner reads the lengths of documents and the kernel profile, which finds errors
+in both. Planning the next step of a resumed run finds out whether the planner's state in the
+checkpoint belongs to another corpus or seed.
 """
 
 from collections.abc import Callable
@@ -38,17 +38,17 @@ MEANING = (
 )
 """Keys of the section [model] that change a model's output but not the shape of any weight.
 
-The keys of model.rope_scaling belong to them too; `_meaning` adds them."""
+`_meaning` adds the keys of the section [model.rope_scaling], which also do."""
 
 Probe = Callable[..., Any]
-"""A function `probe(fn, *args)` that calls `fn(*args)`, a check that uses a GPU.
+"""A function `probe(fn, *args)` that calls `fn(*args)`, where `fn` is a check that uses a GPU.
 
-It calls the check in this process (`probe_here`), or in a child process, so that this process does
-not create a CUDA context."""
+`probe_here` calls the check in this process. Other probes call it in a child process, so that this
+process does not create a CUDA context."""
 
 
 def probe_here(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn(*args)` in this process, which will use the GPU anyway."""
+    """Call `fn(*args)` in this process. For processes that will use the GPU anyway."""
     return fn(*args)
 
 
@@ -65,7 +65,7 @@ def refuse_early(
     """Check whether a run can work, before its ranks start.
 
     Args:
-        spec: The run, with derived values filled in.
+        spec: The run, with the data-parallel size and other derived values filled in.
         train: Name of the token store.
         heldout: Prefix of the held-out store; "" without one.
         device: Kind of device, "cpu" or "cuda".
@@ -74,10 +74,10 @@ def refuse_early(
         probe: Calls checks that use a GPU, in this process or in a child process.
 
     Returns:
-        The planner of the run's steps, which was opened for the checks.
+        The planner of the run's steps, which the checks have opened.
 
     Raises:
-        UserError: If the run cannot work. The message has the values and the remedy.
+        UserError: If the run cannot work. The message says why and what to do.
     """
     refuse_missing(spec)
     refuse_snapshots(spec, device)
@@ -99,10 +99,10 @@ def refuse_early(
 
 
 def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
-    """Raise UserError unless a checkpoint's planner state fits the run's data and its weights.
+    """Raise UserError unless a checkpoint's planner state fits the run's data and the weights.
 
-    The weights can have had at most one update per planned step. They may have had fewer, because
-    steps without targets update nothing.
+    The weights can have had at most one update per planned step. They may have had fewer updates
+    than steps, because steps without targets update nothing.
     """
     check_planner_state(state, planner.source, packers=planner.packers)
     run = checkpoint.read_run(saved_in)
@@ -113,11 +113,11 @@ def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> Non
             "steps; resume from another checkpoint"
         )
     found = {"next_step": state.next_step, "policy": state.carry.policy}
-    # Checkpoints of earlier versions lack this entry.
+    # Checkpoints that earlier versions of wlb saved lack the entry "planner".
     if (said := run.get("planner", found)) != found:
         raise UserError(
-            f"the checkpoint {saved_in} mixes files of two saves: its run.json "
-            f"describes the planner state as {said}, but the state is {found}; resume "
+            f"the checkpoint {saved_in} mixes files of two saves: run.json records "
+            f"{said}, but planner.json has {found}; resume "
             "from another checkpoint"
         )
 
@@ -125,7 +125,7 @@ def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> Non
 def with_backend(spec: RunSpec, device: str) -> RunSpec:
     """Replace the attention kernel `auto` by the kernel that it selects on `device`.
 
-    Plans are then priced from that kernel's table of the profile.
+    The plans of the returned spec are priced with that kernel's table in the kernel profile.
     """
     kernel = kernel_of(spec, torch.device(device)).backend
     return replace(spec, kernels=replace(spec.kernels, attention=kernel))
@@ -136,8 +136,9 @@ def agree_on_kernel(
 ) -> tuple[RunSpec, str]:
     """Check that all ranks have the same kernels, profile and token stores. A collective call.
 
-    Devices and installed packages may differ between nodes. Ranks that price documents with
-    different kernels or profiles would make different plans.
+    Devices and installed packages may differ between nodes, and ranks that price documents with
+    different kernels or profiles would make different plans. Each rank also checks that the run
+    fits into the memory of its device.
 
     Args:
         spec: The run.
@@ -150,8 +151,8 @@ def agree_on_kernel(
         The spec with the attention kernel that all ranks use, and the name of the kernel profile.
 
     Raises:
-        ValueError: If ranks differ in these, or if a rank cannot compute the run or lacks memory.
-            All ranks raise it.
+        ValueError: If ranks have different kernels, profiles or stores, or if a rank cannot compute
+            the run or lacks memory. All ranks raise it.
     """
     priced, profile, fused, linear, problem = spec, "", False, "", None
     try:
@@ -160,9 +161,10 @@ def agree_on_kernel(
         fused = fused_of(spec, mesh.device).fused
         if spec.model.linear.num_value_heads:
             linear = str(linear_of(spec, mesh.device)[0])
-        # Devices may differ between nodes, so every rank checks its own.
+        # Devices may differ between nodes, so every rank checks the memory of its own device.
         check_budget(spec, budget_of(spec, mesh.device.type))
-    # Do not raise yet: the other ranks wait for this one in `agree`, which raises on all of them.
+    # Do not raise the error here, because the other ranks wait for this rank in `agree`, which then
+    # raises it on all ranks.
     except ValueError as error:
         problem = error
     group = host_group() if world.world_size > 1 else None
@@ -182,8 +184,9 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
         probe: Calls checks that use a GPU, in this process or in a child process.
 
     Returns:
-        One line for each of: attention, fused kernels, linear-attention layers, and whether the
-            host must wait for the device to know how many tokens each expert gets.
+        A line each on attention, on fused kernels, on linear-attention layers if the model has any,
+            and, for a model with experts, on whether the host must wait for the device to know how
+            many tokens each expert gets.
 
     Raises:
         UserError: If no kernel can compute the run on this device.
@@ -198,30 +201,32 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
 
 
 def priced_by(planner: Planner) -> str:
-    """Describe for the log which kernel profile prices plans, and where it does not fit the run.
+    """Describe for the log which kernel profile prices the plans, and where it differs from the run.
 
-    For example, the profile may have been measured with another number of heads than the model's.
+    For example, the profile may have been measured with another number of heads than the model has.
     """
     cost = priced_workload(planner)
     profile, kernel = cost.profile, cost.table.backends[0]
     line = (
-        f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind}, {kernel} of "
-        f"{cost.table.num_heads} heads of {cost.table.head_dim})"
+        f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind}, {kernel} "
+        f"with {cost.table.num_heads} heads of size {cost.table.head_dim})"
     )
     return "; ".join([line, *mismatches(cost)])
 
 
 def priced_workload(planner: Planner) -> ProfiledWorkload:
-    """Return the workload model that prices a run's plans. It always has a kernel profile."""
+    """Return the workload model that prices a run's plans, which always has a kernel profile."""
     assert isinstance(planner.cost, ProfiledWorkload)
     return planner.cost
 
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:
-    """Return a line for the log if the weights of a checkpoint continue as another model, else "".
+    """Return a line for the log if a run computes another model with a checkpoint's weights.
 
-    The shapes are equal, but other keys that change the output differ. Long-context training, for
-    example, resumes the same weights with another RoPE scaling.
+    Otherwise the result is "".
+
+    The weights have the same shapes, but keys that change the model's output differ (`MEANING`).
+    For example, long-context training continues with the same weights but another RoPE scaling.
 
     Args:
         model: The run's model.
@@ -235,16 +240,16 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
         if ours[name] != before[name]
     ]
     return (
-        f"the weights of {saved_in} continue with a changed model: {', '.join(changed)}"
+        f"the run continues the weights of {saved_in} with a changed model: {', '.join(changed)}"
         if changed
         else ""
     )
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:
-    """Return the keys of a model that change its output but no weight's shape, with their values.
+    """Return the values of the model's keys that change its output but no weight's shape.
 
-    Two models whose weights have equal shapes compute the same if these values are equal too.
+    Two models whose weights have equal shapes compute the same output if these values are equal.
     """
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
     # `bounds` fills in the defaults, so that a default and the same explicit values compare equal.

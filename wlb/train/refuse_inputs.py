@@ -1,6 +1,6 @@
 """Refuses token stores, checkpoints and telemetry settings that a run cannot use.
 
-This module does not import torch, so dry runs use it too.
+This module does not import torch, so that dry runs can use it too.
 """
 
 from operator import attrgetter
@@ -35,7 +35,7 @@ SHAPES = (
 )
 """Keys of the section [model] that decide the names and shapes of a model's tensors.
 
-A run can load a checkpoint only if these keys are equal in both."""
+A run can load a checkpoint only if these keys have the same values in both."""
 
 
 def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
@@ -48,7 +48,7 @@ def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
     """
     store = open_store(train)
     if not store.num_targets.any():
-        has = "no token that is a target" if store.has_targets else "one token"
+        has = "no token that is a target" if store.has_targets else "only one token"
         raise UserError(
             f"every document of the store {store.prefix} has {has}, so the model has "
             "nothing to predict; use another data.store or data.corpus"
@@ -74,10 +74,10 @@ def refuse_snapshots(spec: RunSpec, device: str) -> None:
 
 
 def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:
-    """Check the held-out store's vocabulary.
+    """Raise UserError if the held-out store does not fit the training store or the model.
 
-    UserError is raised if the held-out store has another tokenizer than the training store, or a
-    larger vocabulary than the model.
+    Its tokenizer must be that of the training store, and its vocabulary must not be larger than the
+    model's.
     """
     stores = train.stores if isinstance(train, BlendedStore) else (train,)
     key = "data.blend" if isinstance(train, BlendedStore) else "data.store"
@@ -92,7 +92,7 @@ def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: 
 
 
 def begins_with(spec: RunSpec) -> Path | None:
-    """Return the checkpoint of `checkpoint.init_from`, whose weights a run begins with, or None."""
+    """Return the checkpoint that the key `checkpoint.init_from` selects; None if it is not set."""
     path = spec.checkpoint.init_from
     return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
 
@@ -113,7 +113,7 @@ def check_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
             raise UserError(
                 f"{option}: the checkpoint {saved_in} has model.{name} = "
                 f"{read(theirs)}, but this run has model.{name} = {read(model)}; set "
-                f"the run's model to the checkpoint's, or start without {option}"
+                f"model.{name} to the checkpoint's value, or start without {option}"
             )
     kinds = [each.experts.balance for each in (theirs, model)]
     if kinds[0] == ExpertBalance.BIAS != kinds[1]:
@@ -125,6 +125,6 @@ def check_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
 
 
 def model_of(saved_in: Path) -> ModelSpec:
-    """Return the model whose weights a checkpoint has, as its run.json describes it."""
+    """Return the model whose weights a checkpoint has, read from its run.json."""
     saved = checkpoint.read_run(saved_in)["spec"]["model"]
     return apply(ModelSpec(), saved, source=str(saved_in), prefix="model.", is_stored=True)

@@ -1,8 +1,8 @@
 """Starts a training run: makes its token stores, claims its folder, and starts or joins its ranks.
 
-Under torchrun or Slurm, the processes that they started are the ranks. Otherwise this process
-starts as many local ranks as the layout needs, or is itself the only rank. A run that cannot work
-is refused before any rank computes.
+Under torchrun or Slurm, the processes that the launcher started are the ranks. Otherwise this
+process starts as many local ranks as the layout needs, or is itself the only rank. A run that
+cannot work is refused before any rank computes.
 """
 
 import time
@@ -58,18 +58,18 @@ from wlb.train.telemetry.calibrate import profile_path
 PREPARE_TIMEOUT_S = 24 * 3600.0
 """Seconds that ranks of torchrun or Slurm wait for rank 0 to make the token store.
 
-Rank 0 may tokenise a large corpus meanwhile, so the limit is a day."""
+The limit is a day, because rank 0 may have to tokenise a large corpus."""
 _STOPPED = "stopped by a signal before training began, so there is nothing to save"
 
 
 class _Request(NamedTuple):
-    """The command's arguments besides the spec."""
+    """The arguments of `wlb train` besides the spec."""
 
-    resume: str | None  # value of --resume; None without it
-    calibrate: str | None  # value of --calibrate; None without it
+    resume: str | None  # value of --resume; None if the option was not given
+    calibrate: str | None  # value of --calibrate; None if the option was not given
     console: Console  # where messages are printed
     started_s: float  # Unix time at which the command began
-    signals: Signals  # catches signals, also before training
+    signals: Signals  # handles signals from the beginning of the command
     # Whether all columns of the table of steps and all rows of the summary are shown.
     verbose: bool = False
 
@@ -88,17 +88,17 @@ def train(
 
     Args:
         spec: The run.
-        resume: Value of the option --resume; None without it.
+        resume: Value of the option --resume; None if it was not given.
         console: Where messages are printed.
-        calibrate: Value of the option --calibrate; None without it.
-        signals: The handler of signals, if the caller has installed one already.
+        calibrate: Value of the option --calibrate; None if it was not given.
+        signals: The handler of signals, if the caller has installed one; None installs one here.
         started_s: Unix time at which the command began; None means now.
         verbose: Whether all columns of the table of steps and all rows of the summary are shown.
 
     Returns:
-        Whether a signal or a stop file ended the run before its last step. Always False under
-            torchrun or Slurm: the caller turns True into an exit status other than 0, which these
-            launchers would report as a failure.
+        Whether a signal or a stop file ended the run before its last step. The caller turns True
+            into an exit status other than 0. Under torchrun and Slurm the result is always False,
+            because these launchers would report such a status as a failure.
     """
     started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
@@ -118,7 +118,7 @@ def train(
 
 
 def _start_ranks(spec: RunSpec, request: _Request) -> bool:
-    """Train in this process, or in as many local processes as the layout has ranks.
+    """Train in this process if the layout has one rank, else in one local process for each rank.
 
     Returns:
         Whether a signal or a stop file ended the run early.
@@ -129,8 +129,8 @@ def _start_ranks(spec: RunSpec, request: _Request) -> bool:
     request.console.print(_describe_ranks(checked, choice, None))
     directory = directory_of(checked)
     with request.signals.early(), closing(RunLock(directory, request.console)) as lock:
-        # A process that only starts local ranks must not create a CUDA context, which would take
-        # GPU memory until the run ends. Such a process makes checks that use a GPU in a child
+        # A process that starts local ranks must not create a CUDA context, because the context
+        # would take GPU memory until the run ends. So checks that use a GPU are made in a child
         # process.
         starts_gpu_ranks = world_size > 1 and choice.kind == "cuda"
         probe = _in_new_process if starts_gpu_ranks else probe_here
@@ -155,9 +155,9 @@ def _start_ranks(spec: RunSpec, request: _Request) -> bool:
 
 
 def _join_ranks(spec: RunSpec, world: World, request: _Request) -> None:
-    """Train on the ranks of torchrun or Slurm.
+    """Train on this rank, which torchrun or Slurm has started.
 
-    Rank 0 makes the token stores and claims the folder, while the other ranks wait for it.
+    Rank 0 makes the token stores and claims the run's folder, while the other ranks wait.
     """
     choice = worlds.choose_device(
         spec.run.device, local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
@@ -167,13 +167,14 @@ def _join_ranks(spec: RunSpec, world: World, request: _Request) -> None:
     _keep_flight_records(directory_of(checked), choice.kind)
     with ExitStack() as waiting:
         waiting.enter_context(ended_by_signals(was_asked=request.signals.came))
-        # This timeout also limits the rendezvous, in which ranks would otherwise wait without end
-        # for a rank that failed earlier.
+        # This timeout also limits the rendezvous. Without a limit, ranks would wait there forever
+        # for a rank that has failed.
         with (
             worlds.in_group(world, device, timeout_s=spec.training.timeout_s),
             closing(RunLock(directory_of(checked), request.console)) as lock,
         ):
-            # Rank 0 may tokenise a corpus for hours before it broadcasts its answer.
+            # Raise the timeout, because rank 0 may tokenise a corpus for hours before the
+            # broadcast.
             limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
             answer: list[Job | str | None] = [None]
             if world.rank == 0:
@@ -194,10 +195,10 @@ def _join_ranks(spec: RunSpec, world: World, request: _Request) -> None:
 def _answer(
     spec: RunSpec, world: World, choice: DeviceChoice, request: _Request, lock: RunLock
 ) -> Job | str | None:
-    """Return what rank 0 broadcasts to the waiting ranks.
+    """Prepare the run on rank 0, and return the answer that rank 0 broadcasts to the other ranks.
 
     Returns:
-        The job, the text of an error that refuses the run, or None if a signal ended it.
+        The job; or the text of an error, if the run cannot start; or None, if a signal has arrived.
     """
     try:
         with request.signals.early():
@@ -236,17 +237,19 @@ def _started_rank(world: World, job: Job, device_kind: str, stop_request: StopRe
 
 
 def _keep_flight_records(directory: Path, device_kind: str) -> None:
-    """Let torch write the last NCCL operations to the run's logs when a collective times out."""
+    """Let torch write the last NCCL operations to the run's logs when a collective times out.
+
+    Does nothing unless `device_kind` is "cuda".
+    """
     if device_kind == "cuda":
         worlds.set_flight_records(str(directory / LOGS / FLIGHT_RECORDS))
 
 
 def _in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn(*args)` in a new process that ends afterwards, and return the result.
+    """Call `fn(*args)` in a new process, and return the result. The process then ends.
 
-    The CUDA context (0.5 GiB) that `fn` creates is freed when that process ends. A launcher that
-    used a GPU itself would keep such a context until the run ends, in addition to the contexts of
-    its ranks.
+    This frees the CUDA context (0.5 GiB) that `fn` creates. If this process called `fn` itself, its
+    context would exist until the run ends, in addition to the contexts of the ranks.
     """
     (result,) = run_local(_result_or_error, 1, fn, args, device="cuda", preload=[__name__])
     if isinstance(result, UserError):
@@ -255,9 +258,10 @@ def _in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _result_or_error(_: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return `fn(*args)`. A UserError is returned too, so that it reaches the launcher unchanged.
+    """Return the result of `fn(*args)`, or the UserError that the call raises.
 
-    Another error is raised, and the launcher reports it as the failure of a rank.
+    As a result, a UserError reaches the launching process unchanged. Any other error is raised, and
+    the launching process reports it as the failure of a rank.
     """
     try:
         return fn(*args)
@@ -277,13 +281,13 @@ def _claimed_job(
 
     `probe` calls the checks that use a GPU, in this process or in a child process.
     """
-    # Check the folder first: tokenising a corpus may take hours.
+    # Check the folder first, because making the stores may take hours.
     refuse_nowhere(lock.directory)
     stores = open_stores(spec, request.console)
     request.console.print(f"corpus: {stores.note}")
     if lock.directory.exists():
-        # Lock the folder before its checkpoints are read, because another process might still be
-        # writing them.
+        # Lock the folder before its checkpoints are read, because another process may be writing
+        # them.
         with claiming(spec):
             lock.take()
         _report_last_failure(lock.directory, request.console)
@@ -294,17 +298,17 @@ def _claimed_job(
 
 
 def _report_last_failure(directory: Path, console: Console) -> None:
-    """Print why the most recent start of this run failed, if it did.
+    """Print why the most recent start of this run failed, if it failed.
 
-    The caller has locked the run's folder, so no process of that earlier start is still running.
+    The caller must have locked the run's folder, so that no process of that start still runs.
     """
     try:
         report = compose_report(directory)
     # Damaged records of an earlier start must not keep a run from resuming.
     except Exception as error:
         line = (
-            "the records of the last start of this run cannot be read, so its failure "
-            f"is not reported: {error!r}"
+            "the records of the last start of this run cannot be read, so this start does not say "
+            f"why that one failed: {error!r}"
         )
         console.print(line, markup=False)
         return
@@ -322,12 +326,12 @@ def _job(
     request: _Request,
     probe: Probe,
 ) -> Job:
-    """Check that the run can work, print the findings of the checks, and return the job.
+    """Check that the run can work, print what the checks have found, and return the job.
 
-    The function fills in derived values, compares the estimated memory with the device's, and finds
-    the checkpoint with which the run begins. It then refuses a run that cannot work, compares disk
-    space, and prints one line for each finding. `probe` calls the checks that use a GPU, in this
-    process or in a child process.
+    The function fills in derived values, compares the estimated memory with the memory of the
+    device, and finds the checkpoint with which the run begins. Then it refuses a run that cannot
+    work, checks the disk space, and prints one line for each finding. `probe` calls the checks that
+    use a GPU, in this process or in a child process.
     """
     console = request.console
     # Fill in the vocabulary size, the data-parallel size and the limits that depend on memory.
@@ -345,11 +349,11 @@ def _job(
     saved, passed_over, falls_back = _resumed(spec, request)
     init_from = None
     if saved is None:
-        # checkpoint.init_from is for new runs only. A resumed run continues the weights of its
-        # checkpoint.
+        # checkpoint.init_from is for new runs only. A resumed run continues with the weights of its
+        # own checkpoint.
         init_from = begins_with(spec)
         refuse_inputs_in(directory, spec)
-    # Refuse what cannot work before any rank starts.
+    # Refuse a run that cannot work now, before any rank starts.
     planner = refuse_early(
         filled,
         train=stores.train,
@@ -361,7 +365,7 @@ def _job(
     )
     begun = saved or init_from
     disk_space = check_disk_space(directory / "checkpoints", filled, saved)
-    # Print what was found, in the order in which a reader needs it.
+    # Print the findings in the order of their importance to a reader.
     for line in (
         *(f"WARNING: {why}" for why in passed_over),
         *disk_space,
@@ -369,7 +373,7 @@ def _job(
         *memory,
         computed_by(filled, choice.kind, probe),
         priced_by(planner),
-        f"weights of {init_from}" if init_from else "",
+        f"the run begins with the weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",
         unsaved_remark(filled, saved),
         peak_missed(filled),
@@ -415,7 +419,7 @@ def _title(spec: RunSpec, device: str) -> str:
 def _resumed(spec: RunSpec, request: _Request) -> checkpoint.ToResume:
     """Return the checkpoint that --resume selects, and which damaged ones were skipped.
 
-    A folder without a checkpoint to resume from gives a new run only with --resume auto.
+    If the run has no checkpoint, --resume auto begins a new run, and other values are refused.
     """
     folder = directory_of(spec) / "checkpoints"
     return checkpoint.resolve_resume(folder, request.resume)
@@ -430,7 +434,7 @@ def _rate_change(spec: RunSpec, saved_in: Path) -> str:
 
 
 def _refuse_calibration(spec: RunSpec) -> None:
-    """Raise UserError if a kernel profile cannot be fitted to the times of this run."""
+    """Raise UserError if --calibrate could not fit a kernel profile to the times of this run."""
     telemetry, steps, recompute = spec.telemetry, spec.training.steps, spec.training.recompute
     if steps <= telemetry.warmup_steps:
         raise UserError(
@@ -449,7 +453,7 @@ def _refuse_calibration(spec: RunSpec) -> None:
 
 
 def _describe_ranks(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
-    """Return a line that names the ranks, the device and the reason for the device."""
+    """Return a line for the log: the ranks, the kind of device, and why it was chosen."""
     p = spec.parallel
     layout = f"TP {p.tp} x CP {p.cp} x PP {p.pp} x DP {max(1, p.dp)}"
     if world is not None:
@@ -464,14 +468,14 @@ def _describe_ranks(spec: RunSpec, choice: DeviceChoice, world: World | None) ->
     if choice.kind == "cpu" and is_meant_for_gpus:
         return (
             f"This machine does not have the GPUs for which {spec.run.name} is "
-            "configured, so the run will be slow; run with --dry-run to predict its "
-            f"time on those GPUs. {why}"
+            "configured, so the run will be slow. To predict its time on those GPUs, use "
+            f"--dry-run. {why}"
         )
     return why
 
 
 def run_rank(world: World, job: Job, device: torch.device, stop_request: StopRequest) -> Tally:
-    """Train a job on this rank. All ranks call it together.
+    """Train a job on this rank. All ranks call this function together.
 
     Args:
         world: This rank's place among the processes of the launcher.
@@ -480,11 +484,11 @@ def run_rank(world: World, job: Job, device: torch.device, stop_request: StopReq
         stop_request: Notices signals and stop files that ask the run to end.
 
     Returns:
-        Sums over the trained steps, from which the summary is printed.
+        Sums over the trained steps, from which the summary is made.
     """
     if job.calibrate is not None and device.type == "cpu":
-        # Profiles are measured with one CPU thread, so a run that calibrates one uses one thread
-        # too.
+        # Profiles of CPUs are measured with one thread, so the times to which a profile is fitted
+        # must come from one thread too.
         torch.set_num_threads(1)
     spec = job.spec
     if world.world_size > 1:
@@ -497,6 +501,6 @@ def run_rank(world: World, job: Job, device: torch.device, stop_request: StopReq
     limit_collectives(spec.training.timeout_s)
     limit_collectives(spec.training.timeout_s, mesh)
     records = records_of(job.directory, job.started_s)
-    # If this rank fails inside the block, the record of the failure says what the rank was doing.
+    # If this rank fails in the block, `recorded` writes a record that says what it was doing.
     with recorded(job.directory, records, world=world, mesh=mesh) as position:
         return Trainer(job, world, mesh, position, stop_request).run()

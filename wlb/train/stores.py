@@ -24,20 +24,20 @@ DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 class Stores:
     """The token stores of a run."""
 
-    train: StoreName  # name of the store, or of a blend of stores
+    train: StoreName  # name of the training store, or of a blend of stores
     heldout: str  # prefix of the held-out store; "" without one
     vocab_size: int  # vocabulary size of the model
-    note: str  # description for the log
+    note: str  # description of the training store, for the log
 
 
 def named_stores(spec: RunSpec) -> Stores | None:
-    """Open the token stores that a run names, of which only the indices are read.
+    """Return the token stores that a run names. Only their indices are read.
 
     Returns:
-        The stores, or None if the run names none.
+        The stores, or None if the run names no store.
 
     Raises:
-        UserError: If the vocabulary's size is unknown.
+        UserError: If neither the run nor its store says how large the vocabulary is.
     """
     name = spec.data.blend or spec.data.store
     if not name:
@@ -58,24 +58,24 @@ def named_stores(spec: RunSpec) -> Stores | None:
 
 
 def open_stores(spec: RunSpec, console: Console) -> Stores:
-    """Return a run's token stores: those that it names, or a store that is made here.
+    """Return the token stores that a run names, or make a store if the run names none.
 
-    If the run names none, the store is made from `data.corpus`. This may take hours, unless an
-    earlier run has made the same store.
+    The store is made from `data.corpus`. This may take hours, unless an earlier run has made the
+    same store.
     """
     named = named_stores(spec)
     if named is not None:
         return named
     if spec.data.corpus == DOCSTRINGS:
-        with console.status("token store of conversations about Python's docstrings"):
+        with console.status("making a token store of conversations about Python's docstrings"):
             made = prepare_docstrings(spec.run.stores_dir, **_docstring_options(spec))
-        trained = f", {made.num_targets / made.num_tokens:.0%} trained"
+        trained = f", {made.num_targets / made.num_tokens:.0%} of them targets"
         return _stores_of(made, spec, f"conversations, {made.num_tokens:,} tokens{trained}")
     prefix = _store_prefix(spec, spec.run.stores_dir)
-    with console.status(f"token store of {spec.data.corpus}") as status:
+    with console.status(f"making a token store of {spec.data.corpus}") as status:
 
         def progress(done: int, total: int) -> None:
-            status.update(f"token store of {spec.data.corpus}: {done / max(1, total):.0%}")
+            status.update(f"making a token store of {spec.data.corpus}: {done / max(1, total):.0%}")
 
         made = prepare(
             text_documents(spec.data.corpus),
@@ -91,9 +91,10 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
 
 
 def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
-    """Return the `Stores` of a store that was made from a corpus now or earlier.
+    """Return the `Stores` for a store that was made from a corpus, now or by an earlier run.
 
-    `what` is the text that follows the number of documents in the log's description of the store.
+    `what` follows the number of documents in the description of the store, such as "documents, 9
+    tokens".
     """
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(
@@ -109,7 +110,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
     Args:
         spec: The run.
-        stores: The folder where stores are made; None means `run.stores_dir`.
+        stores: The folder in which stores are made; None means `run.stores_dir`.
     """
     folder = stores or spec.run.stores_dir
     data = spec.data
@@ -121,7 +122,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
 
 def _docstring_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the options of `prepare_docstrings`. The name of the store depends on them too."""
+    """Return the options of `prepare_docstrings`, on which the name of the store also depends."""
     data = spec.data
     return {
         "vocab_size": data.bpe_vocab_size,
@@ -134,8 +135,8 @@ def _docstring_options(spec: RunSpec) -> dict[str, Any]:
 def _store_prefix(spec: RunSpec, folder: Path) -> Path:
     """Return the prefix of the store that is made from `data.corpus`.
 
-    Each combination of corpus, vocabulary size and held-out share has a different prefix, so that
-    runs reuse a store exactly if these are equal.
+    The prefix depends on the corpus, the vocabulary size and the share of held-out documents. So
+    runs for which these three are equal share a store.
     """
     data = spec.data
     is_builtin = data.corpus == STDLIB
@@ -148,8 +149,8 @@ def _store_prefix(spec: RunSpec, folder: Path) -> Path:
 def with_vocabulary(spec: RunSpec) -> RunSpec:
     """Fill in the vocabulary size for a run whose store has not been made yet.
 
-    If model.vocab_size is not set, the run gets the size of the BPE vocabulary that would be
-    trained on `data.corpus`.
+    If `model.vocab_size` is not set, the size is `data.bpe_vocab_size`, that of the BPE vocabulary
+    that would be made from `data.corpus`.
     """
     size = spec.model.vocab_size or spec.data.bpe_vocab_size
     return replace(spec, model=replace(spec.model, vocab_size=size))
@@ -164,7 +165,7 @@ def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
         world_size: Number of ranks.
 
     Raises:
-        UserError: If the store's vocabulary is larger than the model's.
+        UserError: If the vocabulary of the training store is larger than the model's.
     """
     spec = resolve_dp(spec, world_size)
     store = open_store(stores.train)

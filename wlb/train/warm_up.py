@@ -1,4 +1,4 @@
-"""Hooks that keep steps from pausing: they connect ranks, compile kernels and collect garbage."""
+"""Hooks that avoid pauses in steps: they connect ranks, compile kernels and collect garbage."""
 
 import gc
 import time
@@ -21,15 +21,15 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 GARBAGE_INTERVAL = 50
 """Number of steps between two garbage collections.
 
-A larger number keeps reference cycles, and the tensors in them, in memory for longer. A smaller one
-costs time: each collection takes milliseconds, on all ranks at once."""
+With a larger number, reference cycles and the tensors in them stay in memory for longer. With a
+smaller number, more time is lost, because each collection takes milliseconds on all ranks."""
 
 
 class ConnectRanks(Hook):
-    """Makes one call on every communicator before training, and reports their number.
+    """Makes one call on every communicator before training, and reports the communicators' number.
 
-    NCCL and Gloo connect ranks at a communicator's first call, which would otherwise lengthen the
-    first step.
+    NCCL and Gloo connect ranks in a communicator's first call. Without this hook, the first calls
+    would lengthen the first step.
     """
 
     def begin(self, run: RunContext) -> None:
@@ -40,21 +40,21 @@ class ConnectRanks(Hook):
         done = warm(run.mesh, all_to_all=run.spec.sharding.exchange != ExchangeChoice.GATHER)
         run.report.write("connected", **done._asdict())
         run.report.say(
-            f"connected {done.communicators} communicators of rank 0 in {done.seconds:.2f} s, "
-            f"{done.links} of them links to its pipeline neighbours"
+            f"rank 0 connected its {done.communicators} communicators in {done.seconds:.2f} s, "
+            f"{done.links} of which are links to its pipeline neighbours"
         )
 
 
 class CompileAttention(Hook):
     """Compiles the variants of FlashAttention-4's kernels that the run needs, before training.
 
-    FlashAttention-4 compiles a kernel at its first call. If that call were in a step, all ranks
-    would wait for seconds. The package stores compiled kernels on disk (`CUDA_DEFAULTS` of
-    `wlb.parallel.world` says where), so later starts read them.
+    FlashAttention-4 compiles a kernel in its first call. If that call were in a step, all ranks
+    would wait for seconds. The package stores compiled kernels on disk (`CUDA_DEFAULTS` in
+    `wlb.parallel.world` says where), so later starts of the run only read them.
     """
 
     def begin(self, run: RunContext) -> None:
-        """Call each variant of the kernel once with few tokens, which compiles it."""
+        """Compile each variant of the kernel by calling it once with few tokens."""
         device = run.mesh.device
         backend = BACKENDS[kernel_of(run.spec, device).kernel]
         if not isinstance(backend, FlashBackend):
@@ -67,23 +67,24 @@ class CompileAttention(Hook):
         for segments in calls:
             _attend(run.spec, backend, segments, device)
         run.report.say(
-            "compiled attention kernels, or read them from the cache, for "
-            f"{len(calls)} kinds of calls in {time.perf_counter() - begin:.0f} s"
+            f"compiled attention kernels for {len(calls)} kinds of calls, or read them from the "
+            f"cache, in {time.perf_counter() - begin:.0f} s"
         )
 
 
 def _compiled_calls(
     spec: RunSpec, backend: FlashBackend, device: torch.device
 ) -> Iterator[Segments]:
-    """Yield the segments of a small attention call for each combination of window and mask.
+    """Yield the segments of small attention calls, one for each kernel that must be compiled.
 
-    The combinations are those that the run's layers use.
+    The calls cover the combinations of sliding window and causal mask that the run's layers use.
     """
     model, cp = spec.model, spec.parallel.cp
     heads, kv_heads = _heads(spec)
     slides = {model.slides(layer) for layer in range(model.num_layers)}
-    # With cp.overlap_stages, layers without a window call attention separately for the keys of
-    # other CP ranks, without a causal mask. Layers with a window make one call over all keys.
+    # With cp.overlap_stages, layers without a sliding window make a separate attention call,
+    # without a causal mask, for the keys of other CP ranks. Layers with a window make one call for
+    # all keys.
     no_mask = [(False, False)] if spec.cp.overlap and cp > 1 and False in slides else []
     for is_sliding, is_causal in [*product(sorted(slides), [True]), *no_mask]:
         for lengths in backend.compiled_calls(heads // kv_heads, is_causal=is_causal):
@@ -100,7 +101,7 @@ def _compiled_calls(
 def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: torch.device) -> None:
     """Run attention forward and backward on zeros, with as many heads as one TP rank has.
 
-    It calls the backend directly, so telemetry does not count the time.
+    The backend is called directly, so that telemetry does not count the time.
     """
     heads, kv_heads = _heads(spec)
 
@@ -123,9 +124,9 @@ def _heads(spec: RunSpec) -> tuple[int, int]:
 class CollectGarbage(Hook):
     """Collects garbage between steps, on all ranks after the same step, as torchtitan does.
 
-    Python collects garbage automatically at a different moment on each rank, and each time all
-    other ranks wait for that rank. So automatic collection is switched off. Objects that exist when
-    training begins are frozen (`gc.freeze`), so that a collection only walks objects made later.
+    Automatic collections happen at a different moment on each rank, and all other ranks wait each
+    time. So this hook switches automatic collection off. Objects that exist when training begins
+    are frozen (`gc.freeze`), so that a collection only visits objects that were made later.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class CollectGarbage(Hook):
         self._is_frozen = False
 
     def begin(self, run: RunContext) -> None:
-        """Freeze the existing objects and switch off automatic collections."""
+        """Freeze the objects that exist now, and switch automatic collection off."""
         if gc.isenabled():
             gc.collect()
             gc.freeze()
@@ -147,7 +148,7 @@ class CollectGarbage(Hook):
             gc.collect()
 
     def close(self) -> None:
-        """Switch automatic garbage collection on again."""
+        """Switch automatic collection on again, if `begin` has switched it off."""
         if self._is_frozen:
             gc.unfreeze()
             gc.enable()

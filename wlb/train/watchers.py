@@ -34,13 +34,13 @@ def hooks_of(
     The order is the same on all ranks. Hooks that only rank 0 has do not communicate.
 
     Args:
-        run: State that the hooks share with the loop.
-        priced: The run's spec in which kernels.attention names the kernel that really computes, not
-            `auto`. The plans are priced for that kernel.
+        run: The state that the hooks share with the training loop.
+        priced: The run's spec, in which kernels.attention is not `auto` but the kernel that
+            computes and for which plans are priced.
         clock: Times the passes of each step.
         evaluator: Computes the held-out loss; None if the run does not evaluate.
         saves: The hook that saves checkpoints.
-        stop_request: Knows who asked the run to end, for the message at the end.
+        stop_request: Says what asked the run to end, for the message at the end.
     """
     job, spec, mesh, places = run.job, run.spec, run.mesh, run.report.places
     measure = MeasureSteps(priced, mesh, clock)
@@ -52,30 +52,29 @@ def hooks_of(
         # `MeasureSteps` is first, because the other hooks record its measurements.
         measure,
         RecordSteps(),
-        # `ConnectRanks` connects communicators, so it is before the hooks that communicate in
-        # their `begin`.
+        # `ConnectRanks` is before the hooks that communicate in `begin`, because it connects the
+        # communicators.
         ConnectRanks(),
         CompileAttention(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock),
-        # `VerifyStores` is before `saves`, so that no checkpoint is saved after a token store was
-        # found damaged.
+        # `VerifyStores` is before `saves`, so that no checkpoint is saved once a token store was
+        # found to be damaged.
         VerifyStores(job.train_store, job.heldout_store) if mesh.rank == 0 else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
-        # `KeepFolder` ends the run if its folder was removed, so it is before the hooks that would
-        # do slow work in vain or write to that folder.
+        # `KeepFolder` ends the run if its folder was removed. So it is before the hooks that would
+        # write to that folder, or do slow work in vain.
         KeepFolder(job.directory) if mesh.rank == 0 else None,
         EvaluateHeldOut(evaluator) if evaluator is not None else None,
         saves,
         TellStop(stop_request),
         ShowSummary(),
         calibration,
-        # `TraceSteps` starts a trace after all other hooks have worked between two steps, so that
-        # their work is not in the trace.
+        # `TraceSteps` is behind the hooks that work between two steps, so that this work is not in
+        # the trace of the next step.
         TraceSteps(job.directory, mesh.rank) if traces else None,
         SnapshotMemory(job.directory, mesh.rank) if spec.telemetry.snapshot_steps else None,
-        # `CollectGarbage` is last, because the other hooks have then dropped their objects of the
-        # step.
+        # `CollectGarbage` is last, so that the other hooks have dropped their objects of the step.
         CollectGarbage(),
     )
     return tuple(hook for hook in hooks if hook is not None)

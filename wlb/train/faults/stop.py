@@ -146,7 +146,7 @@ class Signals:
             self._is_early = False
 
     def steps_begin(self) -> None:
-        """From now on, let signals only set the flag `came`, so that the current step is finished."""
+        """From now on, let signals only set the flag `came`, so that the run finishes its step."""
         self._is_early = False
 
     def pass_on(self, file: Path) -> None:
