@@ -294,7 +294,7 @@ def test_a_budget_that_nothing_keeps_is_said(
         ("[5, 2.5]", "length 1 is 2.5, but must be a whole number"),
         ("[5, NaN]", "length 1 is nan"),
         ("[]", "has no lengths"),
-        ("{}", "must be a list of lengths"),
+        ("{}", "must be a JSON list of lengths"),
         ("[5, 5]", "would repeat its documents 26,843,546 times; lower --steps"),
     ],
 )

@@ -333,8 +333,8 @@ def test_open_batches_of_a_blend_has_an_order_only_shuffled(stores):
 @pytest.mark.parametrize(
     ("lengths", "weights", "options", "message"),
     [
-        ([], [], {}, "0 sources, but 0 weights"),
-        ([[1]], [1, 2], {}, "1 sources, but 2 weights"),
+        ([], [], {}, "has 0 sources and 0 weights"),
+        ([[1]], [1, 2], {}, "has 1 sources and 2 weights"),
         ([[1]], [0], {}, "must be finite and above 0"),
         ([[1], []], [1, 1], {}, "has no lengths; give the length of"),
         ([[1]], [1], {"tokens_per_batch": 0}, "tokens_per_batch = 0"),

@@ -185,8 +185,14 @@ def test_an_empty_store_opens(tmp_path):
         ),
         (index_bytes([3, 1], [0, 6], [0, 1, 2], counts=(2**62, 3)), "4611686018427387904 seq"),
         (index_bytes([3, -1], [0, 6], [0, 1, 2]), "sequence 1 has the length -1"),
-        (index_bytes([3, 1], [0, 4], [0, 1, 2]), "sequence 1 starts at byte 4 instead of 6"),
-        (index_bytes([3, 1], [2, 8], [0, 1, 2]), "sequence 0 starts at byte 2 instead of 0"),
+        (
+            index_bytes([3, 1], [0, 4], [0, 1, 2]),
+            "sequence 1 starts at byte 4, but must start at byte 6",
+        ),
+        (
+            index_bytes([3, 1], [2, 8], [0, 1, 2]),
+            "sequence 0 starts at byte 2, but must start at byte 0",
+        ),
         (index_bytes([3, 2], [0, 6], [0, 1, 2]), "has 8 bytes, but must have 10 according to"),
         (
             index_bytes([3, 1], [0, 6], [0, 1]),
@@ -225,7 +231,7 @@ def test_missing_store_is_named(tmp_path):
     [
         ((2,), "document 2 is not in"),
         ((-1,), "document -1 is not in"),
-        ((0, 0, 4), r"tokens \[0, 4\) are not inside document 0"),
+        ((0, 0, 4), r"tokens \[0, 4\) are outside document 0"),
         ((0, -1, 2), r"tokens \[-1, 2\) are outside"),
         ((0, 2, 1), r"tokens \[2, 1\) are outside"),
     ],

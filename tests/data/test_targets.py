@@ -136,7 +136,7 @@ def test_writer_refuses_spans_that_cannot_be(tmp_path, spans, message):
 def test_writer_refuses_spans_after_documents_without(tmp_path):
     with TokenStoreWriter(tmp_path / "s", vocab_size=10) as writer:
         writer.add([1, 2])
-        with pytest.raises(ValueError, match=r"document 1 of .* has trained spans"):
+        with pytest.raises(ValueError, match=r"document 1 of .* has spans of trained tokens"):
             writer.add([1, 2], [[1, 2]])
 
 
@@ -149,10 +149,10 @@ def test_damaged_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             TokenStore(tmp_path / "s")
 
-    refused(good[:-8], r"has 112 bytes, but 3 spans need 120; copy")
+    refused(good[:-8], r"has 112 bytes, but must have 120 bytes for 3 spans; copy")
     refused(good[:20], "is not a list of trained tokens")
     refused(b"x" * len(good), "is not a list of trained tokens")
-    refused(good[:8] + b"\x07" + good[9:], "has version 7")
+    refused(good[:8] + b"\x07" + good[9:], "has format version 7")
     crossing = good[:-48] + struct.pack("<6q", 1, 3, 6, 2, 6, 7)
     refused(
         crossing,

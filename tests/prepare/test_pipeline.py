@@ -510,6 +510,6 @@ def test_a_store_too_narrow_for_its_vocabulary_is_refused(corpus, tmp_path):
     sidecar = tmp_path / "x.json"
     sidecar.write_text(sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 65537'))
     with pytest.raises(
-        ValueError, match=r"vocabulary of 65537 tokens, .*uint16, whose largest value is 65535"
+        ValueError, match=r"vocab_size = 65537, .*uint16, whose largest value is 65535"
     ):
         TokenStore(made.prefix)

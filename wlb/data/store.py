@@ -445,7 +445,7 @@ class TokenStore:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise UserError(
-                f"tokens [{start}, {stop}) are not inside document {document} of {self.prefix}, "
+                f"tokens [{start}, {stop}) are outside document {document} of {self.prefix}, "
                 f"which has {length} tokens"
             )
         first = int(self._start[document])

@@ -139,6 +139,6 @@ def _outside(store: TokenStore, tokens: TokenArray, first: int) -> str:
 def _compare(store: TokenStore, path: Path, found: str, expected: str, what: str) -> None:
     if found != expected:
         raise UserError(
-            f"{path} has the checksum {found[:16]}..., but {store.prefix}.json says "
+            f"{path} has checksum {found[:16]}..., but {store.prefix}.json says "
             f"{expected[:16]}...; the {what} changed, so prepare the store again"
         )
