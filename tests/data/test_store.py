@@ -184,7 +184,7 @@ def test_an_empty_store_opens(tmp_path):
             "has 84 bytes, but .* 2 sequences and 3 document indices must have 82 bytes",
         ),
         (index_bytes([3, 1], [0, 6], [0, 1, 2], counts=(2**62, 3)), "4611686018427387904 seq"),
-        (index_bytes([3, -1], [0, 6], [0, 1, 2]), "sequence 1 has the length -1"),
+        (index_bytes([3, -1], [0, 6], [0, 1, 2]), "the length of sequence 1 is -1"),
         (
             index_bytes([3, 1], [0, 4], [0, 1, 2]),
             "sequence 1 starts at byte 4, but must start at byte 6",
