@@ -57,8 +57,8 @@ def all_to_all_ns(
 
     Args:
         profile: Prices.
-        rows: Number of rows that rank i receives from rank j, [ranks, ranks]. Or, for a single
-            rank, how many rows it receives from each rank and sends to each rank, [2, ranks].
+        rows: Number of rows that rank i receives from rank j, [ranks, ranks]. For a single rank:
+            numbers of rows that it receives from each rank, and sends to each rank, [2, ranks].
         shares_node: Whether the two ranks of each entry of `rows` share a node; its shape
             broadcasts to the shape of `rows`.
         row_bytes: Bytes of a row.

@@ -1,10 +1,10 @@
 """Count the FLOPs of a token in a model, from the model's Hugging Face config.json.
 
 `counted` reads the file and counts FLOPs layer by layer (`wlb.cost.families` knows the layers of
-each family). `counted_workload` turns the counts into a workload, by which documents are packed and
-sharded. A config.json says nothing about a device, so this workload assumes the same throughput for
-all FLOPs. Only the ratio of attention to everything else matters to a plan. If you have measured
-your device, use its kernel profile instead.
+each family). `counted_workload` turns the counts into a workload, for packing and sharding. A
+config.json says nothing about a device, so this workload assumes the same throughput for all FLOPs.
+For a plan only the ratio of attention to everything else matters. If you have measured your device,
+use its kernel profile instead.
 """
 
 from dataclasses import dataclass
@@ -127,7 +127,7 @@ class CountedWorkload(FlopsWorkload):
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         """Return forward and backward times of segments with q query rows and kv keys each.
 
-        A time is the mean over all layers of the model, with and without a window.
+        Each time is the mean over all layers of the model, with and without a window.
         """
         rows, keys = segment_sizes(q, kv)
         both = 2 * self.quadratic_ns * tile_pairs(rows, keys, tile_rows=self.tile_rows)

@@ -54,9 +54,9 @@ _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWork:
-    """Times in ns, for one token in one layer with experts, of all-to-alls and computation.
+    """Times of one layer with experts, for one token, in ns.
 
-    The computation can hide the all-to-alls.
+    They are the times of all-to-alls and of the computation that can hide all-to-alls.
     """
 
     wire: float  # time of one all-to-all of the token's rows

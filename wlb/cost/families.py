@@ -42,7 +42,7 @@ class Pairs(NamedTuple):
     """The cost of one query-key pair in attention, and which keys a query sees."""
 
     flops: float  # forward FLOPs of a pair
-    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: a query sees all before it
+    window: int = 0  # keys that a query sees, or tokens of a chunk; 0 means no limit
     chunked: bool = False  # whether a query sees the keys of its chunk rather than the latest keys
 
 
@@ -197,7 +197,8 @@ def defaults_of(model_type: str) -> Mapping[str, Any]:
     """Return what families.json says about a family's fields.
 
     Returns:
-        "defaults" has the default of each field, "names" the usual name of each alternative name.
+        A mapping with two entries: "defaults" has the default of each field, and "names" has the
+        usual name for each alternative name.
     """
     return _all_defaults()[model_type]
 
@@ -267,7 +268,7 @@ def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = 
 
     Args:
         field: Name of the field that has n; "" if n is `default` for all models of the family.
-        default: n if there is no field or it is null; 0 if the field always has a value.
+        default: Value of n if `field` is "" or the field is null; 0 if the field is never null.
         other: Kind of the first n - 1 layers.
         kind: Kind of the last layer.
     """
@@ -285,7 +286,7 @@ def _first_of(n: int) -> Kinds:
 
 
 def _if_window(kinds: Kinds) -> Kinds:
-    """Return a rule: if `sliding_window` is set, use `kinds`; else all have full attention."""
+    """Return a rule: use `kinds` if `sliding_window` is set, else full attention everywhere."""
     return lambda c: kinds(c) if c.get("sliding_window") else ["full"] * c.layers
 
 
@@ -300,7 +301,7 @@ def _from_layer(field: str) -> Kinds:
 
 
 def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
-    """Return a rule: if the field `flag` is true, use `kinds`; else all have full attention."""
+    """Return a rule: use `kinds` if the field `flag` is true, else full attention everywhere."""
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
 
 
@@ -554,7 +555,7 @@ def _lightning(config: ConfigFields) -> Mixer:
 def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
     """Return the costs of Mamba's selective scan: 9 FLOPs per token and element of the state.
 
-    The authors of Mamba count as many.
+    The authors of Mamba count the same number.
 
     Args:
         hidden: Size of a token's vector between layers.

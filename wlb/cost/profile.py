@@ -156,7 +156,7 @@ class BlockCost:
         )
 
     def times(self, forward: float, backward: float) -> "BlockCost":
-        """Return these costs with all forward and all backward times multiplied by a factor."""
+        """Return these costs with forward times multiplied by `forward`, backward by `backward`."""
         return BlockCost(
             forward_ns=self.forward_ns * forward,
             backward_ns=self.backward_ns * backward,
@@ -305,11 +305,10 @@ class AttentionTable:
                 )
 
     def efficiency(self, num_heads: int) -> float:
-        """Return the throughput with `num_heads` query heads, relative to that of the surfaces.
+        """Return the throughput with `num_heads` query heads, relative to `forward` and `backward`.
 
-        The surfaces are `forward` and `backward`. The result is interpolated between measured
-        numbers of heads, and constant outside them. Only plain arithmetic is used, so that all CPUs
-        compute equal bits.
+        The result is interpolated between measured numbers of heads, and constant outside their
+        range. Only plain arithmetic is used, so that all CPUs compute equal bits.
         """
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:

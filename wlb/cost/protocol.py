@@ -399,10 +399,10 @@ class FlopsWorkload:
         return whole_ns(self.linear_ns_per_token * token_counts("lengths", lengths))
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return W of each piece, forward and backward, although the name asks for forward.
+        """Return W of each piece, both passes together, in place of its forward part.
 
-        Forward imbalance is a ratio of times. If forward is the same fraction of every piece's W,
-        this ratio is the same for W and for its forward part.
+        The result is only used for forward imbalance, a ratio of times. If forward is the same
+        fraction of every piece's W, the ratio is the same for W and for its forward part.
         """
         return self.workload_ns(lengths)
 

@@ -1,7 +1,7 @@
 """Predicted times of whole pipeline stages for the micro-batches of a plan.
 
-Telemetry compares them with measured times. Stages may have different numbers and kinds of layers,
-so each stage is priced by its layers (`StageLayers`).
+Telemetry compares the predicted with measured times. Stages may have different numbers and kinds of
+layers, so the price of a stage depends on its layers (`StageLayers`).
 """
 
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ class StageTimes:
     latency of collectives. The embedding and the head are not included.
     """
 
-    attention_forward_ns: IntArray  # forward attention, with launches, of each CP rank, [n, cp]
-    attention_backward_ns: IntArray  # backward attention, with launches, of each CP rank, [n, cp]
-    linear_forward_ns: IntArray  # forward of everything else, equal on all CP ranks, [n]
-    linear_backward_ns: IntArray  # backward of everything else, equal on all CP ranks, [n]
+    attention_forward_ns: IntArray  # forward attention and its launches on each CP rank, [n, cp]
+    attention_backward_ns: IntArray  # backward attention and its launches on each CP rank, [n, cp]
+    linear_forward_ns: IntArray  # linear part in forward, equal on all CP ranks, [n]
+    linear_backward_ns: IntArray  # linear part in backward, equal on all CP ranks, [n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +136,8 @@ def _of_layers(
         layers: Number of layers; may be a fraction, or negative to subtract layers.
 
     Returns:
-        In ns: forward attention, [n, cp]; backward attention, [n, cp]; and the time of the exchange
-        of keys minus the time of an all-gather, forward and backward, [n, 2].
+        Three arrays of ns: forward attention, [n, cp]; backward attention, [n, cp]; and how much
+        longer the exchange of keys takes than an all-gather in (forward, backward), [n, 2].
     """
     share = layers / cost.num_layers_per_rank
     forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)

@@ -299,7 +299,8 @@ class ProfiledWorkload:
         """Return the time of all-gathering a micro-batch's keys and values: (forward, backward).
 
         Backward reduce-scatters the gradients and gathers keys and values a second time. The times
-        are in ns, for all layers of a pipeline rank, and include what matrix products hide.
+        are in ns, for all layers of a pipeline rank. They include the part that matrix products
+        hide.
         """
         sent, resent, returned = self.transfers_ns(None, num_tokens, cp=cp)
         return round(sent), round(resent + returned)
@@ -780,10 +781,10 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
-        """Return the ns of expert parallelism in one layer that do not depend on the tokens.
+        """Return the ns that expert parallelism costs in one layer for any number of tokens.
 
-        They consist of the latency of all-to-alls that no computation hides, and of the time that
-        experts lose because each of the `expert_stages` computes smaller matrix products.
+        This time consists of the latency of all-to-alls that no computation hides, and of the time
+        that experts lose because each of the `expert_stages` computes smaller matrix products.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         with_latency = work.waits(stages, self._routed_alpha_ns / tokens)
@@ -883,10 +884,10 @@ class LinearCost:
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
     """Choose a kernel profile for a run and return the workload that it prices.
 
-    With cost.profile = "auto" this is the profile that matches the device and the attention kernel
-    best; otherwise it is the named one. If the profile lacks the attention kernel, its first kernel
-    prices attention, so that a run does not need a measurement first. `wlb.cost.mismatch` lists
-    what the profile was not measured for.
+    If cost.profile is "auto", the chosen profile is the one that matches the device and the
+    attention kernel best. Otherwise it is the one that cost.profile names. If the profile lacks the
+    attention kernel, the profile's first kernel prices attention, so that a run does not need a
+    measurement first. `wlb.cost.mismatch` lists where the profile does not fit the run.
 
     Args:
         spec: The run.

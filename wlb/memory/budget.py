@@ -1,9 +1,9 @@
 """The memory of a device that plans may use, which is what remains for tensors.
 
 On a GPU some memory is lost to the CUDA context, to NCCL's buffers and to the gaps that torch's
-caching allocator leaves between tensors. Each of them has a constant below. The values come from
-NCCL's sources, from a simulation of the allocator's rules and from reports by others; wlb has not
-measured them.
+caching allocator leaves between tensors. A constant in this file says how much memory each of these
+three takes. The values come from NCCL's sources, from a simulation of the allocator's rules and
+from reports by others; wlb has not measured them.
 """
 
 import math
@@ -143,8 +143,9 @@ def num_communicators(spec: RunSpec) -> int:
 
     A pipeline rank has two communicators on the axis pp, one for each neighbour, but they count as
     one. `COMMUNICATOR_GIB` assumes two connections for each channel (ring and tree). A communicator
-    with a neighbour has only one, so two of them need the memory of one other communicator. The
-    NCCL group of all pipeline ranks transfers nothing, so NCCL allocates no memory for it.
+    with a neighbour has only one connection for each channel, so two of them need as much memory as
+    one other communicator. The NCCL group of all pipeline ranks transfers nothing, so NCCL
+    allocates no memory for it.
     """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]

@@ -201,7 +201,7 @@ def _held_at_once(
 def held_bytes(
     spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int, most: tuple[int, int] | None = None
 ) -> HeldBytes:
-    """Return what a rank stores between passes when memory peaks, if all micro-batches are equal.
+    """Return what a rank stores when memory peaks, if all micro-batches are equally long.
 
     Args:
         spec: The run.
@@ -251,7 +251,7 @@ def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
 def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
     """Return the bytes of a stage's float32 gradients on one TP rank.
 
-    With FSDP they include the shard to which the gradients are reduced.
+    With FSDP the result includes the shard to which the gradients are reduced.
     """
     count = stage_parameters(spec, stage=stage)
     with_experts = spec.stage_expert_layers[stage]

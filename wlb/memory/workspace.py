@@ -3,8 +3,8 @@
 The shapes of the allocated tensors are taken from the kernels' sources: flash-attn 2.8.3
 (csrc/flash_attn/flash_api.cpp, mha_varlen_bwd; torch has the same lines), FlashAttention-3
 (hopper/flash_api.cpp, mha_bwd, August 2026) and FlashAttention-4 (flash_attn/cute/interface.py,
-_flash_attn_bwd, 4.0.0b36). They were not measured on a GPU. Forward allocates nothing, because wlb
-never uses split-KV.
+_flash_attn_bwd, 4.0.0b36). The sizes were not measured on a GPU. Forward allocates nothing, because
+wlb never uses split-KV.
 """
 
 from collections.abc import Iterator
@@ -136,7 +136,7 @@ def deterministic_copies(num_segments: int, num_heads: int, *, num_sms: int = HO
 def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
     """Return the bytes of FlashAttention-2's tensors softmax_d and dq_accum.
 
-    With grouped-query attention they also include dK and dV of every query head.
+    With grouped-query attention, dK and dV of every query head are included too.
     """
     copies = 1
     if deterministic:

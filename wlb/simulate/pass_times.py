@@ -500,11 +500,11 @@ class SplitBackward:
     """Times of the two passes of a split backward (zero-bubble) in a pipeline rank's layers, in ns.
 
     The weight-gradient pass computes the weight gradients of all linear layers. The input-gradient
-    pass is shorter than a whole backward by the "saved" times.
+    pass is shorter than a whole backward by the times in the two fields `saved_*`.
     """
 
-    product_ns_per_token: float  # matrix products of weight gradients, for one token
-    weight_ns_per_token: float  # whole weight-gradient pass, for one token
+    product_ns_per_token: float  # time of the matrix products of weight gradients, for one token
+    weight_ns_per_token: float  # time of the whole weight-gradient pass, for one token
     weight_call_ns: float  # constant time of the weight-gradient pass of a micro-batch
     # Time of a whole backward minus the time of the input-gradient pass, for one token.
     saved_ns_per_token: float

@@ -218,7 +218,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """Return the wait for an instruction's input and the instruction; [] if the input is not sent.
+    """Return an instruction, after the wait for its input; [] if the input is not sent yet.
 
     Args:
         instruction: The next instruction of a rank.

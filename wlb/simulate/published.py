@@ -39,7 +39,7 @@ ERRORS = {
 
 
 def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
-    """Return how well published runs like this one were predicted; None if none were.
+    """Return how well published runs like this one were predicted; None if there are none.
 
     A profile for a power limit of 500 W (its name ends in "_500w") gets the error of the profile
     from which it was derived.

@@ -81,10 +81,10 @@ class RunSimulation:
 
     @property
     def imbalance(self) -> float:
-        """Predicted work of slowest micro-batches over that of mean micro-batches.
+        """Predicted work of the slowest micro-batches, divided by that of mean micro-batches.
 
-        Each step has one slowest and one mean micro-batch. The work of each is added up over all
-        steps before the division.
+        The work of each step's slowest micro-batch is added up over all steps, and so is the mean
+        work of each step's micro-batches.
         """
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0

@@ -183,8 +183,8 @@ def shard_costs(
         A layer has one collective for its dense parameters and one for its routed experts.
 
         Args:
-            of_dense: Returns the time for a number of parameters besides routed experts.
-            of_held: Returns the time for a number of parameters of routed experts.
+            of_dense: Returns the ns for a given number of parameters other than routed experts.
+            of_held: Returns the ns for a given number of parameters of routed experts.
         """
         held_ns = of_held(of_experts) if of_experts else 0.0
         return tuple(

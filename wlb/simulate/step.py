@@ -306,9 +306,9 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
-        """Return a step's CP imbalance: attention time of slowest CP ranks over that of mean ones.
+        """Return the attention time of the slowest CP ranks in a step over that of mean CP ranks.
 
-        Both times are added up over all micro-batches before they are divided.
+        Both times are added up over all micro-batches before the division.
         """
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())

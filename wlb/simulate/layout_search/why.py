@@ -46,8 +46,8 @@ class Loser:
     """A family of layouts to which the fastest layout (the winner) does not belong."""
 
     label: str  # name of the family
-    why: str  # why its best layout is slower, or why no layout fits into memory
-    trial: Trial | None = None  # its best layout; None if no layout fits into memory
+    why: str  # why the family's best layout is slower, or why no layout fits into memory
+    trial: Trial | None = None  # the family's best layout; None if no layout fits into memory
     behind: float = 0.0  # (time of `trial` - winner's time) / winner's time, at the same depth
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def references_of(tuner: Tuner, winner: Trial) -> References:
     """Simulate the fastest layout with every packing policy and every sharding strategy.
 
     Args:
-        tuner: Has the sample and the choices.
+        tuner: Gives the global batches, and the policies and strategies to try.
         winner: The fastest layout.
     """
     spec, choices = winner.spec, tuner.choices
@@ -243,7 +243,7 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
 
     Args:
         label: Name of the family.
-        best: Its best candidate; None if no layout of the family fits into memory.
+        best: The family's best candidate; None if no layout of the family fits into memory.
         known: Results of the search.
         winner: The fastest layout.
         node: Number of ranks of a node.
