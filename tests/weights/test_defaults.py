@@ -141,7 +141,7 @@ def test_what_contradicts_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sliding_window_size = 1024 contradicts the window of 40"):
         read(tmp_path, SIZES | other)
     code = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "modeling.Other"}}
-    with pytest.raises(ValueError, match=r"auto_map = .* names another model's code than Llama"):
+    with pytest.raises(ValueError, match=r"auto_map = .* names code of another model than Llama"):
         read(tmp_path, SIZES | code)
     for name in ("use_qk_norm", "sliding_window_size"):
         with pytest.raises(ValueError, match=f"{name} = .* is an unknown key that may change"):

@@ -101,7 +101,7 @@ def test_one_expert_is_a_stack_too() -> None:
         (
             QWEN,
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "max_window_layers = 1 has a meaning in transformers 4, but",
+            "max_window_layers = 1 takes the sliding window from the first layers in",
         ),
         (
             QWEN,

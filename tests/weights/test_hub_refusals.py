@@ -27,19 +27,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a gemma that sees what follows": (
         GEMMA2 | {"use_bidirectional_attention": True},
-        "use_bidirectional_attention = True is true: wlb's attention is causal",
+        "use_bidirectional_attention = True is not supported, because attention in wlb is causal",
     ),
     "a gemma of another activation": (
         GEMMA2 | {"hidden_activation": "relu"},
-        "hidden_activation = 'relu' is not gelu_pytorch_tanh",
+        "hidden_activation = 'relu' must be gelu_pytorch_tanh",
     ),
     "a gemma without a window": (
         GEMMA2 | {"sliding_window": None},
-        "sliding_window = None is null, but layers of a gemma2 slide",
+        "sliding_window = None must be a number of tokens, because a gemma2 has",
     ),
     "a cap that transformers ignores": (
         GEMMA3 | {"attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping = 50.0 is ignored by transformers for this model",
+        "attn_logit_softcapping = 50.0 is ignored by transformers for a Gemma 3",
     ),
     "a scaled base of sliding layers": (
         GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -59,7 +59,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["LlamaForSequenceClassification"]},
         r"architectures = \['LlamaForSequenceClassification'\] is not supported",
     ),
-    "a window of a llama": ({"use_sliding_window": True}, "is true, but a llama has no windows"),
+    "a window of a llama": (
+        {"use_sliding_window": True},
+        "must be false, because a llama has no sliding",
+    ),
     "a window that may be in use": (
         {"sliding_window": 4096},
         "sliding_window = 4096 has a value, but use_sliding_window",
@@ -70,7 +73,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
             "architectures": ["Qwen3ForCausalLM"],
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        "layer_types = .* has layers that slide, but sliding_window is not in use",
+        "layer_types = .* lists layers with a sliding window, but sliding_window is not in use",
     ),
     "other layers": (
         {"layer_types": ["full_attention", "chunked_attention"]},
@@ -91,7 +94,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
                 f"{kind}_attention" for kind in ["sliding", "full", "full", "sliding", "full"]
             ],
         },
-        "layer_types = .* is neither full attention in every n-th layer",
+        "layer_types = .* must have full attention either in every n-th layer",
     ),
     "a mistral whose layers contradict": (
         {
@@ -107,7 +110,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "attention bias": ({"attention_bias": True}, "attention_bias = True"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias = True"),
-    "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not silu"),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' must be silu"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},
         r"quantization_config = .*gptq.* means quantised weights, .* import the original",
@@ -133,7 +136,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
             "rope_parameters": ...,
             "rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False},
         },
-        "truncate = False is not true: wlb's YaRN blends between whole pairs",
+        "truncate = False must be true, because wlb's YaRN rounds",
     ),
     "rope by layer type": (
         {"rope_scaling": None, "rope_parameters": {"full": {"rope_type": "default"}}},
@@ -146,7 +149,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "partly rotated": (
         {"partial_rotary_factor": 0.5},
-        "partial_rotary_factor = 0.5 is not 1: wlb rotates whole heads",
+        "partial_rotary_factor = 0.5 must be 1, because wlb rotates whole heads",
     ),
     "llama3 without its numbers": (
         {"rope_parameters": ..., "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},

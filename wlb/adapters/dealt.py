@@ -23,7 +23,7 @@ class DealtRows:
     """
 
     rows: IntArray  # indices of dataset rows, one micro-batch after the other
-    # Where each micro-batch begins in `rows`, and the end; shape [num_steps * N + 1].
+    # Where each micro-batch begins in `rows`, and where the last ends; shape [num_steps * N + 1].
     offsets: IntArray
     num_ranks: int  # data-parallel ranks (dp)
     num_micro_batches: int  # N: micro-batches of a step on all ranks together
@@ -52,7 +52,10 @@ class DealtRows:
         return (self.offsets.size - 1) // self.num_micro_batches
 
     def step(self, step: int) -> Iterator[IntArray]:
-        """Yield the rows of each micro-batch of a step: the first one of every rank, and so on."""
+        """Yield the rows of each micro-batch of a step.
+
+        The first micro-batch of every rank comes first, then the second of every rank, and so on.
+        """
         first = step * self.num_micro_batches
         for i in range(first, first + self.num_micro_batches):
             yield self.rows[self.offsets[i] : self.offsets[i + 1]]
@@ -95,7 +98,9 @@ class DealtSteps:
         return len(self._steps)
 
     def step(self, step: int) -> list[IntArray]:
-        """Return the rows of each micro-batch of a step: the first one of every rank, and so on.
+        """Return the rows of each micro-batch of a step.
+
+        The first micro-batch of every rank comes first, then the second of every rank, and so on.
 
         Raises:
             IndexError: The step is after the last one.

@@ -255,7 +255,7 @@ class RankBatches(Sampler[list[int]]):
 class BalancedTrainer(PlannedTrainer):
     """Mixin that makes a transformers Trainer train balanced batches; see `balanced`.
 
-    Put it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. UserError is raised for
+    List it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. UserError is raised for
     settings with which rows would be lost or repeated, documents would see each other, masked
     tokens would be trained, or tokens would have unequal weights:
 

@@ -317,7 +317,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _check_sequences(trainer: Any) -> None:
-    """Raise UserError if accelerate divides sequences over ranks, because it ignores documents."""
+    """Raise UserError if accelerate divides sequences over ranks without regard to documents."""
     sp, cp = trainer.get_sp_size(), trainer.get_cp_size()
     if sp > 1:
         raise UserError(

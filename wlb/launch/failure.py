@@ -205,7 +205,8 @@ def read_failures(folder: Path) -> dict[int, FailedRank]:
 def unless_unwritable(path: Path) -> Iterator[None]:
     """Within this context, print a warning for an OSError instead of raising it.
 
-    The files written here only explain failures, so a run must not fail because of them.
+    The files that are written in such a context only explain failures. So a run must not fail if
+    they cannot be written.
 
     Args:
         path: The file that is written in this context.

@@ -266,8 +266,8 @@ class _LocalRanks:
     def __init__(self, jobs: Sequence[_RankJob], records: Path) -> None:
         self.jobs, self.records = jobs, records
         self.processes: list[ForkServerProcess] = []
-        self.pending: dict[Connection, int] = {}  # pipes of ranks that sent no message yet
-        self.results: dict[int, Any] = {}  # by rank
+        self.pending: dict[Connection, int] = {}  # rank by pipe, until it sends a message
+        self.results: dict[int, Any] = {}  # results of the function, by rank
 
     def start(self, preload: Sequence[str]) -> None:
         """Start the forkserver if necessary, and fork all ranks."""

@@ -80,7 +80,7 @@ class SeenPosition(NamedTuple):
 
 
 class Position:
-    """Writes what this rank is doing to its slot; the training thread calls the methods.
+    """Records what this rank is doing in its slot; the training thread calls the methods.
 
     Args:
         buffer: Memory that contains the slot. None means memory of this process, which nobody else
@@ -155,7 +155,7 @@ class Position:
                 self._buffer.flush()
 
     def now(self) -> SeenPosition:
-        """Return the position that is in the slot now."""
+        """Return what the rank is doing now, as recorded in the slot."""
         return _seen(bytes(self._buffer[self._offset : self._offset + _SLOT_BYTES]))
 
     def _change(self) -> None:

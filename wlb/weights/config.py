@@ -192,7 +192,11 @@ def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
     if experts.num and model_type == hybrids.NEXT:
         return replace(experts, **where)
     if where != {"every": 1, "dense_layers": ()}:
-        raise keys.error("mlp_only_layers", f"or decoder_sparse_step does not fit a {model_type}")
+        raise keys.error(
+            "mlp_only_layers",
+            f"and decoder_sparse_step must give experts to all layers, as every {model_type} has; "
+            "remove both keys",
+        )
     return experts
 
 
@@ -386,18 +390,22 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     is_silu = values.get("hidden_act", "silu") in ("silu", "swish")
     # Gemma's activation is under hidden_activation; transformers ignores hidden_act for Gemma.
     if not is_silu and model_type not in GEMMA:
-        raise keys.error("hidden_act", "is not silu, which wlb computes in all models but Gemma's")
+        raise keys.error(
+            "hidden_act", "must be silu, the only activation that wlb supports besides Gemma's"
+        )
     code: Any = values.get("auto_map") or {}
     named = cast("dict[str, Any]", code).get(_MODEL) if isinstance(code, dict) else code
     # Accept custom code if its class is called as the class in transformers. Such code computes the
     # same, for example with a faster attention kernel.
     if named is not None and str(named).rpartition(".")[2] != ARCHITECTURES[model_type]:
-        raise keys.error("auto_map", f"names another model's code than {ARCHITECTURES[model_type]}")
+        raise keys.error(
+            "auto_map", f"names code of another model than {ARCHITECTURES[model_type]}"
+        )
     for name in ("attention_bias", "mlp_bias"):
         if flag(keys, name):
-            raise keys.error(name, "requires biases that wlb's linear layers do not have")
+            raise keys.error(name, "is not supported, because wlb has no such biases")
     if keys.whole("pretraining_tp", 1) != 1:
-        raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
+        raise keys.error("pretraining_tp", "must be 1, because wlb does not split matrix products")
     known = _KNOWN.union(_MORE.get(model_type, "").split())
     window = values.get("sliding_window", WINDOW)
     if model_type == "gemma2" and values.get("sliding_window_size", window) != window:
@@ -405,7 +413,9 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     for name, value in values.items():
         if name not in known and value not in (None, False, {}, []):
             raise keys.error(
-                name, "is an unknown key that may change what the model computes; if not, remove it"
+                name,
+                "is an unknown key that may change what the model computes; remove the key if it "
+                "does not",
             )
 
 
@@ -460,7 +470,9 @@ def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float
         if isinstance(value, dict):
             raise rope.error(name, "differs between layers, which wlb reads only in Gemma 3")
         if name not in known and value not in (None, False):
-            raise rope.error(name, "is an unknown key that may change RoPE; if not, remove it")
+            raise rope.error(
+                name, "is an unknown key that may change RoPE; remove it if it does not"
+            )
     theta = rope.real("rope_theta", keys.real("rope_theta", default))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
@@ -480,7 +492,8 @@ def _share(keys: Fields, rope: Fields, model_type: str) -> float:
     for each in (keys, rope):
         if each.real("partial_rotary_factor", 1.0) != 1.0:
             raise each.error(
-                "partial_rotary_factor", f"is not 1: wlb rotates whole heads of a {model_type}"
+                "partial_rotary_factor",
+                f"must be 1, because wlb rotates whole heads of a {model_type}",
             )
     return 1.0
 
@@ -519,7 +532,10 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
             original_context=original,
         )
     if rope.values.get("truncate") is False:
-        raise rope.error("truncate", "is not true: wlb's YaRN blends between whole pairs")
+        raise rope.error(
+            "truncate",
+            "must be true, because wlb's YaRN rounds the range of blended channels to whole pairs",
+        )
     scales = [rope.real(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     # If attention_factor is missing, compute it as transformers does.
     attention_factor = rope.real("attention_factor", 0.0)
@@ -541,7 +557,7 @@ def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, .
     ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     ids = [i for i in ids if i is not None]
     if not all(type(i) is int for i in ids):
-        raise keys.error(name, "must be a token id or a list of them")
+        raise keys.error(name, "must be a token id or a list of token ids")
     if not all(0 <= i < vocab_size for i in ids):
-        raise keys.error(name, f"must be in [0, {vocab_size}), the vocabulary; correct it")
+        raise keys.error(name, f"must be between 0 and {vocab_size - 1}, a token of the vocabulary")
     return tuple(ids)

@@ -39,7 +39,7 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
         for name in READ.split():
             if keys.values.get(name) is not None:
                 raise keys.error(
-                    name, f"is of models with experts, but a {model_type} has none; remove it"
+                    name, f"describes experts, but a {model_type} has no experts; remove the key"
                 )
         return ExpertsSpec()
     if model_type == "mixtral":

@@ -35,11 +35,15 @@ def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
     """
     values = keys.values
     if values.get("use_bidirectional_attention"):
-        raise keys.error("use_bidirectional_attention", "is true: wlb's attention is causal")
+        raise keys.error(
+            "use_bidirectional_attention", "is not supported, because attention in wlb is causal"
+        )
     if values.get("hidden_activation", _GELU[0]) not in _GELU:
-        raise keys.error("hidden_activation", f"is not {_GELU[0]}, which Gemma has")
+        raise keys.error("hidden_activation", f"must be {_GELU[0]}, the activation of Gemma")
     if model_type == "gemma3_text" and values.get("attn_logit_softcapping"):
-        raise keys.error("attn_logit_softcapping", "is ignored by transformers for this model")
+        raise keys.error(
+            "attn_logit_softcapping", "is ignored by transformers for a Gemma 3; remove the key"
+        )
     is_second = model_type == "gemma2"
     return {
         "activation": Activation.GELU_TANH,

@@ -44,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
-    """The tensors of a folder, as listed in its files' headers."""
+    """The tensors of a Hugging Face folder, as listed in the headers of the folder's files."""
 
     # Where each tensor is. Names are those in a folder of the language model alone.
     tensors: dict[str, StoredTensor] = field(repr=False)

@@ -145,7 +145,7 @@ def _write_shards(
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
-        # Free this shard before the next one is read.
+        # Free this shard's memory before the next shard is read.
         del values
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}

@@ -103,9 +103,13 @@ def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
         UserError: wlb would compute the model differently from transformers.
     """
     if keys.values.get("attn_output_gate", True) is not True:
-        raise keys.error("attn_output_gate", f"must be true: attention of {model_type} has a gate")
+        raise keys.error(
+            "attn_output_gate", f"must be true, because attention of a {model_type} has a gate"
+        )
     if keys.values.get("use_sliding_window"):
-        raise keys.error("use_sliding_window", f"is true, but a {model_type} has no windows")
+        raise keys.error(
+            "use_sliding_window", f"must be false, because a {model_type} has no sliding windows"
+        )
     linear = LinearSpec(
         **{field: keys.whole(name, usual) for name, (field, usual) in _SIZES.items()}
     )
@@ -143,7 +147,9 @@ def _pattern(keys: Fields, linear: LinearSpec) -> dict[str, Any]:
         _FULL if (i + 1) % first == 0 else _LINEAR for i in range(num_layers)
     ]:
         raise keys.error(
-            "layer_types", "is not attention in every n-th layer, and wlb has no other pattern"
+            "layer_types",
+            "must have full attention in every n-th layer and linear attention in all others, "
+            "because wlb supports no other pattern",
         )
     return {"full_every": first, "linear": linear}
 
@@ -368,7 +374,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
     return found
 
 
-# Names of parameters that are not fused, in wlb.model and in files, if they differ.
+# For parameters that are not fused but have another name in files: that name, by wlb.model's name.
 _RENAMED = {f"{x}_proj.weight": f"in_proj_{x}.weight" for x in "zab"}
 _RENAMED["o_proj.weight"] = "out_proj.weight"
 

@@ -26,7 +26,7 @@ from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.reading import TensorFiles, check_headers
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
 
-# The signatures of torch.distributed.checkpoint (DCP) are typed incompletely.
+# Any replaces the types of these functions of DCP, because torch declares them incompletely.
 _load = cast(Any, state_dict_loader.load)  # pyright: ignore[reportUnknownMemberType]
 _save = cast(Any, state_dict_saver.save)  # pyright: ignore[reportUnknownMemberType]
 
@@ -38,7 +38,7 @@ class SavedModel:
     folder: Path  # folder of the checkpoint
     run: dict[str, Any] = field(repr=False)  # contents of run.json
     spec: ModelSpec
-    parameters: dict[str, Parameter] = field(repr=False)  # by name
+    parameters: dict[str, Parameter] = field(repr=False)  # the model's parameters, by name
     dtypes: dict[str, torch.dtype] = field(repr=False)  # dtype of each parameter, as saved
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -130,9 +130,9 @@ def save_tensors(
 
 @contextmanager
 def _single_process(failed: str) -> Generator[None]:
-    """Within this context, silence DCP's warning about a single process, and convert its errors.
+    """Within this context, silence DCP's warning about a single process, and catch DCP's errors.
 
-    DCP's CheckpointException becomes a UserError. Otherwise `except Exception` would not catch it,
+    A CheckpointException of DCP is raised as a UserError. Otherwise `except Exception` would not catch it,
     because it derives from BaseException.
 
     Args:

@@ -168,7 +168,7 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
     """
     try:
         size = load_tokenizer(file).get_vocab_size()
-    # The tokenizers library raises plain Exception.
+    # Catch every Exception, because the tokenizers library raises no narrower class.
     except Exception as error:
         raise UserError(
             f"--tokenizer {file} cannot be read as a tokenizer.json: {error}; give the "

@@ -22,7 +22,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 WINDOW, _FIRST = 4096, 28
 """transformers' defaults for `sliding_window` and `max_window_layers`."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""In Gemma, every n-th layer attends to all keys; n by model_type (Gemma 3 may set another n)."""
+"""By model_type, the n of Gemma models, in which every n-th layer has no sliding window.
+
+The config.json of a Gemma 3 may set another n."""
 
 
 def flag(keys: Fields, name: str) -> bool:
@@ -59,7 +61,11 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     if not any(slide):
         return {}
     if not window:
-        raise keys.error("layer_types", "has layers that slide, but sliding_window is not in use")
+        raise keys.error(
+            "layer_types",
+            "lists layers with a sliding window, but sliding_window is not in use; correct one of "
+            "the two",
+        )
     return {"sliding_window": window, **_pattern(keys, slide)}
 
 
@@ -72,8 +78,8 @@ def _check_all_slide(keys: Fields) -> None:
     if keys.whole("max_window_layers", 0, at_least=0):
         raise keys.error(
             "max_window_layers",
-            "has a meaning in transformers 4, but transformers 5 lets all layers of a qwen3_moe "
-            "slide; set it to 0, or use_sliding_window to false",
+            "takes the sliding window from the first layers in transformers 4, but not in "
+            "transformers 5; set max_window_layers to 0, or use_sliding_window to false",
         )
 
 
@@ -82,7 +88,10 @@ def _window(keys: Fields, model_type: str) -> int:
     values = keys.values
     is_used = flag(keys, "use_sliding_window")
     if model_type in _PERIODS and values.get("sliding_window", WINDOW) is None:
-        raise keys.error("sliding_window", f"is null, but layers of a {model_type} slide")
+        raise keys.error(
+            "sliding_window",
+            f"must be a number of tokens, because a {model_type} has layers with a sliding window",
+        )
     if model_type == "mistral" or model_type in _PERIODS:
         value = values.get("sliding_window", WINDOW)
         return 0 if value is None else keys.whole("sliding_window", WINDOW)
@@ -90,11 +99,14 @@ def _window(keys: Fields, model_type: str) -> int:
         is_null = "sliding_window" in values and values["sliding_window"] is None
         return 0 if is_null else keys.whole("sliding_window", WINDOW)
     if is_used:
-        raise keys.error("use_sliding_window", f"is true, but a {model_type} has no windows")
+        raise keys.error(
+            "use_sliding_window", f"must be false, because a {model_type} has no sliding windows"
+        )
     if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
         raise keys.error(
             "sliding_window",
-            "has a value, but use_sliding_window does not say whether it is used; set it to null",
+            "has a value, but use_sliding_window does not say whether the window is used; if not, "
+            "set sliding_window to null",
         )
     return 0
 
@@ -135,8 +147,8 @@ def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
                 return {"full_every": every, "full_first": first}
     raise keys.error(
         "layer_types",
-        "is neither full attention in every n-th layer nor in the first layers, and wlb has no "
-        "other pattern",
+        "must have full attention either in every n-th layer or in the first layers, because wlb "
+        "supports no other pattern",
     )
 
 

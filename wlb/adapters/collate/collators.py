@@ -27,7 +27,7 @@ Feature = Mapping[str, Any]
 Tensors = Literal["pt", "np"]
 
 LENGTH_KEYS = ("seq_lengths", "lengths")
-"""Keys of an example under which a packed row may have its document lengths, one of the two."""
+"""Keys for the document lengths of an example that is a packed row; it may have one of the two."""
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 """Keys of loss masks, which other libraries' collators convert to labels.
 
