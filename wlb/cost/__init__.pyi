@@ -1,4 +1,4 @@
-"""Predicted costs: FLOPs, kernel profiles, the workload of Eq. 2."""
+"""Predicted costs: FLOPs, kernel profiles, and the work of documents (Eq. 2 of the paper)."""
 
 from wlb.cost.all_to_all import all_to_all_ns as all_to_all_ns
 from wlb.cost.all_to_all import link_bandwidths as link_bandwidths

@@ -1,4 +1,4 @@
-"""Memory of a rank: estimates, budgets of devices, and caps of packing that fit them."""
+"""Memory of a rank: estimates, budgets of devices, and the S_max and T that fit into a budget."""
 
 from wlb.memory.budget import Budget as Budget
 from wlb.memory.budget import cpu_budget as cpu_budget
