@@ -288,7 +288,7 @@ def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) ->
 def _chunk_pairs(d: FloatArray, chunk: int) -> FloatArray:
     """Count the query-key pairs of a document's first d tokens if queries only see their chunk."""
     whole = np.floor(d / chunk)
-    # The pairs of a chunk form a triangle, and so do those of the last, partial chunk.
+    # Causal pairs of a chunk form a triangle. The last chunk may have fewer tokens: `rest`.
     rest = d - whole * chunk
     return whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
 

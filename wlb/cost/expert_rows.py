@@ -155,7 +155,8 @@ def smaller_products_ns(
     if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
         return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size
-    # A wave is one tile on every SM. Its time is proportional to the inner size of the product.
+    # In a wave every SM computes one tile of the output. The time of a wave is proportional to the
+    # inner dimension of the matrix product.
     gate_and_up = 2 * width
     inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)
     wave_ns = [2 * _TILE * _TILE * n * _SMS / tflops * 1e-3 for n in inner]

@@ -68,12 +68,12 @@ class Provenance:
 
     kind: ProvenanceKind  # how the numbers were obtained
     source: str  # who measured or published the numbers
-    device: str = ""  # device on which they were measured
+    device: str = ""  # device on which the numbers were measured
     backend: str = ""  # attention kernel or communication library that was measured
     dtype: str = ""  # data type of the measurement
     date: str = ""  # day of the measurement
-    commit: str = ""  # commit of the program that measured
-    command: str = ""  # command that measured
+    commit: str = ""  # commit of the program that measured the numbers
+    command: str = ""  # command that measured the numbers
     # Relative errors of fitted numbers on data that the fit did not use: (name, fraction).
     residuals: tuple[tuple[str, float], ...] = ()
     # Versions, sizes and conditions of the measurement, as plain JSON values.

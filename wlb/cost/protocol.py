@@ -549,8 +549,8 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
         cp: Number of CP ranks.
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
-    # The launch depends on the segments of a call. Price a call with an equal share of the
-    # documents: every `cp`-th one, from the longest down.
+    # The price of a launch depends on the segments of the call. So price a call with an equal share
+    # of the documents: every `cp`-th document, from the longest to the shortest.
     mine = np.sort(np.asarray(lengths))[::-1][::cp]
     calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)

@@ -87,7 +87,7 @@ class ProfiledWorkload:
     """
 
     model: ModelSpec  # model whose layers are priced
-    parallel: ParallelSpec  # degrees of parallelism, which divide the layers
+    parallel: ParallelSpec  # degrees of parallelism, which divide the work of layers
     profile: KernelProfile  # measured prices
     # Name of the attention kernel. If the profile has not measured it, the profile's first kernel
     # prices attention.
@@ -441,7 +441,7 @@ class LinearCost:
     """
 
     model: ModelSpec  # model whose layers are priced
-    parallel: ParallelSpec  # degrees of parallelism, which divide the layers
+    parallel: ParallelSpec  # degrees of parallelism, which divide the work of layers
     profile: KernelProfile  # measured prices
     # Tokens of a typical micro-batch on a whole CP group; the throughput of matrix products is read
     # at this size.

@@ -68,8 +68,8 @@ class MemoryEstimate:
     # running layer, the prefetched layers, the embedding and the head.
     parameters_bytes: int
     optimizer_bytes: int  # sharded float32 master weights and two AdamW moments
-    # Unsharded float32 gradients and the shard to which they are reduced. A stage's first backward
-    # pass allocates them, so they count only for stages that have run one when memory peaks.
+    # Unsharded float32 gradients, and the shard to which they are reduced. A stage's first backward
+    # pass allocates them, so only stages that have run a backward pass when memory peaks count.
     gradients_bytes: int
     # Gradients of the running layer in compute dtype, before they are added to the float32 ones.
     fresh_gradients_bytes: int

@@ -144,8 +144,8 @@ def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
     # Kernels pad each segment by up to 128 rows.
     rows = call.num_heads * (call.num_queries + 128 * call.num_segments)
     head_size = _up(call.head_size, 32 if call.head_size <= 128 else 64)
-    # dK and dV are computed for every query head. Then they are added up over the query heads that
-    # share a KV head.
+    # The kernel computes dK and dV for every query head, before they are added up over the query
+    # heads that share a KV head.
     expanded = 0
     if call.num_heads != call.num_kv_heads:
         expanded = 2 * call.num_keys * call.num_heads * call.head_size * call.value_bytes

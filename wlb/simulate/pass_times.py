@@ -99,7 +99,7 @@ class StepPrices:
     attention_forward_ns: IntArray
     # Backward attention kernels of one layer on each CP rank, [steps, dp, n, cp].
     attention_backward_ns: IntArray
-    # Forward, one layer: time of the exchange of keys minus the time of an all-gather (mostly
+    # In forward of one layer: how much longer the exchange of keys takes than an all-gather (mostly
     # negative), plus the time of linear attention's summaries, [steps, dp, n].
     exchange_forward_ns: IntArray
     exchange_backward_ns: IntArray  # the same sum in backward, [steps, dp, n]
@@ -298,7 +298,7 @@ class StepPrices:
             attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
             both = zip(self.linear, layers, strict=True)
             of_all = sum(terms[kind].token_ns * count for terms, count in both)
-            # EP ranks share the experts' products, so these do not make one rank slower.
+            # EP ranks share the experts' products, so these make no rank slower than the others.
             of_all -= self.pooled.get(kind, 0.0) * sum(self.expert_layers)
             token_ns = of_all / sum(layers)
             dense = self.tokens * token_ns

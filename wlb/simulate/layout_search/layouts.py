@@ -62,7 +62,7 @@ class Candidate:
 
     spec: RunSpec  # the run with this layout
     need_bytes: int  # memory of the fullest rank if all micro-batches are one window long
-    # S_max and T that fit into memory; None if longer micro-batches than one window do not fit
+    # S_max and T that fit into memory; None if micro-batches longer than a window do not fit
     caps: TokenCaps | None
 
     @property

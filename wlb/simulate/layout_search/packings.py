@@ -35,7 +35,7 @@ class PackingChoices:
     # thresholds of Algorithm 1 to try besides the run's own, as fractions of the context window
     queues: tuple[tuple[float, ...], ...] = QUEUES
     strategies: tuple[Strategy, ...] = STRATEGIES  # sharding strategies
-    # numbers of micro-batches for each window, to try besides 1
+    # numbers of micro-batches of a step to try besides N, as multiples of N
     micro_batches: tuple[float, ...] = (1.25, 1.5)
     # delays of zero-bubble's weight-gradient passes to try besides the run's own
     weight_delays: tuple[int, ...] = (2, 4)

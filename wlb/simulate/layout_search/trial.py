@@ -90,9 +90,9 @@ class Trial:
     balanced_s: float  # seconds per global batch if micro-batches and CP ranks were equal
     terms: TermSeconds  # seconds per global batch, by kind of work
     tokens_per_s: float  # tokens per second, all ranks together
-    mfu: float  # model FLOPs of the documents over the devices' peak
+    mfu: float  # model FLOPs utilization, from the FLOPs of the documents
     bubble: float  # mean fraction of time that pipeline ranks spend outside passes
-    imbalance: float  # predicted work of the slowest micro-batches over the mean
+    imbalance: float  # predicted work of the slowest micro-batches over that of mean micro-batches
     mean_delay: float  # mean delay of a token in steps
     max_delay: int  # longest delay of a token in steps
     peak_memory_bytes: int  # peak memory of the fullest pipeline rank
