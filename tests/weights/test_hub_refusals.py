@@ -235,7 +235,7 @@ def test_folders_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     (hub / "config.json").write_text("{", "utf-8")
     _refused(hub, r"config.json is not JSON")
     (hub / "config.json").write_text("[]", "utf-8")
-    _refused(hub, r"config.json: must be a JSON object, but it is a list")
+    _refused(hub, r"config.json must contain a JSON object, but contains a list")
 
 
 def _sharded(tmp_path: Path) -> Path:
@@ -348,11 +348,11 @@ EXPORTS: dict[str, tuple[ModelSpec, str]] = {
     ),
     "a Gemma 3 with capped scores": (
         replace(GEMMA_PARTS, qk_norm=True, attention_softcap=50.0),
-        "model has model.attention_softcap, .* gemma3_text",
+        "it has model.attention_softcap, .* gemma3_text",
     ),
     "a Gemma 2 with two bases": (
         replace(GEMMA_PARTS, sliding_rope_theta=1e4),
-        "model has model.sliding_rope_theta, .* gemma2",
+        "it has model.sliding_rope_theta, .* gemma2",
     ),
     "a Gemma 3 that is scaled everywhere": (
         replace(GEMMA_PARTS, qk_norm=True, rope_scaling=RopeScaling(factor=2.0)),

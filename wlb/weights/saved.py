@@ -132,8 +132,8 @@ def save_tensors(
 def _single_process(failed: str) -> Generator[None]:
     """Within this context, silence DCP's warning about a single process, and catch DCP's errors.
 
-    A CheckpointException of DCP is raised as a UserError. Otherwise `except Exception` would not catch it,
-    because it derives from BaseException.
+    DCP raises CheckpointException, which derives from BaseException, so that `except Exception`
+    does not catch it. It is replaced by a UserError.
 
     Args:
         failed: Beginning of the error message.
