@@ -264,5 +264,5 @@ def test_a_numpy_scalar_is_a_ratio() -> None:
 def test_lengths_without_an_order_of_their_own_are_refused() -> None:
     with pytest.raises(UserError, match=r"lengths is a generator.*list\(lengths\)"):
         balance_step((n for n in (3, 4)), num_ranks=1, max_tokens=9)
-    with pytest.raises(UserError, match="lengths is a nested list with lists of unequal"):
+    with pytest.raises(UserError, match="lengths is a list of lists of unequal lengths"):
         balance_step([[3, 4], [5]], num_ranks=1, max_tokens=9)

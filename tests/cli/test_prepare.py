@@ -286,7 +286,7 @@ def test_a_binary_file_where_text_belongs_is_said(
     (tmp_path / "binary").write_bytes(b"\n\x0e\n\x05<unk>\xce\x00")
     assert run(corpus, "--out", tmp_path / "x", option, tmp_path / "binary") == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "binary is not text (byte 0xce at 9 is not UTF-8); give " in error
+    assert "binary is not UTF-8 text (it has the byte 0xce at position 9); give " in error
 
 
 def test_marks_of_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

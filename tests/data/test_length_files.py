@@ -219,7 +219,7 @@ def test_files_larger_than_are_read_are_refused(tmp_path, monkeypatch):
         ):
             lengths_of_file(source)
     np.savez_compressed(tmp_path / "a.npz", length=np.full(5000, 7, np.uint8))
-    with pytest.raises(UserError, match="has 5128 bytes but must have at most 1000"):
+    with pytest.raises(UserError, match="has 5128 bytes, but may have at most 1000"):
         lengths_of_file(tmp_path / "a.npz")
 
 

@@ -167,14 +167,14 @@ def test_an_exchange_says_how_keys_travel() -> None:
     """A document of 6 tokens over two ranks, the first rank's chunks at its ends."""
     made = per_sequence([6], cp=2)
     gather = str(exchange_of(made, local_tokens=3))
-    assert gather == "an all-gather of 3 rows from each rank in 1 stage"
+    assert gather == "an all-gather of 3 rows of each rank, in 1 stage"
     needed = replace(made, exchange=KeyExchange.NEEDED)
     assert str(exchange_of(needed, local_tokens=3)) == (
-        "an exchange of needed rows in 1 stage: a rank receives at most 3 rows from others, with "
-        "an all-gather it would receive 3"
+        "an exchange of needed rows, in 1 stage: a rank receives at most 3 rows from other ranks, "
+        "and would receive 3 rows in an all-gather"
     )
     own = str(exchange_of(needed, local_tokens=3, own_first=True, stages=2))
-    assert own.startswith("an exchange of needed rows in 2 stages")
-    assert own.endswith("; attention over local keys runs meanwhile")
+    assert own.startswith("an exchange of needed rows, in 2 stages")
+    assert own.endswith("; attention over local keys runs during the first stage")
     one = per_sequence([6], cp=1)
     assert str(exchange_of(one, local_tokens=6)) == "no keys travel: one rank has all"

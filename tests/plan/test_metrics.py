@@ -75,11 +75,11 @@ def test_a_measured_step_has_the_counts_of_its_plan() -> None:
 
 def test_the_other_record_and_unknown_keys_are_refused() -> None:
     line = old_lines()[0]
-    with pytest.raises(UserError, match=r"step 0 are measured.* with MeasuredStep"):
+    with pytest.raises(UserError, match=r"step 0 have origin = measured.* with MeasuredStep"):
         StepMetrics.from_json(line["measured"])
-    with pytest.raises(UserError, match="of step 0 are predicted"):
+    with pytest.raises(UserError, match="of step 0 have origin = predicted"):
         MeasuredStep.from_json(line["predicted"])
-    with pytest.raises(UserError, match="key 'speed', which wlb does not write"):
+    with pytest.raises(UserError, match="unknown key 'speed'"):
         StepMetrics.from_json({**line["predicted"], "speed": 1})
 
 

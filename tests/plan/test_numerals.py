@@ -35,8 +35,8 @@ def test_sizes() -> None:
     assert size_of("100") == size_of("100b") == 100
     assert size_of("9007199254740993") == 2**53 + 1
     for text in (*NO_NUMBERS, "GB", "5XB", "-1GB", "five"):
-        with pytest.raises(ValueError, match="write it as 5GB, 500MB, 2GiB or a number of bytes"):
+        with pytest.raises(ValueError, match="write a size such as 5GB, 500MB or 2GiB, or a"):
             size_of(text)
     for text in ("0", "0.1B", "99999999999999999999", "9999999999TB"):
-        with pytest.raises(ValueError, match=r"must be in \[1 byte, "):
+        with pytest.raises(ValueError, match="must be at least 1 byte and at most"):
             size_of(text)

@@ -21,7 +21,7 @@ def test_micro_batches_are_views() -> None:
 
 
 def test_plan_offsets_must_divide_the_pieces() -> None:
-    with pytest.raises(ValueError, match="do not divide 3 pieces"):
+    with pytest.raises(ValueError, match="must increase from 0 to 3, the number of pieces"):
         PackingPlan(step=0, policy="x", pieces=plan().pieces, offsets=[0, 2], workload_ns=[1])
 
 

@@ -26,7 +26,7 @@ def test_a_record_that_lacks_a_value_is_refused_with_its_name() -> None:
         ValueError, match=r"not a carry as `to_json` returns it \('pieces' is missing\)"
     ):
         Carry.from_json({"policy": "p", "slot": [], "next_step": 0})
-    with pytest.raises(ValueError, match="do not divide 3 pieces"):  # the record's own words
+    with pytest.raises(ValueError, match="must increase from 0 to 3"):  # the record's own words
         PackingPlan.from_json({**plan().to_json(), "offsets": [0, 2]})
     with pytest.raises(ValueError, match="not a packing plan"):
         PackingPlan.from_json({**plan().to_json(), "offsets": []})

@@ -42,9 +42,9 @@ def test_a_state_with_learned_prices_is_refused_by_the_step_and_with_what_works(
     data = written(next(made.steps()).state)
     data["prices"] = {"base": "cpu sdpa", "changes": [{"step": 9, "prices": FACTORS}]}
     problem = (
-        r"cost\.online, which adjusted the prices of 'cpu sdpa' to measured times from step 10 on; "
-        r".* Resume from a checkpoint of an earlier step, use the version .*, or start a new run "
-        r"from its weights \(checkpoint\.init_from\)"
+        r"cost\.online, which adjusted the predicted times of profile 'cpu sdpa' to measured times "
+        r"from step 10 on; .* Resume from a checkpoint of an earlier step, use the version .*, or "
+        r"start a new run from its weights \(checkpoint\.init_from\)"
     )
     with pytest.raises(UserError, match=problem):
         PlannerState.from_json(data)

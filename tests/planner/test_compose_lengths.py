@@ -105,7 +105,7 @@ def test_lengths_without_an_order_of_their_own_are_refused() -> None:
     for bad, said in (
         ((n for n in LENGTHS), r"lengths is a generator.*list\(lengths\)"),
         ({3: 4}.values(), "lengths is a dict_values"),
-        ([[3, 4], [5]], "lengths is a nested list with lists of unequal"),
+        ([[3, 4], [5]], "lengths is a list of lists of unequal lengths"),
     ):
         with pytest.raises(UserError, match=said):
             digests(bad)

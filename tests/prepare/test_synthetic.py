@@ -91,8 +91,8 @@ def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
         ("--synthetic wlb_paper --tokens 9 --out OUT --processes 2", "--processes 2 has no effect"),
         ("--synthetic wlb_paper --tokens 9 --out OUT --limit 2", "--limit 2 has no effect"),
         ("--synthetic wlb_paper --tokens 9 --out OUT --bos x", "--bos x has no effect"),
-        ("x.txt --window 9 --out OUT", "--window applies only with --synthetic FAMILY"),
-        ("x.txt --tokens 9 --out OUT", "--tokens applies only with --synthetic FAMILY"),
+        ("x.txt --window 9 --out OUT", "--window has an effect only with --synthetic"),
+        ("x.txt --tokens 9 --out OUT", "--tokens has an effect only with --synthetic"),
         ("--out OUT", "no INPUT is given"),
     ],
 )

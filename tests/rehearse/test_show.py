@@ -38,7 +38,7 @@ def step() -> StepResult:
         time_ns=1e9,
         host_waits=(),
         graphs=0,
-        exchange="an all-gather of 8,192 rows from each rank in 1 stage",
+        exchange="an all-gather of 8,192 rows of each rank, in 1 stage",
     )
 
 
@@ -80,7 +80,7 @@ def test_tables_fit_a_terminal_of_80_columns() -> None:
             assert number in row
     (memory,) = [line for line in text.splitlines() if "8191" in line and "72.00" in line]
     assert memory.count("71.00") == 2
-    said = "longest micro-batch of the last step: an all-gather of 8,192 rows from each rank"
+    said = "longest micro-batch of the last step: an all-gather of 8,192 rows of each rank"
     assert said in " ".join(text.split())
 
 

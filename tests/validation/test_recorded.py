@@ -85,7 +85,7 @@ def test_plans_that_are_not_those_that_were_trained_are_refused(run: Run, tmp_pa
     lines[3]["measured"]["num_tokens"] = was - 1
     folder = copied(run, tmp_path)
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    problem = rf"step 2 is planned with num_tokens = {was}, but .*metrics\.jsonl has {was - 1}"
+    problem = rf"step 2 again gives num_tokens = {was}, but .*metrics\.jsonl has {was - 1}"
     with pytest.raises(ValueError, match=problem):
         simulate_recorded(folder, skip=0)
 
@@ -126,13 +126,13 @@ def test_a_run_without_a_checkpoint_has_its_configuration_in_its_lines(
 def test_the_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--run", str(run.folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "(3 steps of warm-up left out)" in shown
+    assert "(without 3 steps of warm-up)" in shown
     words = ["simulate", "--run", str(run.folder), "--set", "cost.profile=h100", "--json"]
     assert main(words) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["profile"], data["steps"]) == ("h100", [3, 4, 5])
     assert main(["simulate", "--run", str(run.folder), "--set", "run.seed=1"]) == 2
-    assert "--set may change only cost.profile=...; remove run.seed=1" in capsys.readouterr().err
+    assert "--set may change only cost.profile; remove run.seed=1" in capsys.readouterr().err
 
 
 def test_a_step_of_a_run_is_simulated_for_its_page_from_its_lines_alone(run: Run) -> None:
@@ -143,7 +143,7 @@ def test_a_step_of_a_run_is_simulated_for_its_page_from_its_lines_alone(run: Run
     assert "Simulated, not measured" in run_page(records, step=3)
     assert "Measured</strong>: step 6" in run_page(records)
     changed = records.at(3)._replace(measured=replace(records.at(3).measured, num_tokens=1))
-    with pytest.raises(ValueError, match=r"step 2 is planned with num_tokens = \d+, but .* has 1"):
+    with pytest.raises(ValueError, match=r"step 2 again gives num_tokens = \d+, but .* has 1"):
         simulate_step(records, changed)
 
 
@@ -160,7 +160,7 @@ def test_steps_that_were_planned_with_learned_prices_are_left_out_and_said(
     made, whole = (simulate_recorded(at, skip=2) for at in (folder, run.folder))
     assert [m.step for m in made.measured] == [2, 3, 4]
     assert made.simulated_s.tolist() == whole.simulated_s[:3].tolist()
-    said = "steps from 6 on were planned with cost.online"
+    said = "step 6 and later steps cannot be simulated: they were planned with cost.online"
     assert main(["simulate", "--run", str(folder)]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["simulate", "--run", str(folder), "--json"]) == 0

@@ -146,7 +146,7 @@ def test_the_text_model_of_a_model_with_images(
     with_images(tmp_path / "text", tmp_path / "hub", family=family, stacked=case == "mixture")
     assert main(["import", str(tmp_path / "hub"), "--out", str(tmp_path / "imported")]) == 0
     said = capsys.readouterr().out
-    assert "left out, as no part of the text model: 1 tensor of the vision encoder" in said
+    assert "left out, because not part of the text model: 1 tensor of the vision encoder" in said
     tokens = some_tokens(100, 301)
     want = their_logits(theirs, tokens)
     found = logits(model_of(tmp_path / "imported"), tokens)

@@ -1,7 +1,7 @@
-"""Integer arrays as all records of `wlb.plan` use them: int64, one-dimensional, read-only.
+"""The integer arrays of all records in `wlb.plan`: int64, one-dimensional and read-only.
 
-Plans contain only integers. Hosts that make the same plan therefore have the same bytes and the
-same `digest`, without rounding differences.
+Plans contain only integers, which have no rounding differences. Hosts that make the same plan
+therefore have arrays with the same bytes and the same `digest`.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ MOST_INT32 = 2**31 - 1
 """Largest int32. Attention kernels take cu_seqlens as int32, so no tensor may have more rows."""
 
 DIGEST_BITS = 60
-"""Bits of a digest. Ranks compare digests in an all-reduce of float64 values, each of which carries
-15 bits exactly even when summed over all ranks; four of them carry a digest."""
+"""Number of bits of a digest. Ranks compare digests in an all-reduce of float64 values. A float64
+value holds a part of 15 bits exactly, even when it is summed over all ranks, so a digest is sent as
+four values."""
 
 
 def int_array(name: str, values: IntLike) -> IntArray:
@@ -43,22 +44,20 @@ def int_array(name: str, values: IntLike) -> IntArray:
         array = np.asarray(values)
     except ValueError as error:
         raise UserError(
-            f"{name} is a nested list with lists of unequal lengths; give a flat list of whole "
-            f"numbers"
+            f"{name} is a list of lists of unequal lengths; give a list of whole numbers"
         ) from error
-    # NumPy turns a set or a generator into an array of one object, with shape ().
+    # Refuse sets and generators, which NumPy turns into an array of shape () with one object.
     if array.ndim == 0 and hasattr(values, "__iter__") and not isinstance(values, np.ndarray):
         raise UserError(
-            f"{name} is a {type(values).__name__}, whose values have no fixed order or number; "
-            f"give a list, such as list({name})"
+            f"{name} is a {type(values).__name__}, but must be a list or an array; give a list, "
+            f"such as list({name})"
         )
     # Check for bool here: in a list that also has integers, NumPy would convert True to 1.
     if isinstance(values, list | tuple) and bool in set(map(type, cast("list[Any]", values))):
         raise UserError(f"{name} contains True or False; give whole numbers")
     if array.ndim != 1:
         raise UserError(
-            f"{name} has shape {array.shape} but must have one axis; give a flat list of whole "
-            f"numbers"
+            f"{name} has shape {array.shape} but must have one axis; give a list of whole numbers"
         )
     if array.size == 0:
         array = np.zeros(0, np.int64)
@@ -71,7 +70,7 @@ def int_array(name: str, values: IntLike) -> IntArray:
     may_overflow = array.dtype != np.int64 and array.size > 0
     if may_overflow and not -(2.0**63) <= float(array.min()) <= float(array.max()) < 2.0**63:
         raise UserError(
-            f"{name} has values from {array.min()} to {array.max()}; each value must fit in a "
+            f"{name} has values from {array.min()} to {array.max()}, but each value must fit in a "
             f"signed 64-bit integer"
         )
     out = array.astype(np.int64)
@@ -144,7 +143,7 @@ def check_between(
 
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:
-    """Raise a UserError if an entry of `array` is below `minimum`; the message names the first.
+    """Raise a UserError that names the first entry of `array` below `minimum`, if there is one.
 
     Args:
         name: Name of the array in the message.
@@ -171,8 +170,8 @@ def offsets_of(counts: IntLike) -> IntArray:
 def distinct(values: IntArray) -> IntArray:
     """Return the distinct values of an array (shape [n]) in ascending order.
 
-    The result is the same as of `np.unique`. If the array is nearly sorted, this function is
-    hundreds of times faster, because it sorts where `np.unique` hashes.
+    The result equals that of `np.unique`. If the array is nearly sorted, this function is hundreds
+    of times faster than `np.unique`, because it sorts the array instead of hashing the values.
     """
     ordered = np.sort(values, kind="stable")
     return ordered[np.append(np.ones(min(1, ordered.size), bool), ordered[1:] != ordered[:-1])]

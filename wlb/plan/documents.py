@@ -21,8 +21,8 @@ UNCOUNTED = -1
 """Value of `num_targets` while the number of labels is unknown, as in fine-tuning, where only some
 tokens are trained. `wlb.planner` counts the labels in the token store when it plans the step."""
 _NAMES_IN_FILES = {"arrival_step": "arrival"}
-"""For each field whose column has another name in files: that name. The fields were renamed after
-the first files had been written."""
+"""Name in files of each field that has another name there. The fields were renamed after the first
+files had been written."""
 _Ids = TypeVar("_Ids", int, IntArray)
 
 
@@ -30,8 +30,8 @@ _Ids = TypeVar("_Ids", int, IntArray)
 class DocumentIds:
     """Conversion between document ids and places in a data source.
 
-    A document has another id in every epoch: id = epoch * num_documents + row, where row is its
-    place in the source.
+    The same document has a different id in every epoch: id = epoch * num_documents + row, where row
+    is the document's place in the source.
     """
 
     num_documents: int  # number of documents in the source, or in all sources of a blend together
@@ -228,8 +228,8 @@ class Pieces(_Columns):
         if uncounted.size:
             raise UserError(
                 f"the number of labels of document {self.document[uncounted[0]]} is unknown, "
-                f"because its token store trains only some tokens; plan with wlb.planner.Planner, "
-                f"which reads the labels"
+                f"because its token store has labels for only some tokens; make the plan with "
+                f"wlb.planner.Planner, which reads the labels from the store"
             )
         return int(self.num_targets.sum())
 
@@ -276,8 +276,8 @@ PIECES = {_NAMES_IN_FILES.get(f.name, f.name): [int] for f in fields(Pieces)}
 def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     """Cut pieces at token offsets, and return the resulting pieces in order.
 
-    No label is lost: the label of a part's last token is the first token of the next part. If
-    `num_targets` of a piece is UNCOUNTED, that of its parts is too.
+    No label is lost, because the label of a part's last token is the first token of the next part.
+    If `num_targets` of a piece is UNCOUNTED, `num_targets` of its parts is UNCOUNTED too.
 
     Args:
         pieces: Pieces in order, taken as one long sequence of tokens.
@@ -298,7 +298,8 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     is_last = edges[1:] == ends[row]
     unlabelled = (pieces.length - pieces.num_targets)[row]
     is_counted = pieces.num_targets[row] != UNCOUNTED
-    # A piece with at most one unlabelled token is from pre-training, and that token is its last.
+    # Only pieces of fine-tuning have two or more unlabelled tokens. In pre-training only a
+    # document's last token has no label, so the labels of each part are known.
     partial = np.flatnonzero((unlabelled > 1) & ~is_last & is_counted)
     if partial.size:
         piece = pieces[int(row[partial[0]])]
@@ -351,10 +352,11 @@ def split_long(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """The documents of one global batch, N x C tokens: N micro-batches, context window C."""
+    """The documents of one global batch. It has N x C tokens (C is the context window)."""
 
     index: int  # number of the global batch, counted from 0 at the start of the run
-    # in the shuffled order of the data source. Empty if the last document of an earlier batch is so
-    # long that it filled this batch too.
+    # the documents, in the shuffled order of the data source. There are none if the last document
+    # of an earlier global batch was so long that its tokens count for this global batch too.
     documents: Documents
-    is_last: bool = False  # whether the data ends here, so that documents need not wait any longer
+    # whether the data ends with this global batch, so that no document may wait any longer
+    is_last: bool = False

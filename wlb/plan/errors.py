@@ -1,8 +1,8 @@
 """The two errors that commands print as one line instead of a traceback: UserError and RunError."""
 
 MOST_CHARACTERS = 1000
-"""Most characters of an error message. A longer one is shortened in the middle, because a quoted
-value of megabytes would push the remedy at the message's end out of sight."""
+"""Most characters of an error message. A longer message loses its middle, because a quoted value of
+megabytes would otherwise push the remedy at the end of the message out of sight."""
 _END = 300  # characters at the end of a message that `shortened` leaves in place
 
 
@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return `text`, without its middle if it has more than `most` characters."""
+    """Return `text`; if it has more than `most` characters, leave out its middle."""
     if len(text) <= most:
         return text
     gap = " [...] "

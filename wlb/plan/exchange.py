@@ -1,14 +1,14 @@
 """ContextExchange: which rows of keys and values CP ranks send each other before attention.
 
 The queries of a span [start, stop) attend to the keys [0, stop) of their document or, with a
-sliding window of W keys, to [start - W + 1, stop). The rows that a rank reads from other ranks
-therefore follow from the sharding plan, and ranks need not send each other sizes.
+sliding window of W keys, to the keys [start - W + 1, stop). So the sharding plan determines which
+rows a rank reads from other ranks, and ranks need not send each other sizes.
 
 The rows are sent in one or more stages, so that attention over the rows of one stage can run while
 the next stage is in transit. A stage is either an all-to-all, in which each rank sends ranges of
 its rows to the ranks that read them, or an all-gather, in which every rank sends rows to all ranks.
-The planner makes this record, the cost model counts its rows, and `wlb.parallel.context` executes
-it.
+The planner makes a `ContextExchange`, the cost model counts its rows, and `wlb.parallel.context`
+executes the exchange.
 
 The functions use arrays with one entry for each pair of a span and a rank that reads it. They never
 loop over tokens.
@@ -24,8 +24,8 @@ from wlb.plan.arrays import BoolArray, IntArray, offsets_of
 from wlb.plan.sharding import KeyExchange, ShardingPlan, ranges
 
 STAGE_ROWS = 128
-"""Number of keys in one tile of an attention kernel. Stages begin at multiples of this number, so
-that kernels do not compute partly filled tiles."""
+"""Number of keys in one tile of an attention kernel. Stages of an exchange begin at multiples of
+this number, so that attention kernels do not compute partly filled tiles."""
 
 
 class RowRanges(NamedTuple):
@@ -69,15 +69,16 @@ class ContextExchange:
     sharding: ShardingPlan  # how the micro-batch is divided over CP ranks
     local_tokens: int  # rows of each rank, padding included
     num_stages: int  # number of all-to-alls or all-gathers; 0 with one rank
-    # whether attention over the rank's local keys runs while the first stage is in transit. A
-    # `needed` exchange then does not send a rank its local rows.
+    # whether attention over a rank's local keys runs while the first stage is in transit. If so, a
+    # rank does not send its local rows to itself in a `needed` exchange.
     own_first: bool
     sliding: int  # length of the sliding attention window in keys; 0 means no window
     # the rows of other ranks that each rank's queries attend to, with the stage in which they
     # arrive
     reads: RowRanges
-    # the rows that are sent. In an all-gather these are all rows. In a `needed` exchange they are
-    # `reads` and, without `own_first`, also each rank's rows to itself.
+    # the rows that are sent. In an all-gather these are all rows. In a `needed` exchange these are
+    # the rows of `reads` and, without `own_first`, also each rank's local rows, which the rank
+    # sends to itself.
     travels: RowRanges
 
     @property
@@ -92,15 +93,15 @@ class ContextExchange:
         if not self.num_stages:
             return "no keys travel: one rank has all"
         cp, stages = self.sharding.cp, f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
-        own = "; attention over local keys runs meanwhile" if self.own_first else ""
+        own = "; attention over local keys runs during the first stage" if self.own_first else ""
         if self.sharding.exchange == KeyExchange.GATHER:
-            return f"an all-gather of {self.local_tokens:,} rows from each rank in {stages}{own}"
+            return f"an all-gather of {self.local_tokens:,} rows of each rank, in {stages}{own}"
         rows = self.rows.sum(axis=0)
         most = int((rows.sum(axis=1) - rows.diagonal()).max())
         whole = (cp - 1) * self.local_tokens
         return (
-            f"an exchange of needed rows in {stages}: a rank receives at most {most:,} rows from "
-            f"others, with an all-gather it would receive {whole:,}{own}"
+            f"an exchange of needed rows, in {stages}: a rank receives at most {most:,} rows from "
+            f"other ranks, and would receive {whole:,} rows in an all-gather{own}"
         )
 
     @property
@@ -166,17 +167,17 @@ def exchange_of(
 
 
 def _gather_bounds(local_tokens: int, stages: int) -> IntArray:
-    """Return the first row of each stage of an all-gather, then the number of all rows.
+    """Return the first local row of each stage of an all-gather, then `local_tokens`.
 
-    Every stage gathers the same range of rows from every rank. The ranges begin at multiples of
-    `STAGE_ROWS`.
+    Within a stage, the same range of local rows is gathered from every rank. Each range begins at a
+    multiple of `STAGE_ROWS`.
 
     Args:
         local_tokens: Rows of each rank, padding included.
         stages: Number of stages.
 
     Returns:
-        Rows, shape [stages + 1].
+        Numbers of local rows, shape [stages + 1].
     """
     bounds = np.arange(stages + 1) * local_tokens // max(1, stages) // STAGE_ROWS * STAGE_ROWS
     bounds[stages] = local_tokens
@@ -186,7 +187,7 @@ def _gather_bounds(local_tokens: int, stages: int) -> IntArray:
 def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
     """Return the rows of other ranks that each rank's queries attend to.
 
-    `stage` is 0 for all rows, because rows are assigned to stages only later (`_in_stages`).
+    The column `stage` of the result is 0 for all rows; `_in_stages` assigns rows to stages later.
 
     Args:
         sharding: How the micro-batch is divided over CP ranks.
@@ -195,15 +196,15 @@ def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
     rank, piece = rank_of_span(sharding), sharding.piece
     start, stop = sharding.start, sharding.stop
     longest = int(sharding.lengths.max(initial=0))
-    # 1. Find the range of keys [begin, end) that each span reads, in positions of its piece. If an
-    # earlier span of the same rank and piece reads the first of these keys, leave them out.
+    # 1. Find the range of keys [begin, end) that each span reads, as positions in its piece. Leave
+    # out keys that an earlier span of the same rank and piece reads, so that they are sent once.
     order = np.lexsort((start, piece, rank))
     reader, of_piece, end = rank[order], piece[order], stop[order]
     begin = np.maximum(0, start[order] - (sliding or longest + 1) + 1)
     joins = (reader[1:] == reader[:-1]) & (of_piece[1:] == of_piece[:-1])
     begin[1:] = np.where(joins, np.maximum(begin[1:], end[:-1]), begin[1:])
-    # 2. Find the spans that contain these keys. All spans of a piece together cover it without
-    # gaps, so sorted by `start` the wanted spans are consecutive.
+    # 2. Find the spans that contain these keys. The spans of a piece cover it without gaps, so in
+    # the order of `start` the spans that contain a range of keys are consecutive.
     held = np.lexsort((start, piece))
     at = piece[held] * (longest + 1)
     low = np.searchsorted(at + stop[held], of_piece * (longest + 1) + begin, side="right")
@@ -229,10 +230,10 @@ def _in_stages(
 ) -> RowRanges:
     """Assign the rows that ranks read to stages, and return the ranges of all stages.
 
-    In a `needed` exchange, a range of at least `STAGE_ROWS` rows for each stage is divided evenly
-    among the stages, so that ranks send and receive equally much in each. A shorter range is sent
-    in one stage, together with other ranges of its document, because attention kernels work in
-    tiles.
+    In a `needed` exchange, a range of at least `stages * STAGE_ROWS` rows is divided evenly among
+    the stages, so that a rank sends and receives equally many rows in each stage. A shorter range
+    is sent whole in one stage, if possible together with other ranges of its document, because
+    attention kernels work in tiles and would compute many partly filled tiles.
 
     Args:
         sharding: How the micro-batch is divided over CP ranks.
@@ -251,8 +252,8 @@ def _in_stages(
         cuts[1:stages] = np.clip(bounds[1:stages, None], first, last)
     else:
         is_cut = size >= stages * STAGE_ROWS
-        # Sort the short ranges of each reader by document and number their rows from 0. The number
-        # of the row in the middle of a range decides in which stage the range is sent.
+        # Sort the short ranges of each receiving rank by document, and number their rows from 0.
+        # The number of a range's middle row decides in which stage the range is sent.
         span_row = offsets_of(sharding.stop - sharding.start)[:-1]
         rank_row = offsets_of(sharding.tokens)
         span = np.searchsorted(span_row, rank_row[reads.holder] + first, side="right") - 1
@@ -300,10 +301,11 @@ def rank_of_span(sharding: ShardingPlan) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
-    """Rows of keys that CP ranks receive in one attention layer, summed over micro-batches."""
+    """Rows of keys that a CP rank receives per attention layer, summed over micro-batches."""
 
     num_by_need: int = 0  # number of micro-batches with a `needed` exchange
-    # rows that a rank receives from other ranks: the maximum over ranks in each micro-batch
+    # rows that a rank receives from other ranks. In each micro-batch this is the number of rows of
+    # the rank that receives the most.
     received: int = 0
     gathered: int = 0  # rows that a rank would receive if all micro-batches used an all-gather
 
@@ -327,7 +329,7 @@ def key_rows(
     sliding: int = 0,
     sliding_share: float = 0.0,
 ) -> KeyRows:
-    """Count the rows of keys that CP ranks receive, averaged over attention layers.
+    """Count the rows of keys that a CP rank receives, averaged over attention layers.
 
     Args:
         shardings: For each micro-batch, how it is divided over CP ranks.

@@ -12,17 +12,20 @@ _DIGITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Loads of one step as ratios to the mean load. 1 means an even distribution."""
+    """Loads of experts and EP ranks in one step, divided by the mean load. 1 is a perfect balance.
+
+    The load of an expert or EP rank is the number of rows that it computes.
+    """
 
     layers: tuple[int, ...]  # numbers of the layers with experts
     # for each of `layers`: rows of the most loaded expert in the step, divided by the mean over
     # experts
     expert: tuple[float, ...]
-    # for each of `layers`: rows of the most loaded EP rank, divided by the mean over EP ranks. The
-    # most loaded rank is determined for each micro-batch and EP group, because the ranks of a group
-    # wait for it in every layer.
+    # for each of `layers`: rows of the most loaded EP rank, divided by the mean over EP ranks. Each
+    # micro-batch and EP group may have another most loaded rank, for which the ranks of the group
+    # wait; the rows of these ranks are summed.
     rank: tuple[float, ...]
-    # for each EP rank: its rows in all layers, divided by the mean over EP ranks
+    # for each EP rank: its rows, summed over all layers, divided by the mean over EP ranks
     ranks: tuple[float, ...]
 
     @property
@@ -34,7 +37,7 @@ class ExpertLoad:
     def mean_rank(self) -> float:
         """Mean over layers of the load of the most loaded EP rank (`rank`).
 
-        Every layer counts equally, because all layers have equally many rows.
+        Every layer has the same weight, because all layers have equally many rows.
         """
         return sum(self.rank) / len(self.rank)
 
@@ -51,9 +54,10 @@ class ExpertLoad:
         of_layers = {len(of[name]) for name in ("layers", "expert", "rank")}
         if len(of_layers) > 1 or 0 in of_layers or not of["ranks"]:
             raise UserError(
-                f"a record of the load of experts has {len(of['layers'])} layers, "
-                f"{len(of['expert'])} values of `expert`, {len(of['rank'])} of `rank` and "
-                f"{len(of['ranks'])} of `ranks`; the first three must be equal and none may be 0"
+                f"a record of the load of experts has {len(of['layers'])} entries in `layers`, "
+                f"{len(of['expert'])} in `expert`, {len(of['rank'])} in `rank` and "
+                f"{len(of['ranks'])} in `ranks`; the first three numbers must be equal, and none "
+                f"may be 0; restore the record as wlb wrote it"
             )
         layers = tuple(round(layer) for layer in data["layers"])
         return cls(layers=layers, expert=of["expert"], rank=of["rank"], ranks=of["ranks"])
@@ -64,13 +68,13 @@ LOAD: Schema = schema_of(ExpertLoad)
 
 @dataclass(slots=True)
 class ExpertLoads:
-    """`ExpertLoad` summed over steps.
+    """The values of `ExpertLoad` summed over steps.
 
-    The sums for EP ranks restart when the EP size changes, because ranks then have other experts.
+    The sums in `ranks` restart when the EP size changes, because EP ranks then have other experts.
     """
 
     steps: int = 0  # number of steps that were added
-    rank_steps: int = 0  # number of steps summed in `ranks`: those since the EP size last changed
+    rank_steps: int = 0  # number of steps that `ranks` sums, counted since the last change of EP
     # predicted attention time of the slowest CP rank divided by the mean over CP ranks, summed over
     # steps
     attention: float = 0.0

@@ -1,7 +1,7 @@
-"""Metrics of a step: `StepMetrics` is predicted by the planner, `MeasuredStep` measured by ranks.
+"""Metrics of a step: the planner predicts `StepMetrics`, and ranks measure `MeasuredStep`.
 
-Both are written to metrics.jsonl with the same keys. If a record has no value for a key, the file
-has null, or 0 if the key is a workload.
+metrics.jsonl has both records, with the same keys. If a record has no value for a key, the file has
+null for this key, or 0 if the key is a workload.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ _PADDING_IN_FILES = "num_filler_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Counts that follow from the plan of a step, whether or not the step is executed.
+    """Counts that the plan of a step determines, whether or not the step is executed.
 
-    `cp_imbalance`, `sharding_counts` and `key_rows` are known only once the micro-batches are
-    sharded. Until then they have their defaults.
+    `cp_imbalance`, `sharding_counts` and `key_rows` have their defaults until the micro-batches are
+    sharded, because only then are they known.
     """
 
     origin: ClassVar[str]  # "predicted" or "measured", as in metrics.jsonl
@@ -64,7 +64,7 @@ class StepCounts:
     @classmethod
     @cache
     def schema(cls) -> Schema:
-        """Return the schema (`wlb.plan.schema`) of what `to_json` of all versions returned."""
+        """Return a schema (`wlb.plan.schema`) of the JSON that any version's `to_json` wrote."""
         nested = {
             "key_rows": (schema_of(KeyRows), None),
             "sharding_counts": {OTHERS: int},
@@ -83,13 +83,14 @@ class StepCounts:
         """Make the record from what `to_json` of any version returned.
 
         Raises:
-            UserError: The data is a measured record and this class a predicted one, or the reverse;
-                or the data has unknown keys.
+            UserError: The data has unknown keys, or its "origin" (measured or predicted) is not
+                the origin of this class.
         """
         if data["origin"] != cls.origin:
             raise UserError(
-                f"these metrics of step {data['step']} are {data['origin']}, not {cls.origin}; "
-                f"read predicted metrics with StepMetrics and measured metrics with MeasuredStep"
+                f"the metrics of step {data['step']} have origin = {data['origin']}, but "
+                f"{cls.__name__} reads only {cls.origin} metrics; read predicted metrics with "
+                f"StepMetrics, and measured metrics with MeasuredStep"
             )
         what = f"{cls.origin} metrics of a step"
         check_schema(data, cls.schema(), what, remedy="correct or remove the record")
@@ -119,7 +120,8 @@ class StepMetrics(StepCounts):
     # imbalance of each step, if this record is the sum of several steps (`merge`)
     degrees: tuple[float, ...] = ()
     max_workload_ns: int = 0  # predicted forward plus backward time of the slowest micro-batch
-    mean_workload_ns: float = 0.0  # the same time, mean over micro-batches
+    # predicted forward plus backward time of a micro-batch, mean over micro-batches
+    mean_workload_ns: float = 0.0
     step_time_s: float | None = None  # simulated time of the step; None without a simulation
 
 
@@ -203,7 +205,8 @@ _EMPTY: dict[str, Any] = {
     "max_workload_ns": 0,
     "mean_workload_ns": 0.0,
 }
-"""Values that metrics.jsonl has for keys of `StepMetrics` in a `MeasuredStep`, and vice versa."""
+"""Values that metrics.jsonl has in a measured record for keys that only `StepMetrics` has, and in a
+predicted record for keys that only `MeasuredStep` has."""
 
 
 def imbalance(workload_ns: IntArray) -> float:
@@ -260,13 +263,13 @@ def late_remark(num_overdue: int, max_delay: int) -> str:
     return (
         f"{num_overdue} pieces of documents were trained later than packing.max_delay, up to "
         f"{max_delay} steps after they were read, because steps were full; raise "
-        f"packing.step_tokens or packing.s_max so that a step can train more of them, or "
-        f"packing.max_delay if such a delay is acceptable"
+        f"packing.step_tokens or packing.s_max so that a step can train more pieces, or raise "
+        f"packing.max_delay if this delay is acceptable"
     )
 
 
 STARVED = 0.25
-"""A step is starved if its tokens are less than this fraction of the median over all steps."""
+"""A step is starved if it has fewer tokens than this fraction of the median over all steps."""
 
 
 def starved_remark(step_tokens: Sequence[int] | IntArray) -> str:
@@ -286,11 +289,12 @@ def starved_remark(step_tokens: Sequence[int] | IntArray) -> str:
         return ""
     return (
         f"{starved.size} of {tokens.size} steps are starved: they have less than a quarter of the "
-        f"usual step's {usual:,.0f} tokens, {starved.min():,} at least; each updates the weights "
-        f"like a full step, with a noisier and larger gradient. packing.policy = bounded makes a "
-        f"step only where there is enough for one; with var_len, empty packing.queue_thresholds "
-        f"hold nothing back; training.loss_normalizer = constant makes such a step's gradient as "
-        f"small as its tokens are few"
+        f"median of {usual:,.0f} tokens; the smallest has {starved.min():,} tokens. Each of them "
+        f"updates the weights like a full step, but with a noisier and larger gradient. To avoid "
+        f"starved steps, set packing.policy = bounded, which makes a step only if there are enough "
+        f"tokens for it, or keep var_len and set packing.queue_thresholds = [], so that no "
+        f"document waits. Or set training.loss_normalizer = constant, which makes the gradient of "
+        f"a step proportional to its number of tokens"
     )
 
 
@@ -301,8 +305,8 @@ _SUMMED = (*_COUNTS, "max_workload_ns", "mean_workload_ns")
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
     """Merge the metrics of two consecutive steps into one record.
 
-    Counts are added. Also added are the times of the slowest micro-batches, and the mean times of a
-    micro-batch.
+    The merged record has the sums of the counts, of `max_workload_ns` and of `mean_workload_ns`.
+    Its `imbalance` is the quotient of the last two sums.
 
     Args:
         first: Metrics of the earlier step or steps; None to return `second` unchanged.

@@ -15,7 +15,7 @@ _FEW_DIGITS = 18
 """`number_of` converts words with fewer digits than this without checks, because they fit in 64
 bits. It refuses exponents with more digits than this."""
 _MOST_CHARACTERS = 60
-"""`number_of` does not read words with more characters than this as numbers."""
+"""A word with more characters than this is not a number for `number_of`."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")
 _MOST_DIGITS = 400
 """`whole_of`, `real_of` and `size_of` refuse text with more characters than this. Python itself
@@ -61,7 +61,8 @@ def number_of(word: str) -> int | float | str:
     exact = Decimal(word)
     if exact.adjusted() < _MOST_CHARACTERS and exact == exact.to_integral_value():
         return int(exact)
-    # The number is a fraction here. Return the word if the nearest float is whole or infinite.
+    # The number is a fraction here. If the nearest float is whole or infinite, it is a different
+    # number, so return the word.
     rounded = float(word)
     return word if rounded.is_integer() or math.isinf(rounded) else rounded
 
@@ -75,9 +76,12 @@ def size_of(text: str) -> int:
     match = _SIZE.fullmatch(text) if len(text) <= _MOST_DIGITS else None
     unit = _UNITS.get((match[2] or "").upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text[:40]!r}: write it as 5GB, 500MB, 2GiB or a number of bytes")
+        raise ValueError(
+            f"{text[:40]!r} is not a size; write a size such as 5GB, 500MB or 2GiB, or a number of "
+            f"bytes"
+        )
     number = match[1]
     size = int(float(number) * unit) if "." in number else int(number) * unit
     if not 1 <= size <= MOST_SIZE:
-        raise ValueError(f"{text[:40]!r} must be in [1 byte, {MOST_SIZE} bytes]")
+        raise ValueError(f"{text[:40]!r} must be at least 1 byte and at most {MOST_SIZE} bytes")
     return size

@@ -70,12 +70,12 @@ class MicroBatch:
         return offsets_of(self.lengths)
 
     def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return which tokens of which pieces are in some rows of a segment.
+        """Return which tokens of which pieces are in the rows [start, stop) of a segment.
 
         Args:
             segment: Number of the segment in the micro-batch.
-            start: First row, counted from the beginning of the segment.
-            stop: Last row plus one.
+            start: First row of the range, counted from the beginning of the segment.
+            stop: Last row of the range plus one, counted in the same way.
 
         Returns:
             Triples (number of the piece, first token, last token plus one) in order. Tokens are
@@ -131,7 +131,7 @@ class PackingPlan(PlainRecord):
     num_overdue: int = 0
     # how the pieces of every micro-batch form attention segments; `workload_ns` depends on it
     layout: Layout = Layout.SEPARATE
-    # with Layout.JOINED: number of labels that are the first token of the next document
+    # with Layout.JOINED: number of tokens whose label is the first token of the next document
     num_joined_targets: int = 0
 
     def __post_init__(self) -> None:
@@ -142,11 +142,13 @@ class PackingPlan(PlainRecord):
         ends_ok = self.offsets[0] == 0 and self.offsets[-1] == len(self.pieces)
         if not ends_ok or bool(np.any(np.diff(self.offsets) < 0)):
             raise ValueError(
-                f"offsets {self.offsets.tolist()} do not divide {len(self.pieces)} pieces"
+                f"PackingPlan.offsets = {self.offsets.tolist()} must increase from 0 to "
+                f"{len(self.pieces)}, the number of pieces"
             )
         if self.workload_ns.size != self.num_micro_batches:
             raise ValueError(
-                f"{self.workload_ns.size} workloads for {self.num_micro_batches} micro-batches"
+                f"PackingPlan.workload_ns has {self.workload_ns.size} entries, but must have one "
+                f"for each of the {self.num_micro_batches} micro-batches"
             )
 
     @property
@@ -241,7 +243,10 @@ class Carry(PlainRecord):
         object.__setattr__(self, "slot", int_array("Carry.slot", self.slot))
         check_at_least("Carry.next_step", self.next_step, 0)
         if self.slot.size != len(self.pieces):
-            raise ValueError(f"{self.slot.size} slots for {len(self.pieces)} waiting pieces")
+            raise ValueError(
+                f"Carry.slot has {self.slot.size} entries, but must have one for each of the "
+                f"{len(self.pieces)} waiting pieces"
+            )
 
     @classmethod
     def empty(cls, policy: str, *, next_step: int = 0) -> "Carry":
@@ -273,7 +278,7 @@ class Carry(PlainRecord):
 
     def save(self, path: str | Path) -> None:
         """Write the carry to an `.npz` file, which is smaller and faster to read than JSON."""
-        # Open the file here: given a path, numpy would append ".npz" to it.
+        # Open the file here, because numpy would append ".npz" to a path.
         with open(path, "wb") as file:
             arrays: dict[str, Any] = {
                 "policy": np.array(self.policy),

@@ -12,7 +12,7 @@ from wlb.plan.errors import UserError
 
 
 class PlainRecord:
-    """A base of dataclasses whose JSON form is an object with one key for each field, in order."""
+    """A base class of dataclasses whose JSON is an object with one key for each field, in order."""
 
     __slots__ = ()
 
@@ -57,11 +57,11 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def parsing(what: str) -> Generator[None, None, None]:
-    """Convert errors into a UserError, in a block that makes a record from JSON values.
+    """Turn errors of a `with` block that makes a record from JSON values into a UserError.
 
-    LookupError, TypeError and AttributeError are converted: they mean that a value is missing or of
-    the wrong type. A ValueError passes unchanged, because records raise it and name the wrong
-    value.
+    The context manager converts LookupError, TypeError and AttributeError, which mean that a value
+    is missing or of the wrong type. A ValueError passes unchanged, because records raise it with a
+    message that names the wrong value.
 
     Args:
         what: Name of the record, for the message.
@@ -71,5 +71,6 @@ def parsing(what: str) -> Generator[None, None, None]:
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"the value is not a {what} as `to_json` returns it ({reason}); give the whole value"
+            f"the JSON value is not a {what} as `to_json` returns it ({reason}); give the complete "
+            f"and unchanged value"
         ) from error

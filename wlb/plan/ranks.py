@@ -16,18 +16,18 @@ from wlb.plan.plain import PlainRecord
 from wlb.plan.schema import COUNT, Schema, schema_of
 
 RANKS_INTERVAL = 10
-"""Steps from one table of all ranks' times to the next. A shorter interval finds a slow rank
-sooner, but each table costs a gather of 35 bytes from every rank."""
+"""Number of steps from one table of all ranks' times to the next. With a shorter interval a slow
+rank is found sooner, but for each table 35 bytes are gathered from every rank."""
 TIMELINE_INTERVAL = 100
-"""Steps from one timeline to the next. A timeline records the passes of up to 64 ranks in one step.
-The last step of a run is recorded too."""
+"""Number of steps from one timeline to the next. A timeline records the passes of up to 64 ranks in
+one step. The last step of a run is recorded too."""
 STRAGGLER_THRESHOLD = 0.15
 """A rank is slow if its ratio of measured to predicted time exceeds the median over ranks by more
 than this fraction. Smaller differences are common: clock speeds vary, and predictions are not
 exact."""
 STRAGGLER_TABLES = 3
 """A rank is reported as a straggler only if it is slow in this many consecutive tables, because a
-single slow interval may be a passing disturbance."""
+single slow table may come from a short disturbance."""
 
 
 class Place(NamedTuple):
@@ -40,7 +40,8 @@ class Place(NamedTuple):
 def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
     """Return the places of all ranks as a dictionary for `json.dumps`.
 
-    The dictionary has each host name once, and one index of a host and one node for each rank.
+    The dictionary has a list of all host names and, for each rank, an index into this list and the
+    number of the node.
     """
     hosts = sorted({p.host for p in places})
     numbers = {host: i for i, host in enumerate(hosts)}
@@ -76,8 +77,8 @@ class Straggler(PlainRecord):
         """A sentence that says which rank is slow, where it runs, and how slow it is."""
         return (
             f"rank {self.rank} on {self.host} (node {self.node}; tp {self.tp}, cp {self.cp}, "
-            f"pp {self.pp}, dp {self.dp}) takes {self.over:.2f} times as long for its work as the "
-            f"median rank"
+            f"pp {self.pp}, dp {self.dp}) takes {self.over:.2f} times as long as the median rank "
+            f"for the same work"
         )
 
 
@@ -89,7 +90,8 @@ class RankTable(PlainRecord):
     steps_done: int  # number of steps that the run has executed, this one included
     num_steps: int  # number of steps over which times are summed
     # All arrays have shape [ranks].
-    measured_us: IntArray  # measured time of work during which ranks do not wait for each other
+    # measured time of each rank's own work, without the time in which it waits for other ranks
+    measured_us: IntArray
     predicted_us: IntArray  # predicted time of the same work
     compute_us: IntArray  # time that the rank spends in passes
     bubble_us: IntArray  # time of the steps that the rank does not spend in passes
@@ -118,8 +120,9 @@ class RankTable(PlainRecord):
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
         if len(sizes := {values[name].size for name in COLUMNS}) > 1 or 0 in sizes:
             raise UserError(
-                f"the columns of a table with one row for each rank have unequal lengths, or are "
-                f"empty: {sorted(sizes)} entries"
+                f"the lists of a record of all ranks' times ({', '.join(COLUMNS)}) have lengths "
+                f"{sorted(sizes)}, but each must have one entry for each rank; repair or remove "
+                f"the record"
             )
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
 
@@ -171,8 +174,8 @@ class MeasuredTimeline(PlainRecord):
         sizes = {len(data[name]) for name in ("ranks", "wall_us", "passes")}
         if len(sizes) > 1 or 0 in sizes:
             raise UserError(
-                f"the columns ranks, wall_us and passes of a timeline have {sorted(sizes)} "
-                f"entries; each must have one entry for each recorded rank"
+                f"the lists ranks, wall_us and passes of a timeline have lengths {sorted(sizes)}, "
+                f"but each must have one entry for each recorded rank; repair or remove the record"
             )
         passes = [[TimedPass(PASSES[p[0]], *p[1:]) for p in ps] for ps in data["passes"]]
         return cls(**values, passes=tuple(map(tuple, passes)))

@@ -3,8 +3,8 @@
 A file that cannot be read raises a UserError with the name of the file, the key, its value and a
 remedy. The functions detect bytes that are not text, text that is not JSON, values that are nested
 too deeply, integers of more than 64 bits, keys that occur twice, and arrays whose header claims
-more entries than the file has. For code that uses values of a file without checking their types,
-`malformed` converts the resulting exceptions.
+more entries than the file has. Code that uses values of a file without checking their types runs in
+a `with malformed(...)` block, which turns its exceptions into UserErrors.
 """
 
 import io
@@ -66,10 +66,11 @@ WRONG_SHAPE = (
 
 @contextmanager
 def malformed(where: object, remedy: str) -> Generator[None]:
-    """Convert exceptions into a UserError, in a block that interprets the content of a file.
+    """Turn exceptions of a `with` block that interprets the content of a file into a UserError.
 
-    Use it only for blocks in which every exception means that the file is wrong. If the block
-    raises a UserError itself, `where` is put before its message, unless the message contains it.
+    Use this only for blocks in which every exception means that the file is wrong. If the block
+    raises a UserError itself, `where` is put before its message, unless the message contains
+    `where`.
 
     Args:
         where: Name of the file, for the message.
@@ -94,7 +95,7 @@ def describe_error(error: BaseException) -> str:
         case RecursionError():
             return "is nested too deeply"
         case MemoryError() | OverflowError():
-            return f"asks for more than this machine has ({text or 'memory'})"
+            return f"needs more than this machine has ({text or 'memory'})"
         case _:
             return f"cannot be read ({text or type(error).__name__})"
 
@@ -115,8 +116,8 @@ def read_text(path: Path, *, remedy: str) -> str:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not text (byte {error.object[error.start]:#04x} at {error.start} is not "
-            f"UTF-8); {remedy}"
+            f"{path} is not UTF-8 text (it has the byte {error.object[error.start]:#04x} at "
+            f"position {error.start}); {remedy}"
         ) from None
 
 
@@ -164,7 +165,7 @@ def parse_json(
         raise UserError(f"{where} is nested too deeply to be JSON; {remedy}") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); {remedy}") from None
-    # Check the depth only if there are enough brackets for it, which few files have.
+    # Check the depth only if the text has enough brackets to exceed the limit, which is rare.
     if decoded.count("[") + decoded.count("{") > MOST_DEPTH:
         check_depth(value, where, remedy=remedy)
     return value
@@ -211,7 +212,7 @@ def object_of(value: Any, where: object, *, remedy: str = "repair or replace it"
     """
     if not isinstance(value, dict):
         raise UserError(
-            f"{where}: must be a JSON object, but it is a {type(value).__name__}; {remedy}"
+            f"{where} must contain a JSON object, but contains a {type(value).__name__}; {remedy}"
         )
     return cast("dict[str, Any]", value)
 
@@ -225,8 +226,8 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
     """
     if len(text) > MOST_TOML_BYTES:
         raise UserError(
-            f"{where} has {len(text)} bytes but must have at most {MOST_TOML_BYTES}; remove what "
-            f"is not configuration"
+            f"{where} has {len(text)} bytes, but a TOML file may have at most {MOST_TOML_BYTES}; "
+            f"remove everything that is not configuration"
         )
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -243,11 +244,11 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
         raise UserError(
             f"{where}: not valid TOML: it is nested too deeply; write keys in the form section.key"
         ) from None
-    # Catch ValueError, not only TOMLDecodeError: tomllib raises it for integers of thousands of
-    # digits.
+    # Catch every ValueError, not only TOMLDecodeError, because tomllib raises a plain ValueError
+    # for integers of thousands of digits.
     except ValueError as error:
         raise UserError(f"{where}: not valid TOML: {error}") from None
-    check_depth(values, where, remedy="write section.key", bits=_MOST_BITS)
+    check_depth(values, where, remedy="write keys in the form section.key", bits=_MOST_BITS)
     return values
 
 
@@ -328,7 +329,7 @@ def load_arrays(
             for item in file.infolist():
                 if item.file_size > most_bytes:
                     raise UserError(
-                        f"{where}: array {item.filename!r} has {item.file_size} bytes but must "
+                        f"{where}: the array {item.filename!r} has {item.file_size} bytes, but may "
                         f"have at most {most_bytes}; {remedy}"
                     )
             items = zip(names, file.infolist(), strict=True)
@@ -338,8 +339,8 @@ def load_arrays(
 def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
     """Return the decompressed bytes of an array in a zip file.
 
-    For corrupt bytes, a decompressor may raise OSError. It is converted to ValueError, because
-    callers take an OSError for a failing disk.
+    If the bytes are corrupt, the decompressor may raise an OSError. This function raises a
+    ValueError instead, because callers take an OSError for a failing disk.
     """
     try:
         return file.read(item)
@@ -368,8 +369,8 @@ def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[An
     if dtype.hasobject or need > have or min(shape, default=0) < 0:
         said = f" {name!r}" if name else ""
         raise UserError(
-            f"{where}: array{said} of shape {shape} and dtype {dtype} needs {need} bytes, but the "
-            f"file has {have}; {remedy}"
+            f"{where}: the header of the array{said} says shape {shape} and dtype {dtype}, which "
+            f"needs {need} bytes, but {have} bytes follow; {remedy}"
         )
     return np.load(io.BytesIO(data), allow_pickle=False)
 
@@ -377,8 +378,9 @@ def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[An
 class Fields:
     """A JSON object whose values are read and type-checked one by one.
 
-    If a key is absent or null, the methods return their `default`, or raise an error if that is
-    None. Errors are UserErrors with the name of the file, the key, its value and a remedy.
+    If a key is absent or null, a method returns its argument `default`, or raises an error if
+    `default` is None. Errors are UserErrors with the name of the file, the key, its value and a
+    remedy.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, *, remedy: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Schemas of JSON files that wlb wrote, and a check of a whole file against one.
+"""Schemas of JSON files that wlb writes, and a check that a whole file fits its schema.
 
 The file is checked before records are built from it, so that a reader may use every key without
 further checks. A schema is plain Python:
@@ -44,8 +44,8 @@ def check_schema(value: Any, schema: Schema, where: object, *, remedy: str) -> N
     Args:
         value: The parsed content of a JSON file.
         schema: The schema, in the form that this module's docstring describes.
-        where: Name of the file, with which the message begins.
-        remedy: What the user can do about it, with which the message ends.
+        where: Name of the file, which the message begins with.
+        remedy: What the user can do, which the message ends with.
     """
     if found := _misfit(value, schema, ""):
         raise UserError(f"{where}: {found}; {remedy}")
@@ -75,7 +75,7 @@ def _of_type(hint: Any) -> Schema:
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return tuple(None if one is types.NoneType else _of_type(one) for one in inside)
-    # NDArray[int64] is a generic ndarray before numpy 2.5, and an alias of its own type since then.
+    # The origin of NDArray[int64] is np.ndarray before numpy 2.5, and NDArray since then.
     if origin in (np.ndarray, npt.NDArray):
         return [int]
     if origin is tuple:
@@ -121,11 +121,13 @@ def _misfit(value: Any, schema: Schema, at: str) -> str:
 
 
 def _misfit_of_list(value: Any, inner: Schema, at: str) -> str:
-    # Accept tuples too: the argument may be a record's `to_json`, not yet written to a file.
+    # Accept tuples too, because the value may come from a record's `to_json` directly. A JSON file
+    # has only lists.
     if not isinstance(value, list | tuple):
         return _message(value, at, "a list")
     items = cast("list[Any]", value)
-    # Check all items at once if they are scalars: a carry may list millions of waiting pieces.
+    # Check all items at once if they are scalars, because a carry may list millions of pieces, for
+    # which a check of each item would be slow.
     if inner in (int, float, str) and set(map(type, items)) <= _PLAIN[inner][0]:
         return ""
     found = (_misfit(item, inner, f"{at}[{i}]") for i, item in enumerate(items))
@@ -149,7 +151,7 @@ def _misfit_of_object(value: Any, schema: Mapping[str, Schema], at: str) -> str:
     for key, item in left.items():
         said = shortened(repr(key), 60)
         if OTHERS not in schema:
-            return f"{at or 'it'} has the key {said}, which wlb does not write there"
+            return f"{at or 'it'} has the unknown key {said}"
         if found := _misfit(item, schema[OTHERS], f"{at}[{said}]"):
             return found
     return ""

@@ -19,11 +19,12 @@ from wlb.plan.plain import parsing
 
 
 def row_multiple(tp: int, multiple: int) -> int:
-    """Return lcm(tp, multiple). Every rank pads its number of rows to a multiple of this.
+    """Return lcm(tp, multiple). Every rank pads its number of rows to a multiple of this number.
 
     Args:
-        tp: Tensor-parallel size. Sequence parallelism divides the rows evenly over TP ranks.
-        multiple: `data.row_multiple`, a further number that must divide the rows.
+        tp: Tensor-parallel size. It must divide the number of rows, because sequence parallelism
+            divides rows evenly over TP ranks.
+        multiple: `data.row_multiple`, another number that must divide the number of rows.
     """
     if tp < 1 or multiple < 1:
         raise UserError(f"tp = {tp} and row_multiple = {multiple} must both be at least 1")
@@ -39,7 +40,10 @@ def local_tokens(num_tokens: int, *, cp: int, row_multiple: int) -> int:
     each other shapes.
     """
     if num_tokens < 0 or cp < 1 or row_multiple < 1:
-        raise ValueError(f"num_tokens = {num_tokens}, cp = {cp}, row_multiple = {row_multiple}")
+        raise ValueError(
+            f"num_tokens = {num_tokens} must be at least 0, and cp = {cp} and row_multiple = "
+            f"{row_multiple} must be at least 1"
+        )
     return max(1, -(-num_tokens // (cp * row_multiple))) * row_multiple
 
 
@@ -64,8 +68,8 @@ _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "
 class RankTimes:
     """Predicted times of the attention kernels of one layer on each CP rank.
 
-    The times include kernel launches, but not the collectives. CP ranks wait for each other in
-    forward and again in backward, so the slowest rank of each decides how long it takes.
+    The times include kernel launches, but not collectives. CP ranks wait for each other in the
+    forward pass and again in the backward pass, so the slowest rank of a pass decides its duration.
     """
 
     __slots__ = ()
@@ -116,11 +120,15 @@ class ShardingPlan(RankTimes):
             if not times.size:
                 object.__setattr__(self, name, np.zeros(self.cp, np.int64))
             elif times.size != self.cp:
-                raise ValueError(f"{times.size} {name} for {self.cp} ranks")
+                raise ValueError(
+                    f"ShardingPlan.{name} has {times.size} entries, but must have one for each of "
+                    f"the {self.cp} CP ranks"
+                )
         ends_ok = self.rank_offsets[0] == 0 and self.rank_offsets[-1] == self.piece.size
         if not ends_ok or bool(np.any(np.diff(self.rank_offsets) < 0)):
             raise ValueError(
-                f"rank_offsets {self.rank_offsets.tolist()} do not divide {self.piece.size} spans"
+                f"ShardingPlan.rank_offsets = {self.rank_offsets.tolist()} must increase from 0 to "
+                f"{self.piece.size}, the number of spans"
             )
         bad = np.flatnonzero(
             (self.start < 0) | (self.stop <= self.start) | (self.stop > self.lengths[self.piece])
@@ -128,8 +136,9 @@ class ShardingPlan(RankTimes):
         if bad.size:
             i = int(bad[0])
             raise ValueError(
-                f"span {i} = [{self.start[i]}, {self.stop[i]}) is not inside piece {self.piece[i]} "
-                f"of {self.lengths[self.piece[i]]} tokens"
+                f"span {i} has the tokens [{self.start[i]}, {self.stop[i]}) of piece "
+                f"{self.piece[i]}, but must be a part of this piece's tokens [0, "
+                f"{self.lengths[self.piece[i]]}) with at least one token"
             )
 
     @property
@@ -149,14 +158,14 @@ class ShardingPlan(RankTimes):
         return running[self.rank_offsets[1:]] - running[self.rank_offsets[:-1]]
 
     def validate(self) -> "ShardingPlan":
-        """Check that the spans are a partition of all pieces into shares of equally many tokens.
+        """Check that every token is in exactly one span, and that ranks have equally many tokens.
 
         Returns:
             The plan itself.
 
         Raises:
-            ValueError: A token is in no span or in several, or ranks differ by more than one token.
-                Either is a bug of the sharding strategy.
+            ValueError: A token is in no span or in several spans, or the numbers of tokens of two
+                ranks differ by more than one. Either is a bug of the sharding strategy.
         """
         order = np.lexsort((self.start, self.piece))
         piece, start, stop = self.piece[order], self.start[order], self.stop[order]
@@ -172,16 +181,24 @@ class ShardingPlan(RankTimes):
             or not np.array_equal(start, expected)
             or not np.array_equal(stop[last], self.lengths)
         ):
-            raise ValueError(f"{self.strategy}: spans do not cover every piece exactly once")
+            raise ValueError(
+                f"sharding strategy {self.strategy}: some token is in no span or in several spans; "
+                f"this is a bug of the strategy"
+            )
         tokens = self.tokens
         if int(tokens.max() - tokens.min()) > 1:
-            raise ValueError(f"{self.strategy}: ranks hold {tokens.tolist()} tokens")
+            raise ValueError(
+                f"sharding strategy {self.strategy}: the CP ranks have {tokens.tolist()} tokens, "
+                f"which must differ by at most 1; this is a bug of the strategy"
+            )
         return self
 
     def for_rank(self, rank: int) -> "RankSpans":
         """Return the spans of CP rank `rank` (0 to cp - 1)."""
         if not 0 <= rank < self.cp:
-            raise ValueError(f"rank {rank} is outside the {self.cp} ranks of this plan")
+            raise ValueError(
+                f"rank = {rank} must be the number of a CP rank of this plan, 0 to {self.cp - 1}"
+            )
         rows = slice(int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1]))
         return RankSpans(
             piece=self.piece[rows],
@@ -202,8 +219,8 @@ class ShardingPlan(RankTimes):
         """
         if (most := int(self.tokens.max())) > local_tokens:
             raise UserError(
-                f"local_tokens = {local_tokens} must be at least {most}, the tokens of the rank "
-                f"that has the most"
+                f"local_tokens = {local_tokens} must be at least {most}, the number of tokens of "
+                f"the CP rank that has most tokens"
             )
         rows = np.empty(self.num_tokens, np.int64)
         for rank in range(self.cp):
@@ -231,8 +248,8 @@ class ShardingPlan(RankTimes):
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
-            # Files of early versions lack `exchange`, and have only `latency_ns`, the sum of
-            # forward and backward. Use it as the forward time then.
+            # Files of early versions have no `exchange` and, instead of forward and backward times,
+            # only their sum `latency_ns`. Use the sum as the forward time.
             return cls(**{"forward_ns": both, **values})
 
 

@@ -24,7 +24,7 @@ class PlannerState(PlainRecord):
     baseline: Carry
     corpus: dict[str, Any]  # read position of the data source, which only the source interprets
     ready: tuple[PackingPlan, ...] = ()  # packing plans that were already made for later steps
-    # metrics of steps of the usual loader that were planned but not yet attached to a training step
+    # metrics of planned steps of the usual loader that no `StepPlan.baseline` has reported yet
     baseline_made: tuple[StepMetrics, ...] = ()
     num_batches: int = 0  # global batches that were read from the source so far
     exhausted: bool = False  # whether the source has ended and no document waits
@@ -48,9 +48,10 @@ class PlannerState(PlainRecord):
         return self.ready[0].step if self.ready else self.carry.next_step
 
     def reopened(self) -> "PlannerState":
-        """Return this state with `exhausted` cleared, for a run that resumes from it.
+        """Return this state with `exhausted` = False, for a run that resumes from the state.
 
-        The planner then asks the source for data once more: the resumed run may have more epochs.
+        The planner then asks the source for data once more, because the resumed run may be
+        configured with more epochs.
         """
         return replace(self, exhausted=False)
 
@@ -98,11 +99,11 @@ def _refuse_learned(data: dict[str, Any]) -> None:
         return
     step = prices["changes"][0]["step"]
     raise UserError(
-        f"this checkpoint was written with cost.online, which adjusted the prices of "
-        f"{prices['base']!r} to measured times from step {step + 1} on; cost.online was removed, "
-        f"so wlb cannot resume from this checkpoint. Resume from a checkpoint of an earlier step, "
-        f"use the version of wlb that wrote this checkpoint, or start a new run from its weights "
-        f"(checkpoint.init_from)"
+        f"the run of this checkpoint used cost.online, which adjusted the predicted times of "
+        f"profile {prices['base']!r} to measured times from step {step + 1} on; this version of "
+        f"wlb has no cost.online, so it cannot resume from this checkpoint. Resume from a "
+        f"checkpoint of an earlier step, use the version of wlb that wrote this checkpoint, or "
+        f"start a new run from its weights (checkpoint.init_from)"
     )
 
 
@@ -132,8 +133,9 @@ class StepPlan:
     cp: int  # context-parallel ranks that share each micro-batch
     row_multiple: int  # every rank pads its rows to a multiple of this
     # predicted metrics of the usual loader on the global batches that were read since the previous
-    # step (usually one). If the loader makes several steps of them, the steps are merged into one
-    # record. None if it makes no step of them, or if the comparison is off.
+    # step (usually one global batch). If the usual loader makes several steps of these global
+    # batches, the steps are merged into one record. None if the usual loader makes no step of them,
+    # or if the comparison is off.
     baseline: StepMetrics | None
     progress: PlanProgress  # how far the run has come once this step is executed
 
@@ -142,8 +144,8 @@ class StepPlan:
         """Planner state that a checkpoint stores once this step has been executed."""
         if self.progress.state is None:
             raise ValueError(
-                f"the plan of step {self.step} has no planner state, because `without_state` "
-                f"removed it for a rank that writes no checkpoint"
+                f"the plan of step {self.step} has no planner state, because it was made with "
+                f"`without_state`; read the state from the plan of a rank that writes checkpoints"
             )
         return self.progress.state
 
@@ -163,7 +165,7 @@ class StepPlan:
 
     @property
     def predicted(self) -> StepMetrics:
-        """Predicted metrics of the step, as far as they follow from packing without sharding."""
+        """Predicted metrics of the step, as far as its packing determines them."""
         rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
         padded = sum(map(rows_of, self.packing.rows.tolist())) * self.cp
         return predict(self.packing, num_padding_tokens=padded - self.packing.num_tokens)
@@ -220,8 +222,8 @@ class PipelinePlan:
     shardings: tuple[ShardingPlan, ...]  # how each of `micro_batches` is divided over CP ranks
     # rows that each CP rank has in each of `micro_batches`, padding included
     local_tokens: tuple[int, ...]
-    # rows of all attention segments of the step, summed over all pipelines. Rows that only pad
-    # ranks to equal sizes are not counted.
+    # rows of all attention segments of the step, summed over all pipelines. Rows that pad CP ranks
+    # to equal numbers of rows are not counted.
     step_rows: int
 
     def digest(self) -> int:

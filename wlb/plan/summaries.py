@@ -63,7 +63,8 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
     moved = np.zeros((plan.cp, plan.cp), np.int64)
     if not piece.size:
         return moved
-    # For each piece and rank, the number of the rank's last run in the piece; -1 if it has none.
+    # For each piece and rank, the number of the rank's last run in the piece; -1 if the rank has no
+    # run in it.
     last = np.full((int(piece.max()) + 1, plan.cp), -1, np.int64)
     np.maximum.at(last, (piece, rank), place)
     needs = last[piece] > place[:, None]  # [num_runs, cp]: whether a rank reads a run's summary
@@ -75,11 +76,11 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
 class RowsOf(NamedTuple):
     """One rank's part of an all-to-all of rows, and which rows each of its spans reads.
 
-    After the all-to-all, the rank concatenates its local rows `kept` and the received rows, in the
-    order of the sending ranks. `found` indexes this concatenation.
+    After the all-to-all, the rank concatenates its local rows `kept` and the rows that it received,
+    which are in the order of the sending ranks. `found` has indices into this concatenation.
     """
 
-    kept: IntArray  # local rows that this rank or another one reads, ascending; shape [N]
+    kept: IntArray  # numbers of the local rows that any rank reads, ascending; shape [N]
     # indices into `kept` of the rows to send, sorted by receiving rank; shape [M]
     sent: IntArray
     splits: IntArray  # number of rows to send to each rank, shape [cp]
@@ -156,7 +157,7 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
 
 
 class _Readers(NamedTuple):
-    """The spans of all CP ranks, from which `rows` makes one rank's part of an all-to-all."""
+    """The spans of all CP ranks. `rows` makes one rank's part of an all-to-all from them."""
 
     cp: int  # number of CP ranks
     rank: int  # the CP rank whose part is made
@@ -179,7 +180,7 @@ class _Readers(NamedTuple):
 
         Args:
             reader: Number of the span that reads.
-            slot: Column of `RowsOf.found` that tells the span where the row is.
+            slot: Column of `RowsOf.found` in which the index of the row is stored for the span.
             holder: Rank that has the row.
             row: Number of the row on that rank.
             width: Number of columns of `RowsOf.found`. None means as few as the rank's spans need.

@@ -25,11 +25,11 @@ class BalanceGain(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Fraction by which imbalance is lower than with the usual loader; negative if higher."""
+        """Fraction by which `ours` is lower than `usual`; negative if `ours` is higher."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
-        """Return the fields and `saved` by name."""
+        """Return a dictionary with the fields and `saved`."""
         return {**self._asdict(), "saved": self.saved}
 
     def __str__(self) -> str:
@@ -76,12 +76,10 @@ class MeasuredShare:
 
     steps: int = 0  # number of steps
     degrees: float = 0.0  # measured imbalance, summed over steps
-    # forward time of each step's slowest micro-batch, and mean forward time of its micro-batches;
-    # measured and predicted
-    slowest_ns: float = 0.0
-    mean_ns: float = 0.0
-    predicted_slowest_ns: float = 0.0
-    predicted_mean_ns: float = 0.0
+    slowest_ns: float = 0.0  # measured forward time of each step's slowest micro-batch
+    mean_ns: float = 0.0  # measured forward time, mean over each step's micro-batches
+    predicted_slowest_ns: float = 0.0  # predicted forward time of each step's slowest micro-batch
+    predicted_mean_ns: float = 0.0  # predicted forward time, mean over each step's micro-batches
     loading_s: float = 0.0  # time that a rank waits for inputs, mean over ranks
     planning_s: float = 0.0  # time that a rank waits for plans, mean over ranks
     # time that a rank spends on timestamps and records, mean over ranks
@@ -90,7 +88,8 @@ class MeasuredShare:
     work: Work = field(default_factory=Work)  # model FLOPs
     # for each name in `wlb.plan.telemetry.TERMS`, statistics of predicted and measured times
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
-    # for "compute" and "bubble": the mean over ranks and the maximum over ranks, both in seconds
+    # for "compute" and "bubble": the mean over ranks and the maximum over ranks, each in seconds
+    # and summed over steps
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     # for "compute" and "bubble": in how many steps each rank had the maximum
     slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
@@ -217,10 +216,10 @@ class Tally:
     telemetry: MeasuredShare = field(default_factory=MeasuredShare)
     stragglers: Stragglers = field(default_factory=Stragglers)  # slow ranks
     saves: Saves = field(default_factory=Saves)  # checkpoints
-    # number of steps whose loss or gradient was not finite, by what the run did about it
+    # number of steps whose loss or gradient was not finite, by what the run did after such a step
     refused: Counter[str] = field(default_factory=Counter[str])
     skipped_tokens: int = 0  # tokens of steps that were skipped for this reason
-    # further lines of the summary, which hooks add: name and text
+    # further lines of the summary, which hooks add: the text of each line by its name
     rows: dict[str, str] = field(default_factory=dict[str, str])
     stopped: str = ""  # why the run ended early and at which step, as text; "" if it did not
 
@@ -274,7 +273,7 @@ class Tally:
         return self.padding / max(1, self.ours.tokens)
 
     def rolled_back(self, until: "Tally") -> "Tally":
-        """Return the tally for a run that goes back to an earlier step and repeats later steps.
+        """Return the tally of a run that goes back to an earlier step and repeats later steps.
 
         Args:
             until: Tally at the earlier step.

@@ -9,9 +9,9 @@ from typing import Any
 from wlb.plan.schema import ANYTHING, OTHERS, Schema, schema_of
 
 TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
-"""Names of the times that are both measured and predicted. `linear` is the paper's W_l (Eq. 2):
-everything in decoder layers except attention kernels. Embedding, head and loss are not part of it
-and are recorded separately."""
+"""Names of the times that are both measured and predicted. "linear" is the paper's W_l (Eq. 2):
+everything in decoder layers except attention kernels. The embedding, the head and the loss are not
+part of W_l, and their times are recorded separately."""
 
 _ROUNDING = 1e-12
 """A variance below this multiple of the squared mean counts as 0: it is a rounding error."""
@@ -177,9 +177,8 @@ class Telemetry:
     mean_ns: float  # measured forward latency, mean over each step's micro-batches
     predicted_slowest_ns: int  # predicted forward latency of each step's slowest micro-batch
     predicted_mean_ns: float  # predicted forward latency, mean over each step's micro-batches
-    # like `slowest_ns` and `mean_ns`, but with the time of embedding, head and loss
-    whole_slowest_ns: int
-    whole_mean_ns: float
+    whole_slowest_ns: int  # like `slowest_ns`, but including embedding, head and loss
+    whole_mean_ns: float  # like `mean_ns`, but including embedding, head and loss
     # for each name in `TERMS`, statistics of predicted and measured times
     terms: tuple[tuple[str, Moments], ...]
     embedding_s: float  # measured time of the embedding; with FSDP, also its parameters' all-gather
@@ -216,7 +215,7 @@ class Telemetry:
 
     @property
     def whole_imbalance(self) -> float:
-        """Like `imbalance`, but with the time of embedding, head and loss."""
+        """Measured forward imbalance like `imbalance`, but including embedding, head and loss."""
         return _degree(self.whole_slowest_ns, self.whole_mean_ns)
 
     def to_json(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ WRONG: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
     ),
     "an unknown key of measurements": (
         lambda found: found[1]["measured"].update(speed=1),
-        "measured has the key 'speed', which wlb does not write there",
+        "measured has the unknown key 'speed'",
     ),
     "a held-out loss in words": (
         lambda found: found[3].update(heldout_loss="5.5"),
@@ -62,11 +62,11 @@ WRONG: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
     ),
     "times of some ranks": (
         lambda found: found[4]["measured_us"].pop(),
-        r"unequal lengths, or are empty: \[15, 16\] entries",
+        r"loading_us\) have lengths \[15, 16\], but each must have one entry for each rank",
     ),
     "passes of some ranks": (
         lambda found: found[5]["passes"].pop(),
-        r"ranks, wall_us and passes of a timeline have \[3, 4\] entries",
+        r"ranks, wall_us and passes of a timeline have lengths \[3, 4\]",
     ),
     "wall times in words": (
         lambda found: found[6]["seconds"].update(steps="3"),
