@@ -172,7 +172,7 @@ def test_a_model_of_images_is_counted_by_its_text_config() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"vocab_size": 2**40}, "vocab_size = .* must be at most"),
         ({"model_type": "olmo3", "layer_types": ["full_attention"]}, "one entry for each of 2"),
-        ({"model_type": "olmo3", "layer_types": ["lightning"] * 2}, "'lightning', .* be counted"),
+        ({"model_type": "olmo3", "layer_types": ["lightning"] * 2}, "'lightning', .* cannot count"),
         ({"model_type": "lfm2_moe"}, "layer_types = .* must list the kind of each layer"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be at most num_local_experts"),
         ({"tie_word_embeddings": []}, "tie_word_embeddings"),
