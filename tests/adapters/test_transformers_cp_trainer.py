@@ -25,7 +25,7 @@ START: dict[str, Any] = {
     ("options", "message"),
     [
         ({"average_tokens_across_devices": False}, "set average_tokens_across_devices=True"),
-        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor = 0\.1; set it to 0"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor = 0\.1; set label_smoothing"),
         ({"torch_compile": True}, "torch_compile, which is not tested; set torch_compile=False"),
         ({}, "cp = 2 must divide the number of processes, which is 1"),
     ],
