@@ -297,8 +297,8 @@ def random_call(grid: AttentionGrid, index: int) -> tuple[IntArray, IntArray]:
     cp = int(rng.choice([1, 2, 4, 8]))
     rows = int(rng.choice(grid.batch_tokens))
     tokens = min(rows * cp, 2 * grid.longest)
-    # In the length family, the median document has 1/175 of the window. So if the window is 1/8 to
-    # 4 times the micro-batch, some batches have few long and others many short documents.
+    # Draw a window of 1/8 to 4 times the micro-batch. In the length family, the median document has
+    # 1/175 of the window, so some batches have a few long documents, and others many short ones.
     window = int(np.exp(rng.uniform(np.log(tokens / 8), np.log(4 * tokens))))
     drawn = LengthFamily().sample(4_000, window=max(64, window), seed=index)
     drawn = np.minimum(drawn, grid.longest)

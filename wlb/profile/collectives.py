@@ -469,7 +469,7 @@ def fit_alpha_beta(
             f"{list(sizes)} bytes; measure larger buffers"
         )
     fit = np.abs((alpha + beta * wire) / times - 1)
-    # Predict each time by a fit to all the others.
+    # Predict each time with a fit to all other times.
     left_out = np.zeros(times.size)
     for i in range(times.size):
         others = np.arange(times.size) != i

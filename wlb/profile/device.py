@@ -130,7 +130,7 @@ def handle_of(nvml: Any, uuid: str) -> Any:
     try:
         return by_uuid(f"GPU-{uuid}")
     except nvml.NVMLError:
-        # UUIDs of MIG slices have another prefix.
+        # UUIDs of MIG slices have the prefix MIG instead of GPU.
         return by_uuid(f"MIG-{uuid}")
 
 

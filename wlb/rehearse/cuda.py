@@ -37,7 +37,7 @@ def install() -> None:
     GPU.device = DEVICE
     _streams()
     _tensors()
-    # Autograd must run in this thread, because other threads do not see its dispatch modes.
+    # Autograd must run in this thread, because dispatch modes are active only in this thread.
     torch.autograd.set_multithreading_enabled(False)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
     # init_gpu_context creates a tensor on the GPU, which fails in a CUDA build without a GPU.

@@ -62,15 +62,15 @@ class _Storage:
     number: int  # number of the storage's latest request to the allocator
     size: int  # bytes; 0 = freed
     kind: str  # kind of memory, such as "activations"
-    stream: FakeStream  # stream that allocated it
-    writer: int  # id of the stream that wrote it last
-    written: int  # number of the kernel that wrote it, counted on the writer's stream
-    where: str  # source file and line in wlb that allocated it
-    # Event recorded after the transfer that wrote it; None if a kernel wrote it.
+    stream: FakeStream  # stream that allocated the storage
+    writer: int  # id of the stream that wrote the storage last
+    written: int  # number of the kernel that wrote the storage last, counted on its stream
+    where: str  # source file and line in wlb of the allocation
+    # Event recorded after the transfer that wrote the storage last; None if a kernel wrote last.
     done: FakeEvent | None = None
-    # Stream id -> number of the last kernel on that stream that used it.
+    # Stream id -> number of the last kernel on this stream that used the storage.
     uses: dict[int, int] = field(default_factory=dict)
-    # Ids of streams that Tensor.record_stream was called with.
+    # Ids of the streams for which Tensor.record_stream was called.
     recorded_streams: set[int] = field(default_factory=set)
 
 
@@ -85,7 +85,7 @@ class Footprint:
     requests: list[AllocatorRequest] = field(default_factory=list)  # allocations and frees
     # Shapes of weights before FSDP shards them. In backward, tensors of such a shape are gradients.
     parameter_shapes: set[tuple[int, ...]] = field(default_factory=set)
-    _known: Any = field(default_factory=weakref.WeakKeyDictionary)  # storage -> _Storage
+    _known: Any = field(default_factory=weakref.WeakKeyDictionary)  # torch's storage -> its record
     _numbers: int = 0  # number of the latest request
     # Stream id -> kernels of other streams that may still use memory that this stream has freed.
     # Each is (id of the other stream, number of the kernel, text that describes the memory).

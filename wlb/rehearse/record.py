@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         # 2. Composite operators are decomposed, and this function is called for each part.
         if name.startswith("wlb::") and name in OPDEFS and name not in ONE_KERNEL:
-            with self:  # record the operators of its body
+            with self:  # record the operators in the body of the custom operator
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         if name.startswith("aten::") and _has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:  # inside custom ops, torch does not decompose operators such as linear
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith("c10d::"):
             boxed = next(a for a in _leaves(args, torch.ScriptObject) if _is_group(a))
             group = dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportAttributeAccessIssue]
-            waits = not any(a is True for a in args)  # a true argument is asyncOp
+            waits = not any(a is True for a in args)  # only asyncOp can be True
         else:
             group = distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore
             waits = False

@@ -60,7 +60,7 @@ def rehearse_ranks(request: Request) -> None:
     from wlb.rehearse import cuda
     from wlb.rehearse.job import prepare
 
-    importlib.import_module("wlb.rehearse.rank")  # import it once, before forking
+    importlib.import_module("wlb.rehearse.rank")  # import once, before forking
     spec = request.spec
     memory = int(cluster_gib(spec) * 2**30)
     local = min(8, max(1, spec.parallel.world_size))
