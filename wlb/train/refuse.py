@@ -201,7 +201,7 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
 
 
 def priced_by(planner: Planner) -> str:
-    """Describe for the log which kernel profile prices the plans, and where it differs from the run.
+    """Describe for the log which profile prices the plans, and where it differs from the run.
 
     For example, the profile may have been measured with another number of heads than the model has.
     """

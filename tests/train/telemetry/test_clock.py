@@ -194,7 +194,7 @@ def test_thread_time_leaves_waiting_out_and_refuses_another_thread() -> None:
     times = clock.take()
     assert times.wall_ns >= 20_000_000
     assert 0 < times.compute_ns < times.wall_ns
-    assert "ran on another thread" in str(in_a_thread(marks.now))
+    assert "ran in another thread" in str(in_a_thread(marks.now))
     assert in_a_thread(ThreadMarks().wall_now) is None
 
 

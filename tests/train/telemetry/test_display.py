@@ -224,7 +224,7 @@ def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     assert "none in 1 tables of ranks" in said(tally)
     tally.stragglers.add(replace(empty, stragglers=(STRAGGLER,)))
     assert "rank 3 on gpu[007] (node 1; tp 1, cp 1" in said(tally)
-    assert "named in 1 of 2 tables" in said(tally)
+    assert "a straggler in 1 of 2 tables" in said(tally)
 
 
 def test_the_summary_says_how_keys_were_exchanged_where_ranks_did() -> None:
@@ -265,7 +265,11 @@ def test_loads_of_experts_are_beside_those_of_attention() -> None:
     summary(console, tally, files={}, wall="1.0 s")
     text = " ".join(console.file.getvalue().split())
     said = ("2.00 mean of steps", "most in layer 3 (2.50)", "attention 1.04 (slowest CP rank")
-    said += ("experts 1.25 (rows of the EP rank", "most in layer 3 (1.40)", "EP rank 1 (1.25) has")
+    said += (
+        "experts 1.25 (tokens of the EP rank",
+        "most in layer 3 (1.40)",
+        "EP rank 1 (1.25) has",
+    )
     assert lacks(text, *said) == []
 
 
@@ -293,9 +297,9 @@ def test_the_summary_has_mfu_where_the_peak_is_known() -> None:
         return next(line for line in lines if "model FLOP/s" in line)
 
     work = Work(rank_s=8.0, model_flops=4e12, window_flops=6e12)
-    assert "0.5 TFLOP/s a rank, of the documents' own FLOPs" in row(work)
+    assert "0.5 TFLOP/s per rank, with the FLOPs of the documents" in row(work)
     assert "counted as full windows: 0.75 TFLOP/s " in row(work)
     assert "MFU" not in row(work)
     known = row(Work(rank_s=8.0, model_flops=4e12, window_flops=6e12, peak_flops=1.6e13))
-    assert "0.5 TFLOP/s, MFU 25.0% a rank" in known
+    assert "0.5 TFLOP/s, MFU 25.0% per rank" in known
     assert "full windows: 0.75 TFLOP/s, MFU 37.5%" in known

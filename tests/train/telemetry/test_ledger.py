@@ -147,7 +147,7 @@ def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, th
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"begin": 0}\n{"step": 1}\n', "step 1 follows after 0 steps"),
+        ('{"begin": 0}\n{"step": 1}\n', "line for step 1 where step 0 must follow"),
         ('{"begin": 0}\n{"step": 0}\n{"st\n{"step": 1}\n', "is followed by a step"),
     ],
 )

@@ -1,6 +1,6 @@
 """A text file to which a run appends lines, such as metrics.jsonl.
 
-If the disk is full, lines are lost, but the run continues.
+If the disk is full, lines are lost, but the run does not fail.
 """
 
 import sys
@@ -19,13 +19,13 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_lost = 0
-        # The file has no buffer, because a buffer would keep text that could not be written, and
-        # closing the file would raise the same error again.
+        # A buffer would keep text that could not be written, and closing the file would then raise
+        # the same error again.
         self._file = path.open("ab", buffering=0)
         self._is_torn = False
 
     def write(self, text: str) -> bool:
-        """Append a text. If an earlier failure left an incomplete line, that line is ended first.
+        """Append a text. If an earlier call wrote only a part of its text, end that line first.
 
         Returns:
             Whether the text was written completely.
@@ -43,14 +43,14 @@ class AppendedFile:
         return True
 
     def _lose(self, error: OSError) -> None:
-        """Count a text that could not be written because of `error`; report the first such text."""
+        """Count a text that could not be written because of `error`. Report only the first one."""
         self.num_lost += 1
         if self.num_lost == 1:
-            # Do not write to sys.stderr, because it may be redirected to this very file.
+            # Use sys.__stderr__, because sys.stderr may be redirected to this very file.
             stream = sys.__stderr__ or sys.stderr
             stream.write(
-                f"WARNING: {self.path} cannot be written ({error}); training continues "
-                "without writing to it\n"
+                f"WARNING: {self.path} cannot be written ({error}); training continues, and what "
+                "should be written to this file is lost until there is space on its disk\n"
             )
             stream.flush()
 

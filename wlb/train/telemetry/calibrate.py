@@ -1,8 +1,8 @@
 """`wlb train --calibrate`: fits a kernel profile to the measured times of a run.
 
-The new profile is written under another name when training has ended. It does not change the prices
-of the run that wrote it; only later runs that name it (`cost.profile`) use it. A report says for
-which terms, such as attention forward, the old profile predicted wrong times.
+The new profile is written under another name when training has ended. So the prices of the run that
+writes it do not change; only later runs that name the new profile (`cost.profile`) use it. A report
+says for which terms, such as attention forward, the old profile predicted wrong times.
 """
 
 import os
@@ -22,24 +22,26 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
 
 DRIFT_THRESHOLD = 0.15
-"""The report says that a term, such as attention forward, drifted if its ratio is off by more.
+"""The report says that a term drifted if its relative ratio differs from 1 by more than this.
 
-The ratio is the term's measured over predicted time, divided by the median of this quotient over
-the other terms; 1 is perfect. Smaller differences than 0.15 are usual between runs."""
+A term is, for example, attention forward. Its relative ratio is its measured over its predicted
+time, divided by the median of the same quotient of the other terms. Differences of less than 0.15
+are usual between runs."""
 
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     """Return the path of the profile that --calibrate writes.
 
     Args:
-        wanted: Value of the option: a path that ends in .json, or the name of a new file in
-            `folder`. If it is "", the name is `priced_by` with "-calibrated" added, and with a
-            number if that file exists.
+        wanted: Value of the option: a path that ends in .json, or the name of a new profile in
+            `folder`. With "", the name is `priced_by` with "-calibrated" added, and a number if
+            that file exists.
         priced_by: Name of the profile that prices the run.
-        folder: Folder for a profile that is given by name.
+        folder: Folder in which a profile is written if `wanted` is not a path.
 
     Raises:
-        UserError: If the file exists, because profiles are never overwritten.
+        UserError: If the file exists, because profiles are never overwritten, or if the name is not
+            valid.
     """
     if not wanted:
         name = calibrated_name(priced_by)
@@ -51,7 +53,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
         if path.name != wanted:
             raise UserError(
                 f"--calibrate {wanted} must be a name without folders, or the path of "
-                "a file that ends in .json; give one of these"
+                "a file that ends in .json; correct the value"
             )
         path = folder / f"{wanted}.json"
     if path.stem in profile_names():
@@ -59,7 +61,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
             f"--calibrate: {path.stem!r} is already the name of a profile that comes "
             "with wlb, so logs would be ambiguous; give another name"
         )
-    # Use lexists instead of exists, because a dangling symbolic link occupies the name too.
+    # lexists also finds a symbolic link to a missing file, which could not be replaced either.
     if os.path.lexists(path):
         raise UserError(
             f"--calibrate: {path} already exists, and --calibrate never overwrites a "
@@ -69,7 +71,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
 
 
 class Calibration:
-    """Collects the times of a run's steps after its warm-up, and fits a kernel profile to them."""
+    """Collects the times of a run's steps after the warm-up, and fits a kernel profile to them."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
@@ -93,11 +95,11 @@ class Calibration:
         Does nothing except on rank 0.
 
         Args:
-            path: The file to write; if it exists by now, another name is used.
+            path: The file to write. If the file exists by now, another name is used.
             cost: The workload model that priced the run.
-            run: The run's folder, named as the source of the profile.
+            run: The run's folder, which the profile names as its source.
             collectives: Whether the measured times include collectives.
-            console: Where messages are printed; None except on rank 0.
+            console: Where messages are printed; None on ranks other than 0.
         """
         if console is None:
             return
@@ -109,8 +111,8 @@ class Calibration:
         old = cost.profile.name
         name = path.stem
         provenance = _provenance(scales, cost, run, name)
-        # The constant part of linear layers' time was fitted per micro-batch and stage, but a
-        # profile has it per layer.
+        # The constant part of linear layers' time was fitted for a micro-batch in a stage, but a
+        # profile has it for a micro-batch in a layer. So divide it by the layers of a stage.
         layers = self.spec.model.num_layers / self.spec.num_stages
         made = scaled_profile(
             cost.profile,
@@ -149,8 +151,8 @@ class WriteProfile(Hook):
         self.calibration, self.path, self.meter = calibration, path, meter
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Collect the times of a step, unless it belongs to the warm-up."""
-        # `own_ns` is None in steps of the warm-up.
+        """Collect the times of a step, unless the step belongs to the warm-up."""
+        # In steps of the warm-up, `own_ns` is None.
         if step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
@@ -167,7 +169,7 @@ class WriteProfile(Hook):
 
 
 def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) -> Provenance:
-    """Describe how the profile `name` was made: from which run and profile, with which factors."""
+    """Describe from which run and which profile the profile `name` was made, and how."""
     factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
     kernel = cost.backend or cost.table.backends[0]
     extra = " / ".join(
@@ -177,8 +179,8 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
     return Provenance(
         kind=ProvenanceKind.MEASURED,
         source=f"run {run}: profile {cost.profile.name!r} with times of {kernel} and of linear "
-        f"layers multiplied by {factors}, head by {scales.head:.4g}, and {extra} ms a micro-batch "
-        f"and stage on top, forward and backward (weighted medians of {scales.num_records} "
+        f"layers multiplied by {factors}, the head's by {scales.head:.4g}, and {extra} ms (forward "
+        f"/ backward) added per micro-batch and stage (weighted medians of {scales.num_records} "
         f"records, {scales.num_steps} steps)",
         device=cost.machine or cost.profile.device,
         dtype=cost.profile.dtype,
@@ -191,28 +193,26 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
 def _print_ratios(scales: Scales, threshold: float, profile: str, console: Console) -> None:
     """Print each term's ratio of measured to predicted time, and whether the term drifted.
 
-    `threshold` is `DRIFT_THRESHOLD`; `profile` is the name of the profile that predicted.
+    `threshold` is `DRIFT_THRESHOLD`. `profile` is the name of the profile that predicted the times.
     """
     drifted = scales.drifted(threshold)
     console.print(
-        f"calibration: measured / predicted by {profile!r}, weighted median of "
-        f"{scales.num_steps} steps; relative to the other terms"
+        f"calibration: time measured / predicted by {profile!r} (weighted median of "
+        f"{scales.num_steps} steps), then the same relative to the other terms"
     )
     extra = {"linear_forward": scales.linear_forward_extra_ns}
     extra["linear_backward"] = scales.linear_backward_extra_ns
     for term, scale in scales.by_term.items():
-        verdict = f"drifted, past {threshold:g}" if term in drifted else "as predicted"
-        more = f", and {extra[term] * 1e-6:.2f} ms a micro-batch" if extra.get(term) else ""
+        verdict = f"drifted by more than {threshold:g}" if term in drifted else "as predicted"
+        more = f", plus {extra[term] * 1e-6:.2f} ms per micro-batch" if extra.get(term) else ""
         console.print(
             f"  {term.replace('_', ' '):<19} {scale:.3f}  {scales.relative[term]:.3f}  "
             f"{verdict}{more}"
         )
     if scales.head != 1:
-        console.print(
-            f"  {'head and loss':<19} {scales.head:.3f}         not part of plans' prices"
-        )
+        console.print(f"  {'head and loss':<19} {scales.head:.3f}         does not affect plans")
     if not drifted and abs(scales.common - 1) > threshold:
         console.print(
-            f"  everything takes {scales.common:.2f} times its price; plans depend on the terms' "
-            f"relation only"
+            f"  everything takes {scales.common:.2f} times its price, which does not change plans, "
+            f"because they depend only on the relation between terms"
         )

@@ -1,17 +1,18 @@
 """Times a rank's passes by stage and micro-batch, without waiting for the device.
 
 During a step the clock makes a list of marks, which are points in time. The time from each mark to
-the next belongs to one part of one pass, such as the attention in the forward pass of micro-batch 0
-in stage 0, or to no pass. So the parts of a pass add up to its time, and nothing is counted twice.
-A pass of a micro-batch in a stage is called a cell.
+the next one belongs either to no pass or to one part of one pass, such as the attention in the
+forward pass of micro-batch 0 in stage 0. So the parts of a pass add up to the time of the pass, and
+no time is counted twice. A pass of a micro-batch in a stage is called a cell.
 
     cell:    [   forward, stage 0, micro-batch 0   ] (none) [   forward, ...
     part:    [layers][attention][layers][attention]         [layers] ...
     mark:    ^       ^          ^       ^          ^        ^
 
 On a GPU a mark is a CUDA event. The events are read after the host has waited for the device, which
-it does once in a step anyway. On a CPU a mark is the CPU time of the thread, which takes 3 us to
-read. README.md says what the time between two marks of each kind includes.
+the host does once in each step anyway. On a CPU a mark is the CPU time of the thread, which takes
+3 us to read, or wall time if operators compute in several threads. README.md says what the time
+between two marks of each kind includes.
 """
 
 import threading
@@ -32,31 +33,31 @@ from wlb.parallel.observe import Cell, Part, Pass
 class StepTimes:
     """Computing times of a step on one rank."""
 
-    # Computing time of each part of each pass. A `Cell` is a pass of a micro-batch in a stage.
+    # Computing time (ns) of each part of each pass. A `Cell` is a pass of a micro-batch in a stage.
     parts_ns: dict[tuple[Cell, Part], int]
-    wall_ns: int  # wall time of the whole step
+    wall_ns: int  # wall time (ns) of the whole step
 
     def part_ns(self, cell: Cell, *parts: Part) -> int:
-        """Return the summed time (ns) of some parts of the pass `cell`.
+        """Return the sum of the times (ns) of the given parts of the pass `cell`.
 
-        Parts that did not run count as 0.
+        A part that did not run in this pass counts as 0.
         """
         return sum(self.parts_ns.get((cell, part), 0) for part in parts)
 
     def total_ns(self, part: Part) -> int:
-        """Return the time (ns) of one part, such as attention, in all passes of the step."""
+        """Return the total time (ns) of one part, such as attention, in all passes of the step."""
         return sum(ns for (_, at), ns in self.parts_ns.items() if at == part)
 
     @cached_property
     def compute_ns(self) -> int:
-        """Time (ns) in all passes of the step."""
+        """Total time (ns) of all passes of the step."""
         return sum(self.parts_ns.values())
 
     @property
     def bubble_ns(self) -> int:
         """Time (ns) of the step outside of passes: pipeline bubbles and waits for transfers.
 
-        On a CPU it includes waits for cores that several ranks share.
+        On a CPU, this also includes waits for cores that several ranks share.
         """
         return max(0, self.wall_ns - self.compute_ns)
 
@@ -65,17 +66,18 @@ class StepSpans(NamedTuple):
     """When the passes of a step ran on one rank, in wall time."""
 
     began_ns: int  # Unix time at which the step began
-    wall_ns: int  # duration of the step
-    # For each pass: which pass it was, when it began (ns after the step began), its duration (ns).
+    wall_ns: int  # wall time (ns) of the step
+    # For each pass: the pass, the time (ns) from the step's beginning to the pass's, and the wall
+    # time (ns) of the pass.
     spans: tuple[tuple[Cell, int, int], ...]
 
 
 class WallMarks:
-    """Makes marks of wall time. Base class of the other kinds of marks.
+    """Makes marks of wall time. The other kinds of marks are subclasses.
 
-    A mark is a point in time; `between_ns` returns the time between two marks. Marks of wall time
-    are used on a CPU if operators compute in several threads, because the CPU time of the main
-    thread does not include the work of the others.
+    A mark is a point in time, and `between_ns` returns the time between two marks. Marks of wall
+    time are used on a CPU if operators compute in several threads, because the CPU time of the main
+    thread does not include the work of the other threads.
     """
 
     def __init__(self) -> None:
@@ -86,19 +88,20 @@ class WallMarks:
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
-        """Return a mark of computing time, which is wall time in this class."""
+        """Return a mark of computing time. In this class, computing time is wall time."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "part of a step ran on another thread than the one whose CPU time is measured"
+                "a part of a step ran in another thread than the one whose time is measured; this "
+                "is a bug of wlb"
             )
         return time.perf_counter_ns()
 
     def wall_now(self) -> Any:
-        """Return a mark of wall time, by which the duration of the whole step is measured."""
+        """Return a mark of wall time, for measuring the wall time of the whole step."""
         return time.perf_counter_ns()
 
     def wall_of(self, point: Any) -> Any:
-        """Return the mark of wall time for `point`, a mark of computing time that was just made."""
+        """Return the mark of wall time for `point`, a mark that `now` has just returned."""
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
@@ -107,7 +110,7 @@ class WallMarks:
 
 
 class ThreadMarks(WallMarks):
-    """Marks passes by the CPU time of the thread that runs the step, and steps by wall time."""
+    """Makes marks of the CPU time of the thread that runs the step, and of wall time for steps."""
 
     def now(self) -> int:
         """Return a mark: the CPU time of this thread, in ns."""
@@ -122,7 +125,7 @@ class ThreadMarks(WallMarks):
 class EventMarks(WallMarks):
     """Makes marks with CUDA events on the current stream.
 
-    Every step reuses the events of earlier steps. More are created only if a step needs more.
+    Every step reuses the events of earlier steps. New events are created only if a step needs more.
     """
 
     def __init__(self) -> None:
@@ -130,7 +133,7 @@ class EventMarks(WallMarks):
         self._num_used = 0
 
     def reset(self) -> None:
-        """Let a new step reuse all events."""
+        """Prepare for a new step, which reuses all events."""
         self._num_used = 0
 
     def now(self) -> torch.cuda.Event:
@@ -156,10 +159,11 @@ _NUM_TRIED = 100
 class StepClock:
     """Times the passes of each step on one rank.
 
-    It only measures inside `step`, so that evaluations, which run the same code, are not timed.
+    Only passes inside a block of `step` are timed, so that evaluations, which run the same code,
+    are not.
 
     Args:
-        marks: How points in time are marked on this device.
+        marks: Makes the marks, in the way that suits this rank's device.
     """
 
     def __init__(self, marks: WallMarks) -> None:
@@ -172,8 +176,8 @@ class StepClock:
         self._part = Part.LAYERS
         self._wall: list[Any] = []
         self._is_running = False
-        # The first loop creates CUDA events, which the second loop and all steps reuse. So only the
-        # second loop is timed.
+        # Time only the second loop, because the first loop creates CUDA events, which the second
+        # loop and all steps reuse.
         for _ in range(_NUM_TRIED):
             marks.now()
         marks.reset()
@@ -187,8 +191,8 @@ class StepClock:
         """Return a clock with the kind of marks that suits a device."""
         if device.type == "cuda":
             return cls(EventMarks())
-        # If several threads compute, the CPU time of one of them says neither how much all have
-        # worked nor how long it took. Wall time is used then.
+        # If operators compute in several threads, the CPU time of one thread says neither how much
+        # work all threads did nor how long it took. So wall time is used then.
         return cls(ThreadMarks() if torch.get_num_threads() == 1 else WallMarks())
 
     @contextmanager
@@ -218,7 +222,7 @@ class StepClock:
             first: The part to which the time belongs until `switch` is called.
 
         Raises:
-            RuntimeError: If the pass ran before in this step, or begins inside another one.
+            RuntimeError: If this pass has run already in this step, or begins inside another pass.
         """
         return self._chunk(Cell(kind, stage, micro_batch), first) if self._is_running else _OFF
 
@@ -226,7 +230,10 @@ class StepClock:
     def _chunk(self, cell: Cell, first: Part) -> Iterator[None]:
         if self._cell is not None or cell in self._seen:
             problem = "ran twice" if cell in self._seen else f"began inside {self._cell}"
-            raise RuntimeError(f"{cell} {problem} in one step; its time would be counted twice")
+            raise RuntimeError(
+                f"{cell} {problem} in one step, so its time would be counted twice; this is a bug "
+                "of wlb"
+            )
         self._seen.add(cell)
         self._cell = cell
         self.switch(first)
@@ -239,17 +246,17 @@ class StepClock:
             self._cell = None
 
     def switch(self, part: Part) -> None:
-        """Count time from now on to `part` of the current pass. Does nothing between passes."""
+        """From now on, attribute time to `part` of the current pass, if any pass is running."""
         if self._cell is not None:
             self._part = part
             self._points.append(((self._cell, part), self._marks.now()))
 
     @contextmanager
     def attention(self, *, is_backward: bool) -> Iterator[None]:
-        """Count the time of the block, which computes attention, as attention.
+        """Attribute the time of the block to attention.
 
-        Forward attention inside a backward pass is counted as recomputation. The kernels call this
-        (`wlb.kernels.AttentionObserver`).
+        Forward attention inside a backward pass is attributed to recomputation. The attention
+        kernels call this function (`wlb.kernels.AttentionObserver`).
 
         Args:
             is_backward: Whether the block computes the backward pass of attention.
@@ -266,13 +273,13 @@ class StepClock:
 
     @property
     def marks_ns(self) -> int:
-        """Estimated CPU time (ns) of making the last step's marks, from the time of one mark."""
+        """Estimated CPU time (ns) that making the last step's marks took."""
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:
         """Return the times of the passes of the last step.
 
-        On CUDA, call it after the host has waited for the end of the step.
+        On CUDA, the host must have waited for the end of the step before this call.
         """
         times: dict[tuple[Cell, Part], int] = {}
         for (key, start), (_, stop) in zip(self._points, self._points[1:], strict=False):
@@ -283,7 +290,7 @@ class StepClock:
     def spans(self) -> StepSpans:
         """Return when the passes of the last step ran.
 
-        On CUDA, call it after the host has waited for the end of the step.
+        On CUDA, the host must have waited for the end of the step before this call.
         """
         origin = self._wall[0]
         return StepSpans(

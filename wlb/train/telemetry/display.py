@@ -1,6 +1,6 @@
 """Shows a run on rank 0's screen: the table of steps during training, and the summary at the end.
 
-On a terminal the table is updated in place. Otherwise each step prints a line.
+On a terminal, the table is updated in place. Otherwise a line is printed for each step.
 """
 
 import time
@@ -28,9 +28,9 @@ from wlb.plan import (
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 from wlb.report.tables import facts_table
 
-_ROWS = 14  # the live table shows the latest 14 steps
-_MOST_STRAGGLERS = 5  # most stragglers that the summary names
-# Short names of sharding strategies.
+_ROWS = 14  # number of steps that the live table shows, the latest ones
+_MOST_STRAGGLERS = 5  # largest number of stragglers that the summary names
+# Short names of sharding strategies, for the column "sharding chosen".
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
 
 
@@ -68,30 +68,30 @@ FEW = ("step", "loss", "tokens/s", "imbalance usual", "imbalance ours", "time le
 ANOTHER_MACHINE = 0.3
 """The summary warns if the mean relative error of predicted times is larger than this.
 
-The kernel profile was then probably measured on another machine."""
+The profile was then probably measured on another machine, or this machine has other work too."""
 _LOADS = Heading("slowest rank", "CP, experts", 12, 3)
-"""The column before the last one, which is only shown for a model with experts.
+"""A column with two ratios, which is only shown for a model with experts.
 
-It has two ratios: the predicted attention time of the slowest CP rank over the mean CP rank's, and
-the number of tokens of the slowest EP rank over the mean EP rank's."""
+The first ratio is the predicted attention time of the slowest CP rank over the mean CP rank's. The
+second is the number of tokens of the most loaded EP rank over the mean EP rank's."""
 
 
 class StepFigures(NamedTuple):
-    """Figures of a step that are shown and recorded besides its predictions and measurements."""
+    """Figures of a step that are not part of its predictions and measurements."""
 
     learning_rate: float  # learning rate of the step's update
     memory_bytes: int  # peak memory of rank 0's GPU, or of its process on a CPU
 
 
 class Display:
-    """Shows the table of steps, to which each step adds a row. Use as a context manager.
+    """Shows the table of steps, to which each step adds a row. A context manager.
 
     Args:
         console: Where the table is printed.
         title: Title of the table.
         total_steps: Number of steps of the run.
         experts: Whether the model has experts.
-        verbose: Whether all columns are shown; otherwise only the columns of `FEW`.
+        verbose: Whether all columns are shown. If false, only the columns `FEW` are.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Display:
         self._has_warned = False
         self._left = TimeLeft(total_steps)
         self._live: Live | None = None
-        # A terminal that cannot move its cursor would show a live table only at the end.
+        # On a terminal that cannot move its cursor, a live table would only appear at the end.
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
 
@@ -141,8 +141,8 @@ class Display:
     ) -> None:
         """Add a step to the table of steps.
 
-        A warning is printed at the first step that trains documents later than `packing.max_delay`
-        allows.
+        At the first step that trains documents later than `packing.max_delay` allows, a warning is
+        printed.
 
         Args:
             steps_done: Number of updates so far.
@@ -181,7 +181,7 @@ class Display:
             self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show the held-out loss after `step` updates, and the run's first one for comparison."""
+        """Show the held-out loss after `step` updates, beside the first one of this run."""
         note = f"held-out loss {loss:.3f} after {step} steps"
         self._first_note = self._first_note or note
         self._note = note if note == self._first_note else f"{self._first_note}   {note}"
@@ -191,7 +191,7 @@ class Display:
             self.console.print(note)
 
     def say(self, line: str) -> None:
-        """Print a line. It stays above the live table."""
+        """Print a line above the live table, where it stays."""
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> Group:
@@ -216,7 +216,7 @@ class Display:
 
 
 def _loads(m: MeasuredStep) -> str:
-    """Return a step's CP imbalance and its expert load by rank, as text for the column `_LOADS`."""
+    """Return the text for the column `_LOADS`: CP imbalance, and imbalance of EP ranks."""
     return "-" if m.experts is None else f"{m.cp_imbalance:.2f}, {m.experts.mean_rank:.2f}"
 
 
@@ -243,8 +243,8 @@ def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
 class TimeLeft:
     """Estimates the time until the run's last step.
 
-    The estimate uses the mean time of a step since training was started or resumed. This mean
-    includes the evaluations and saves between steps.
+    The estimate uses the mean time of a step since training began, resumed or was rolled back. This
+    time includes the evaluations and saves between steps.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -252,11 +252,14 @@ class TimeLeft:
         self._first: tuple[int, float] | None = None
 
     def after(self, steps_done: int) -> str:
-        """Return the time left, as "1:02:03" or "3 d 04 h"; "-" before the second step."""
+        """Return the time left as text, such as "1:02:03" or "3 d 04 h"; "-" if not known yet.
+
+        `steps_done` is the number of updates so far.
+        """
         now_s = time.perf_counter()
         if self._first is None or steps_done <= self._first[0]:
-            # The time per step is measured from the end of the first step. After a rollback, which
-            # lowers `steps_done`, the measurement begins anew.
+            # Measure from the end of the first step. A rollback lowers `steps_done`, and the
+            # measurement begins anew.
             self._first = (steps_done, now_s)
             return "-"
         done, begun_s = self._first
@@ -273,14 +276,14 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
 
     Args:
         table: The summary.
-        loads: For each step, the tokens of the most loaded expert over the mean expert's.
-        sums: Loads by layer and rank, summed over steps.
+        loads: For each step, the tokens of the most loaded expert over those of the mean expert.
+        sums: Loads of layers and ranks, summed over steps.
     """
     if not loads:
         return
     text = (
-        f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last: rows of "
-        f"the most loaded expert over the mean one's, mean of layers"
+        f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last step: tokens of "
+        f"the most loaded expert over those of the mean expert, mean of layers"
     )
     if not sums.steps:
         table.add_row("expert load", text)
@@ -288,17 +291,17 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
     table.add_row("expert load", f"{text}; most in layer {_most(sums, 'expert')}")
     table.add_row(
         "load of ranks",
-        f"attention {sums.mean_attention:.2f} (slowest CP rank over the mean one, predicted), "
-        f"experts {sums.mean_rank:.2f} (rows of the EP rank that a layer waits for over the mean "
-        f"one's), most in layer {_most(sums, 'rank')}; summed over layers and steps EP rank "
-        f"{_most(sums, 'ranks')} has most rows",
+        f"attention {sums.mean_attention:.2f} (slowest CP rank over the mean rank, predicted), "
+        f"experts {sums.mean_rank:.2f} (tokens of the EP rank that a layer waits for, over those "
+        f"of the mean rank), most in layer {_most(sums, 'rank')}; in all layers and steps "
+        f"together, EP rank {_most(sums, 'ranks')} has the most tokens",
     )
 
 
 def _most(sums: ExpertLoads, name: str) -> str:
-    """Return the number of the most loaded layer or rank and its load, such as "3 (1.25)".
+    """Return the number of the most loaded layer or rank, and its load, such as "3 (1.25)".
 
-    `name` is the load that is compared, a field of `ExpertLoads`.
+    `name` is the field of `ExpertLoads` that has the loads.
     """
     worst, ratio = sums.worst(name)
     return f"{worst} ({ratio:.2f})"
@@ -310,9 +313,9 @@ def summary(
     """Print the summary: balance, losses, speed, time, and what went wrong.
 
     Args:
-        console: Where it is printed.
+        console: Where the summary is printed.
         tally: Sums over the run's steps.
-        files: Files that the run wrote, by name.
+        files: Paths of files that the run wrote, by the name under which they are printed.
         wall: The run's wall time by phase, as text (`wall_line`).
         verbose: Whether rows on delays, sharding, ranks and measured times are printed too.
     """
@@ -339,7 +342,7 @@ def summary(
     rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
     table.add_row(
         "speed",
-        f"{tokens:,} tokens at {rate:,.0f} a second; padding {tally.padding_share:.2%} on top; "
+        f"{tokens:,} tokens at {rate:,.0f} per second, plus {tally.padding_share:.2%} padding; "
         f"{tally.held:,} wait for a later step (the checkpoint keeps them)",
     )
     table.add_row("time", wall)
@@ -348,10 +351,12 @@ def summary(
         _details(table, tally)
     console.print(table)
     for name, path in files.items():
-        # Paths are printed below the table, which would cut long ones.
+        # Paths are printed below the table, because the table would cut long paths.
         console.print(f"{name}: {path}", soft_wrap=True)
     if not verbose:
-        console.print("--verbose and `wlb report` have delays, sharding, ranks and measured times")
+        console.print(
+            "--verbose and `wlb report` have more: delays, sharding, ranks and measured times"
+        )
 
 
 def _warnings(table: Table, tally: Tally) -> None:
@@ -379,7 +384,7 @@ def _details(table: Table, tally: Tally) -> None:
         table.add_row(
             "keys exchanged",
             f"only the needed rows in {tally.key_rows.num_by_need} of {num_micro_batches} "
-            f"micro-batches; the CP rank that received most: {tally.key_rows.share:.1%} of an "
+            f"micro-batches; the CP rank that received most got {tally.key_rows.share:.1%} of an "
             f"all-gather's rows",
         )
     _experts(table, tally.expert_loads, tally.experts)
@@ -409,7 +414,7 @@ def _stragglers(seen: Stragglers) -> str:
     if not seen.by_rank:
         return f"none in {seen.num_tables} tables of ranks"
     return "\n".join(
-        f"{s.worst.text}, at most; named in {s.num_tables} of {seen.num_tables} tables"
+        f"{s.worst.text}, at most; a straggler in {s.num_tables} of {seen.num_tables} tables"
         for s in seen.worst_first[:_MOST_STRAGGLERS]
     )
 
@@ -439,25 +444,28 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
     )
     terms = [_term(n, measured.terms[n]) for n in TERMS]
     if any((measured.terms[n].mape or 0) > ANOTHER_MACHINE for n in TERMS):
-        terms.append("prices of another machine, or of an idle one; --calibrate fits them")
+        terms.append(
+            "the profile seems to be measured on another machine, or on this one without other "
+            "work; --calibrate fits a profile to this run"
+        )
     table.add_row("measured / predicted", "\n".join(terms))
     table.add_row("model FLOP/s", _work(measured.work))
     table.add_row("computing a step", _spread(*measured.spread("compute")))
     table.add_row(
         "waiting a step",
         _spread(*measured.spread("bubble"))
-        + f" ({measured.steps} steps); ranks that share a core wait for it too",
+        + f" ({measured.steps} steps), including waits for a core that ranks share",
     )
     if measured.step_s:
         table.add_row("overhead a step", _overhead(measured))
 
 
 def _overhead(measured: MeasuredShare) -> str:
-    """Describe how long per step a rank waits for inputs and plans, and works on records."""
+    """Describe the time per step in which a rank waits for inputs or plans, or writes records."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)
     return (
-        f"{sum(parts) / measured.step_s:.2%} of its time: {loading:.2f} ms for inputs, "
+        f"{sum(parts) / measured.step_s:.2%} of the step's time: {loading:.2f} ms for inputs, "
         f"{planning:.2f} ms for plans, {records:.2f} ms for telemetry"
     )
 
@@ -475,8 +483,8 @@ def _work(work: Work) -> str:
         return f"{tflops:.3g} TFLOP/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
 
     return (
-        f"{shown(work.tflops, work.mfu)} a rank, of the documents' own FLOPs; counted as full "
-        f"windows: {shown(work.window_tflops, work.window_mfu)}"
+        f"{shown(work.tflops, work.mfu)} per rank, with the FLOPs of the documents as they are; "
+        f"counted as full windows: {shown(work.window_tflops, work.window_mfu)}"
     )
 
 

@@ -14,7 +14,7 @@ class TellStop(Hook):
         self.request = request
 
     def end(self, run: RunContext) -> None:
-        """Print and record the reason, if the run was stopped."""
+        """If the run was stopped, print and record what stopped it."""
         if run.stop:
             asked_by = self.request.words[run.stop]
             run.report.write("stop", steps_done=run.steps_done, asked_by=asked_by)
@@ -24,7 +24,7 @@ class TellStop(Hook):
             then = (
                 "saved; continue with --resume"
                 if is_saved
-                else "there is nothing to save; start it again"
+                else "there was nothing to save; start the run again"
             )
             run.report.say(f"stopped {run.tally.stopped}; {then}")
 

@@ -1,4 +1,4 @@
-"""The hook that reports when torch.compile compiled new graphs, for which all ranks waited."""
+"""The hook that reports when torch.compile has compiled new graphs. All ranks wait for that."""
 
 import torch
 
@@ -10,7 +10,7 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 class CountGraphs(Hook):
     """Counts the graphs of decoder layers that torch.compile has compiled on this rank.
 
-    The summary also shows the largest number that any rank has compiled.
+    The summary shows rank 0's number, and the largest number of any rank.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,13 @@
-"""Records the tokens of every step (`telemetry.ledger`), to prove that each was trained once.
+"""Records which tokens each step trains (`telemetry.ledger`), to prove that none is trained twice.
 
-Rank 0 writes the file ledger.jsonl in the run's folder. It has one line per step with the pieces of
-documents that the step trained. Every start of training, and every rollback, first writes a line
-with the number of the step that comes next. Earlier lines about that step, or about steps after it,
-then no longer count, because the weights come from a checkpoint that was saved before these steps.
+Rank 0 writes the file ledger.jsonl in the run's folder. The file has one line per step, with the
+pieces of documents that the step trained. At every start of training, and after every rollback, a
+line with the number of the next step is written. From then on, earlier lines about that step or
+later ones do not count, because the weights come from a checkpoint that was saved before these
+steps.
 
-A killed process may leave an incomplete line. After a full disk, the next line says how many lines
-were lost; the count of tokens is then not exact.
+A killed process may leave an incomplete line. If the disk was full, the next line says how many
+lines were lost. The count of tokens is then not exact.
 """
 
 import json
@@ -24,8 +25,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
-# This key is in the read position of sources of ready-made packs (`PackedBatches`), which count
-# steps. Other sources count documents.
+# Key of the read position of a source of ready-made packs (`PackedBatches`), which counts steps.
+# Other sources count documents and lack this key.
 _IN_STEPS = "step"
 # Columns of `Pieces` that are written to a step's line in the ledger.
 _COLUMNS = ("document", "start", "stop", "source")
@@ -44,7 +45,7 @@ class Ledger:
         self._num_reported = 0
 
     def begin(self, step: int) -> None:
-        """Record that training begins or continues with step number `step`."""
+        """Record that training begins or continues with the step number `step`."""
         self._write({"begin": step}, before="\n")
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
@@ -58,9 +59,9 @@ class Ledger:
         self._write({"step": plan.step, "updated": updated, **_columns(pieces)})
 
     def _write(self, data: dict[str, Any], *, before: str = "") -> None:
-        """Write `data` as a line of JSON, and the text `before` ahead of it.
+        """Write `data` as a line of JSON, after the text `before`.
 
-        If lines could not be written since the last call, a line with their number comes first.
+        If earlier lines could not be written, a line with their number is written first.
         """
         file = self._file
         lost = file.num_lost
@@ -100,37 +101,38 @@ class RecordLedger(Hook):
 class Count:
     """How many of the tokens that the loader read were trained once, never, or repeatedly.
 
-    Only steps count whose updates are contained in the weights of the newest checkpoint.
+    Only the steps before the newest checkpoint count, because its weights contain their updates.
     """
 
-    once: int  # tokens trained once
-    never: int  # tokens neither trained nor waiting
-    repeated: int  # tokens trained more than once
-    waiting: int  # tokens that wait for later steps
-    skipped: int  # tokens in steps that did not update the weights
-    num_steps: int  # steps whose updates the checkpoint contains
-    num_begun: int  # number of times that training began: the first start, resumes and rollbacks
-    num_undone: int  # recorded steps that do not count, because training resumed before them
-    num_lost: int = 0  # steps that were trained but whose lines could not be written
+    once: int  # number of tokens trained once
+    never: int  # number of tokens that were not trained and do not wait either
+    repeated: int  # number of tokens trained more than once
+    waiting: int  # number of tokens that wait for later steps
+    skipped: int  # number of tokens in steps that did not update the weights
+    num_steps: int  # number of steps before the checkpoint
+    num_begun: int  # number of starts of training: the first start, resumes and rollbacks
+    num_undone: int  # number of recorded steps that do not count
+    num_lost: int = 0  # number of steps that were trained but whose lines could not be written
 
     @property
     def is_exact(self) -> bool:
-        """Whether every token that was read was trained exactly once or waits for a later step."""
+        """Whether every token that was read was trained exactly once, or waits for a later step."""
         return not (self.never or self.repeated or self.skipped or self.num_lost)
 
 
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Read from the ledger the steps whose updates are contained in the run's present weights.
+    """Read from the ledger the steps that led to the run's present weights.
 
     Args:
         folder: The run's folder.
 
     Returns:
-        The lines by step number, the number of starts of training, and the number of recorded steps
-            that do not count because training resumed before them.
+        The line of each of these steps, by step number; the number of starts of training; and the
+            number of recorded steps that do not count, because training resumed before them.
 
     Raises:
-        UserError: If a step is missing or a line is damaged, and no later line explains it.
+        UserError: If a step is missing or a line is damaged, and no line about lost lines or about
+            a new start explains that.
     """
     path = folder / FILE
     if not path.exists():
@@ -154,9 +156,8 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
                 del steps[step]
         elif (step := of.whole("step", at_least=0)) != len(steps) and not has_lost:
             raise UserError(
-                f"{path} is damaged: step {step} follows after {len(steps)} steps, but "
-                "steps must be complete and in order; restore the file, or train "
-                "again with telemetry.ledger = true"
+                f"{path} is damaged: it has a line for step {step} where step {len(steps)} must "
+                "follow; restore the file, or train again with telemetry.ledger = true"
             )
         else:
             steps[step] = data
@@ -171,8 +172,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     torn = ""
     for line in path.read_text("utf-8", errors="replace").splitlines():
         if not line:
-            # Every start of training first writes a line end, in case a killed process has left an
-            # incomplete line. So there are empty lines.
+            # There are empty lines, because every start of training first writes a line end, in
+            # case a killed process has left an incomplete line.
             continue
         try:
             data = object_of(parse_json(line, path), path)
@@ -190,24 +191,24 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
-    """Count how often each token that was read before the newest checkpoint was trained.
+    """Count how many times each token that was read before the newest checkpoint was trained.
 
     To find these tokens, the lengths of documents are read again from the run's source, up to the
-    position that the checkpoint has stored.
+    read position in the checkpoint.
 
     Args:
-        folder: The run's folder, with its ledger.
-        planner: A planner of the run, from whose source the lengths are read.
+        folder: The run's folder, which has the ledger.
+        planner: A planner of the run. The lengths are read from its source.
         state: The planner's state in the newest checkpoint.
     """
     steps, num_begun, num_undone = lineage(folder)
-    # Later steps are not in the checkpoint, so they do not count.
+    # Leave out steps after the checkpoint, because its weights do not contain their updates.
     done = {step: line for step, line in steps.items() if step < state.next_step}
     lengths = _lengths_read(planner, state)
     waiting_pieces = Pieces.concat(
         state.carry.pieces, *(b.pieces for plan in state.ready for b in plan.micro_batches)
     )
-    # Count for each token of each document how many times it was trained or waits.
+    # For each token of each document, the number of times that it was trained, plus 1 if it waits.
     covered = {key: np.zeros(length, np.int64) for key, length in lengths.items()}
     skipped = 0
     for line in done.values():
@@ -232,8 +233,9 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
     """Add 1 to the count of every token of some pieces, and return the number of these tokens.
 
     Args:
-        covered: For each document, by (source, id), how often each of its tokens was counted.
-        columns: The pieces, as the columns `_COLUMNS`.
+        covered: The counts of each document's tokens, by (source, id), with shape [length]. They
+            are changed.
+        columns: The columns `_COLUMNS` of the pieces, by name.
     """
     num_tokens = 0
     rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
@@ -246,8 +248,8 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
 def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
     """Return the length of each document that the loader had read at `state`, by (source, id).
 
-    The end of the last batch is cut at the position in `state`, because a resumed run may have read
-    batches of another size.
+    The last batch is cut at the read position in `state`, because an earlier start of the run may
+    have read batches of another size.
     """
     found: dict[tuple[int, int], int] = {}
     end = _position(state.corpus)
@@ -265,12 +267,10 @@ def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int]
 
 
 def _position(corpus: dict[str, Any]) -> int:
-    """Return how many documents of a source have been read.
-
-    For a source of ready-made packs (`PackedBatches`), the number of steps is returned.
+    """Return how many documents were read from a source, or, for ready-made packs, how many steps.
 
     Args:
-        corpus: The source's read position, as planner states store it.
+        corpus: The source's read position, in the form in which planner states store it.
     """
     if _IN_STEPS in corpus:
         return corpus[_IN_STEPS]

@@ -13,10 +13,10 @@ from wlb.train.telemetry.work import WorkMeter
 
 
 class MeasureSteps(Hook):
-    """Measures each step, and stores the result in `ExecutedStep.telemetry` for the hooks after it.
+    """Measures each step, and stores the result in `ExecutedStep.telemetry` for later hooks.
 
     Args:
-        spec: The run, in which kernels.attention names the kernel that really computes.
+        spec: The run, in which kernels.attention is not `auto` but the kernel that computes.
         mesh: This rank's place in the layout.
         clock: The clock that times the passes of each step.
     """
@@ -28,14 +28,14 @@ class MeasureSteps(Hook):
         self._num_recorded = 0
 
     def begin(self, run: RunContext) -> None:
-        """Print a line if MFU cannot be computed, because the device's peak is unknown."""
+        """Print a line if MFU cannot be computed, because the device's peak TFLOP/s are unknown."""
         if self.work.note:
             run.report.say(self.work.note)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Measure the step. All ranks reduce their times together."""
+        """Measure the step, unless it had no targets. All ranks sum their times together."""
         if not step.plan.num_targets:
-            return  # The step computed nothing.
+            return  # Nothing was computed.
         times, experts = self.clock.take(), expert_tokens(step, self.mesh)
         self.meter.add(step.pipeline, times, self._exposed(run, step), experts)
         own_ns = self.meter.own_ns
@@ -52,8 +52,8 @@ class MeasureSteps(Hook):
     def _exposed(self, run: RunContext, step: ExecutedStep) -> Exposed:
         """Return how long this rank waited for a step's plan and inputs, and worked on records.
 
-        The time that hooks spend on the records of a step is known only after the step, so it is
-        added to the next step.
+        The time that hooks spend on the records of a step is known only after the step. Therefore
+        it is added to the next step.
         """
         step_ns = round((time.perf_counter() - step.began_s) * 1e9) + step.waited_ns
         exposed = Exposed(
@@ -67,11 +67,11 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Return the number of tokens whose expert work is in this rank's times, by micro-batch.
+    """Return how many tokens' expert work this rank's measured times include, by micro-batch.
 
-    It is the mean number of tokens of the pipelines that share the EP group, times the relative
-    load of a rank (its load over the mean rank's). On a CPU, this rank's load is used. On CUDA, the
-    most loaded rank's is used, because the measured times include waits for that rank.
+    The number is the mean over the pipelines that share the EP group, times the relative load of an
+    EP rank (its load over the mean rank's load). On a CPU this is the load of this rank. On CUDA it
+    is the load of the most loaded rank, because the measured times include waits for that rank.
 
     Args:
         step: The executed step.

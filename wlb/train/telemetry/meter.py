@@ -1,12 +1,13 @@
 """Compares predicted with measured times of passes on each rank, and sums the result over ranks.
 
-The time of a micro-batch in a stage is predicted with the kernel profile that also prices plans,
-for the spans of this rank. On a CPU the prediction leaves out collectives, because the measured CPU
-time does not include waits for them. The time of experts is predicted for the number of tokens that
-they really computed, so that a profile fitted to these times does not depend on a run's routing.
+The time of a micro-batch in a stage is predicted for the spans of this rank, with the kernel
+profile that also prices plans. On a CPU the prediction leaves out collectives, because the measured
+CPU time does not include waits for them. The time of experts is predicted for the number of tokens
+that they really computed, so that a profile fitted to these times does not depend on a run's
+routing.
 
-Two kinds of passes are not compared: passes of a rank that has only padding in a micro-batch,
-because padding has no price, and passes that include collectives of FSDP.
+Two kinds of passes are not compared. If a rank has only padding in a micro-batch, its passes have
+no price. Passes that include collectives of FSDP are slower than predicted.
 """
 
 from dataclasses import fields
@@ -34,24 +35,24 @@ from wlb.train.telemetry.clock import StepTimes
 _LATENCIES = ("", "predicted_", "whole_")
 """Prefixes of the names of three forward times in a `Telemetry` record.
 
-They are the measured time in decoder layers, the predicted time in decoder layers, and the measured
-time in the whole pass."""
-# The parts of a forward pass that are in decoder layers.
+These times are the measured time of the decoder layers, the predicted time of the decoder layers,
+and the measured time of the whole pass."""
+# The parts of a forward pass that the decoder layers compute.
 _IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
 _COLUMNS = tuple(f.name for f in fields(Moments))
 
 
 class Exposed(NamedTuple):
-    """Times of a step on one rank outside of its passes."""
+    """Times (ns) of a step on one rank that are not times of passes."""
 
     loading_ns: int = 0  # time that the rank waited for inputs
     planning_ns: int = 0  # time that the rank waited for plans
     records_ns: int = 0  # CPU time that hooks spent on measuring and recording
-    step_ns: int = 0  # duration of the step
+    step_ns: int = 0  # wall time of the whole step, with the wait for its plan
 
 
-# For the times `_MEANS`, the mean over ranks is recorded. For the times `_SPREADS`, the largest
-# value and its rank are recorded too.
+# Times whose mean over ranks is recorded. For `_SPREADS`, the largest time and its rank are
+# recorded too.
 _MEANS = ("embedding_ns", "head_ns", "predicted_embedding_ns", "predicted_head_ns")
 _SPREADS = ("compute_ns", "bubble_ns")
 _SUMMED = (*_MEANS, *Exposed._fields, *_SPREADS)
@@ -68,8 +69,8 @@ class TelemetryMeter:
         self.cost = workload_for(spec, mesh.device.type)
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
         self._experts_ns = experts_ns_per_token(self._priced)
-        # `StragglerWatch` compares ranks by terms whose time does not include waits for other
-        # ranks. With one CPU thread no term includes such waits; otherwise only attention has none.
+        # `StragglerWatch` compares ranks by the terms whose time does not include waits for other
+        # ranks. These are all terms if CPU time of one thread is measured, else only attention.
         excludes_waits = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if excludes_waits or t.startswith("attention")]
         self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
@@ -83,7 +84,7 @@ class TelemetryMeter:
 
     @property
     def times_hold_collectives(self) -> bool:
-        """Whether measured times include waiting in collectives. They do on CUDA, not on a CPU."""
+        """Whether measured times include waits in collectives: true on CUDA, false on a CPU."""
         return self.mesh.device.type == "cuda"
 
     @property
@@ -93,10 +94,10 @@ class TelemetryMeter:
 
     @property
     def own_ns(self) -> np.ndarray:
-        """Five sums of this rank's times (ns) over the steps since the last `reduce`, int64 [5].
+        """This rank's times (ns), summed over the steps since the last `reduce`; int64 [5].
 
-        They are the measured and the predicted time of the terms by which stragglers are found, and
-        the times of computing, of pipeline bubbles and of waiting for inputs.
+        The first two are the measured and the predicted time of the terms by which stragglers are
+        found. The others are the times of computing, of bubbles and of waiting for inputs.
         """
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
@@ -112,11 +113,11 @@ class TelemetryMeter:
         """Add a step that this rank executed.
 
         Args:
-            plan: The step's plan of this rank's pipeline.
+            plan: The plan of this rank's pipeline for the step.
             times: Measured times of the step's passes.
-            exposed: Times outside of the passes; None counts them as 0.
-            experts: For each micro-batch, the number of tokens for which experts computed in the
-                measured times, shape [n] (`wlb.train.telemetry.measure.expert_tokens`). None
+            exposed: Times outside of the passes; None means that all are 0.
+            experts: For each micro-batch, the number of tokens whose expert work is in the measured
+                times, shape [n] (`wlb.train.telemetry.measure.expert_tokens`). None for a model
                 without experts.
         """
         predicted = {
@@ -129,8 +130,8 @@ class TelemetryMeter:
                 row = self.mesh.at.dp * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
                 if layers.layers and plan.shardings[i].tokens[self.mesh.at.cp]:
-                    # The price assumes that experts compute for `tokens` tokens. `extra` is how
-                    # many more they really computed for.
+                    # The price assumes that experts compute `tokens` tokens. `extra` is the number
+                    # of tokens that they really computed, minus `tokens`.
                     tokens = plan.shardings[i].num_tokens * self._priced.expert_load
                     extra = 0.0 if experts is None else float(experts[i]) - tokens
                     self._compare(i, num - 1, stage, predicted[layers], times, extra)
@@ -153,7 +154,7 @@ class TelemetryMeter:
         """Return three forward times (ns) of micro-batch `i` in a stage on this rank.
 
         The first two are the measured and the predicted time of the decoder layers. The third is
-        the measured time of the whole pass, with embedding and head.
+        the measured time of the whole pass, including embedding and head.
         """
         forward = Cell(Pass.FORWARD, stage, i)
         layers = times.part_ns(forward, *_IN_LAYERS)
@@ -170,10 +171,9 @@ class TelemetryMeter:
             i: Index of the micro-batch.
             last: Index of the step's last micro-batch.
             stage: Number of the stage.
-            predicted: Predicted times of all micro-batches.
-            times: Measured times.
-            extra: Number of tokens for which experts computed, minus the number that the price
-                assumes.
+            predicted: Predicted times of all micro-batches in this stage.
+            times: Measured times of all passes of the step.
+            extra: Number of tokens that experts computed, minus the number that the price assumes.
         """
         of = self._layers[stage]
         experts = (round(ns * extra * of.with_experts) for ns in self._experts_ns)
@@ -187,14 +187,14 @@ class TelemetryMeter:
             + times.part_ns(weight, Part.LAYERS),
         }
         has_fsdp = self.mesh.fsdp_size > 1
-        # FSDP gathers parameters in the first forward pass and reduces gradients in the last
-        # backward pass, so these times include its collectives.
+        # With FSDP, leave out the first forward pass, in which parameters are gathered, and the
+        # last backward pass, in which gradients are reduced.
         left_out = ("forward" if i == 0 else "", "backward" if i == last else "")
         for name, measured_ns in measured.items():
             if measured_ns <= 0:
                 continue
-            # Predicted attention times have shape [micro-batches, CP ranks], other predicted times
-            # [micro-batches].
+            # Predicted attention times have shape [micro-batches, CP ranks]. Other predicted times
+            # have shape [micro-batches].
             column = getattr(predicted, f"{name}_ns")
             expected_ns = int(column[i, self.mesh.at.cp] if column.ndim == 2 else column[i])
             expected_ns += extra_ns.get(name, 0)
@@ -205,15 +205,15 @@ class TelemetryMeter:
                 self._moments[name] += Moments.of(expected_ns * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:
-        """Sum the added times over all ranks, return them as a record, and start anew.
+        """Sum the times of the added steps over all ranks, and return the sums as a record.
 
-        A collective call.
+        The steps are then forgotten. A collective call.
         """
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
-        # Each code is an integer that combines a time with a rank, so that one all-reduce with
-        # maximum finds both the largest time and its rank. Of ranks with equal times, it finds the
-        # lowest.
+        # Each code is an integer that combines a time with a rank, so that the maximum over ranks
+        # gives both the largest time and its rank. If ranks have equal times, it gives the lowest
+        # rank.
         world, rank = self.mesh.world_size, self.mesh.rank
         codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
@@ -224,12 +224,13 @@ class TelemetryMeter:
         return record
 
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
-        """Build the record from what was reduced over ranks.
+        """Build the record from the sums and maxima over ranks.
 
         Args:
-            total: Sums over ranks: the columns of `Moments` of each term, then the times `_SUMMED`.
-            peaks: Maxima over ranks: a code for each of `_SPREADS` (see `reduce`), then the forward
-                times of each step, micro-batch and stage.
+            total: Sums over ranks. First come the fields of each term's `Moments`, and then the
+                times `_SUMMED`.
+            peaks: Maxima over ranks. First comes a code for each of `_SPREADS` (see `reduce`), and
+                then the forward times of each step, micro-batch and stage.
         """
         steps = self.num_steps
         width = len(_COLUMNS)
@@ -241,7 +242,7 @@ class TelemetryMeter:
         }
         compute_s, bubble_s = means.pop("compute_s"), means.pop("bubble_s")
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
-        # Sum over stages; the result has shape [steps, micro-batches, 3].
+        # Forward times summed over stages, with shape [steps, micro-batches, 3].
         latencies = peaks[2:].view(shape).sum(2)
         slowest = latencies.amax(1).sum(0).tolist()
         mean = latencies.double().mean(1).sum(0).tolist()
@@ -259,11 +260,11 @@ class TelemetryMeter:
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
-        """Return the mean and the largest time of a step over ranks, and the rank of the largest.
+        """Return a time's mean over ranks, the largest time, and its rank, all for one step.
 
         Args:
-            mean_s: Mean over ranks and steps.
-            code: Largest sum over the steps (ns) and its rank in one integer (see `reduce`).
+            mean_s: Mean time over ranks and steps, in seconds.
+            code: Largest time (ns), summed over the steps, and its rank in one integer (`reduce`).
             steps: Number of steps.
         """
         time_ns, behind = divmod(code, self.mesh.world_size)

@@ -1,11 +1,11 @@
 """Records all ranks' times in tables, finds ranks that are slower, and records timelines of passes.
 
-A table has five times of each rank, summed over `RANKS_INTERVAL` steps. It takes 35 bytes per rank
-in metrics.jsonl. A timeline shows when each pass of a step ran, on at most `MOST_TIMED` ranks: TP
-rank 0 of the first pipelines. It takes 20 bytes per pass.
+A table has five times of each rank, summed over `RANKS_INTERVAL` steps. A table takes 35 bytes per
+rank in metrics.jsonl. A timeline shows when each pass of a step ran, on a few ranks
+(`timed_ranks`). A timeline takes 20 bytes per pass.
 
 On a CPU, the times of different ranks in a timeline are aligned by the clocks of their hosts,
-unless the clocks differ by more than the length of the step. On CUDA all ranks begin at time 0,
+unless the clocks differ by more than the duration of the step. On CUDA all ranks begin at time 0,
 because the host's clock does not say when the device began the step.
 """
 
@@ -30,10 +30,10 @@ from wlb.train.telemetry.clock import StepClock, StepSpans
 from wlb.train.telemetry.report import RunReport
 
 LEAST_SHARE = 0.5
-"""A table must cover at least this share of `RANKS_INTERVAL` steps to decide about stragglers.
+"""Stragglers are only looked for in tables of at least this share of `RANKS_INTERVAL` steps.
 
-The last table of a run may cover fewer steps, whose times vary too much."""
-# Columns of a table of ranks, in the order in which `TelemetryMeter.own_ns` returns them.
+The last table of a run may have fewer steps, and times of few steps vary too much."""
+# Columns of a table of ranks, in the order of the times in `TelemetryMeter.own_ns`.
 _TABLED = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
 _KINDS = tuple(Pass)
 _NONE = -1  # marks unused rows in the array of a rank's passes (`RankMeter._packed`)
@@ -43,13 +43,13 @@ class StragglerWatch:
     """Finds stragglers: ranks that are slower than others at the same work.
 
     A rank is a straggler if its ratio of measured to predicted time exceeds the median rank's by
-    `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables of ranks in a row. It stops being one with
-    the first table in which its ratio is below this limit.
+    the share `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables of ranks in a row. The rank is a
+    straggler until the first table in which its ratio does not exceed this limit.
 
-    On a CPU, times of decoder layers are compared. On CUDA only times of attention kernels are
-    compared, because the rest of a layer includes waits for slower TP and CP ranks. A rank that is
-    late because of its host or a network link is therefore not found, but its neighbours have
-    larger pipeline bubbles.
+    On a CPU with one thread per rank, times of decoder layers are compared. Otherwise only times of
+    attention kernels are compared, because the rest of a layer includes waits for slower TP and CP
+    ranks. So a rank that is late because of its host or a network link is not found, but its
+    neighbours have larger pipeline bubbles.
 
     Args:
         spec: The run.
@@ -62,7 +62,7 @@ class StragglerWatch:
         self._named: tuple[Straggler, ...] = ()
 
     def update(self, table: RankTable) -> tuple[Straggler, ...]:
-        """Take the run's next table of ranks, and return the present stragglers, slowest first."""
+        """Return the present stragglers, slowest first, given the run's next table of ranks."""
         if table.num_steps < LEAST_SHARE * RANKS_INTERVAL:
             return self._named
         over = table.over_median
@@ -90,7 +90,7 @@ class RankMeter:
     Args:
         spec: The run.
         mesh: This rank's place in the layout.
-        places: Node and host of each rank (`gather_places`); needed on rank 0 only.
+        places: Node and host of each rank (`gather_places`). Only rank 0 needs them.
     """
 
     def __init__(self, spec: RunSpec, mesh: Mesh, places: tuple[Place, ...]) -> None:
@@ -106,7 +106,7 @@ class RankMeter:
         """Add the times of one or more steps of this rank.
 
         Args:
-            own_ns: Five times, summed over the steps, as `TelemetryMeter.own_ns` returns them.
+            own_ns: The times of `TelemetryMeter.own_ns`, summed over the steps, int64 [5].
             num_steps: Number of steps.
         """
         self._own_ns = self._own_ns + own_ns
@@ -115,7 +115,7 @@ class RankMeter:
     def is_table_due(self, *, is_last: bool) -> bool:
         """Return whether a table is due: after every `RANKS_INTERVAL` steps, and at the end.
 
-        `is_last` says that the run's last step has ended.
+        `is_last` is true after the run's last step.
         """
         return self._num_steps > 0 and (is_last or self._num_steps >= RANKS_INTERVAL)
 
@@ -140,10 +140,10 @@ class RankMeter:
         return replace(table, stragglers=self._watch.update(table))
 
     def timeline(self, spans: StepSpans, step: int, steps_done: int) -> MeasuredTimeline | None:
-        """Gather when the passes of a step ran, on a few ranks. All ranks call it.
+        """Gather from a few ranks when the passes of a step ran. All ranks must call this.
 
         Args:
-            spans: The passes of this rank.
+            spans: When the passes of this rank ran.
             step: Number of the step.
             steps_done: Number of updates so far.
 
@@ -172,8 +172,8 @@ class RankMeter:
         """Pack this rank's passes into an int64 array that has the same shape on every rank.
 
         The shape is [1 + most passes of a rank, 5]. The first row has the Unix time at which the
-        step began (ns), and its wall time (us). Each further row is a pass: its kind, stage,
-        micro-batch, begin (us) and duration (us). Unused rows are filled with `_NONE`.
+        step began (ns), and the step's wall time (us). Each further row has a pass: its kind,
+        stage, micro-batch, begin (us) and duration (us). Unused rows are filled with `_NONE`.
         """
         spec = self.spec
         most = len(_KINDS) * spec.pp.virtual_stages * spec.micro_batches_per_pipeline
@@ -188,11 +188,11 @@ class RankMeter:
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """Return the ranks whose passes a timeline shows.
 
-    They are all ranks with TP rank 0 in as many of the first pipelines as have at most `MOST_TIMED`
-    such ranks together. If one pipeline has more than that, they are the ranks with TP rank 0 and
-    CP rank 0.
+    A timeline shows the ranks with TP rank 0 in the first pipelines, in as many pipelines as have
+    at most `MOST_TIMED` such ranks together. If a single pipeline has more such ranks, only its
+    ranks with CP rank 0 are shown.
     """
-    # All ranks with TP rank 0, in shape [dp, cp, pp].
+    # The ranks with TP rank 0, in shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
     if grid[0].size > MOST_TIMED:
         grid = grid[:, :1]
@@ -206,10 +206,10 @@ def timeline_of(
     """Build a timeline from the passes of a few ranks.
 
     Args:
-        rows: The array of passes that `RankMeter._packed` made on each rank, by rank.
+        rows: For each of these ranks, the array of passes that `RankMeter._packed` made.
         step: Number of the step.
-        steps_done: Number of updates after the step.
-        has_common_clock: Whether begin times of different ranks can be compared.
+        steps_done: Number of updates so far, including the step's.
+        has_common_clock: Whether the times at which ranks began the step can be compared.
     """
     began_us = np.array([r[0, 0] // 1000 for r in rows.values()])
     walls_us = np.array([r[0, 1] for r in rows.values()])
@@ -261,7 +261,7 @@ class RecordRanks(Hook):
                 run.report.write("timeline", **timeline.to_json())
 
     def _report(self, table: RankTable, report: RunReport) -> None:
-        """Report ranks that became stragglers, and ranks that no longer are."""
+        """Report ranks that have become stragglers, and ranks that are stragglers no longer."""
         known = {s.rank: s for s in table.stragglers}
         for rank, straggler in known.items():
             if rank not in self._stragglers:
@@ -275,11 +275,11 @@ def gather_places(mesh: Mesh, world: World) -> tuple[Place, ...]:
     """Gather on which node and host every rank runs. A collective call.
 
     Returns:
-        Node and host of each rank on rank 0; () on other ranks.
+        On rank 0, node and host of each rank; () on other ranks.
     """
     found: list[Any] = [None] * mesh.world_size
     own = Place(platform.node(), world.node_rank)
-    # all_gather_object passes data around a ring of ranks. With gather_object, rank 0 would need
-    # an open connection to every rank.
+    # Use all_gather_object, which passes data around a ring of ranks. With gather_object, rank 0
+    # would need an open connection to every rank.
     dist.all_gather_object(found, own, group=host_group())
     return tuple(found) if mesh.rank == 0 else ()

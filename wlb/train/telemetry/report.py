@@ -20,10 +20,11 @@ class RunReport:
 
     Args:
         job: The run.
-        is_shown: Whether this rank writes anything; true on rank 0.
-        priced: The run's spec, in which kernels.attention names the kernel that really computes.
+        is_shown: Whether this rank writes anything; true only on rank 0.
+        priced: The run's spec, in which kernels.attention is not `auto` but the kernel that
+            computes.
         device: Kind of device, "cpu" or "cuda".
-        steps_done: Updates of the checkpoint that the run resumes from; 0 for a new run.
+        steps_done: Number of updates in the checkpoint that the run resumes from; 0 for a new run.
         places: Node and host of each rank; empty except on rank 0.
     """
 
@@ -83,7 +84,7 @@ class RunReport:
             sink.write({"kind": kind, **values})
 
     def say(self, line: str) -> None:
-        """Print a line on rank 0's screen; it stays above a live table."""
+        """Print a line on rank 0's screen, above the live table if there is one."""
         if self.display is not None:
             self.display.say(line)
 
@@ -91,8 +92,8 @@ class RunReport:
         """Record that training begins or resumes.
 
         Args:
-            resumed_from: The checkpoint; None for a new run.
-            steps_done: Number of updates that its weights have had.
+            resumed_from: The checkpoint from which training resumes; None for a new run.
+            steps_done: Number of updates that the weights have had.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"resumed_from": resumed_from, "steps_done": steps_done, "time": now}

@@ -1,6 +1,6 @@
 """Sinks, which write a run's records: metrics.jsonl and, if configured, TensorBoard and wandb.
 
-A record is a dictionary. Its entry "kind" says what it is about. Every sink gets every record.
+A record is a dictionary, and its entry "kind" says what it is about. Every sink gets every record.
 metrics.jsonl has one line per record. TensorBoard and Weights & Biases draw curves of all numbers
 in records of steps and evaluations (`scalars_of`), so a new number in such a record appears in all
 sinks without further code. Only rank 0 has sinks.
@@ -24,13 +24,12 @@ from wlb.train.telemetry.appended import AppendedFile
 CURVES = ("step", "evaluation")
 """Kinds of records whose numbers TensorBoard and wandb draw as curves."""
 MOST_TABLE_BYTES = 64 * 2**20
-"""Most bytes of rank tables and timelines that a run writes to metrics.jsonl.
+"""Most bytes of tables of ranks and timelines that a start of a run writes to metrics.jsonl.
 
-Later tables and timelines are left out, so that a long run does not fill the disk. A resumed run
-may write as much again."""
+Later tables and timelines are left out, so that a long run does not fill the disk."""
 _TABLES = ("ranks", "timeline")
-# Numbers of a record for which no curve is drawn: sums, from which other numbers of the record are
-# computed, and counts of steps, which are the horizontal axis.
+# Names of the numbers for which no curve is drawn. `_SUMS` are sums from which other numbers of a
+# record are computed. `_COUNTS` are counts of steps, which are the horizontal axis.
 _SUMS = frozenset(f.name for f in fields(Moments))
 _COUNTS = frozenset(("step", "steps_done"))
 
@@ -51,7 +50,7 @@ def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
     Args:
         spec: The run.
         folder: The run's folder.
-        steps_done: Updates of the checkpoint that the run resumes from; 0 for a new run.
+        steps_done: Number of updates in the checkpoint that the run resumes from; 0 for a new run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
@@ -72,16 +71,16 @@ def refuse_missing(spec: RunSpec) -> None:
             shown = json.dumps(value)
             raise UserError(
                 f"{key} = {shown} needs the package {package}, which is not installed. "
-                f"Install it with pip install 'wlb-llm[{package}]', or remove {key}; "
-                "metrics.jsonl records the same numbers"
+                f"Install it with pip install 'wlb-llm[{package}]', or remove {key}, because "
+                "metrics.jsonl has the same numbers anyway"
             )
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a record that are drawn as curves, by their path in the record.
 
-    A path is, for example, "measured/telemetry/imbalance". Two kinds of numbers are left out: step
-    counts, which are the horizontal axis, and sums from which other numbers are computed.
+    A path is, for example, "measured/telemetry/imbalance". Two kinds of numbers are left out:
+    counts of steps, which are the horizontal axis, and sums from which other numbers are computed.
     """
     return dict(_leaves(record, ""))
 
@@ -110,7 +109,7 @@ class JsonLines:
             self._file.write("\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record as a line. Tables and timelines beyond `MOST_TABLE_BYTES` are left out."""
+        """Write a record as a line, unless tables and timelines would exceed `MOST_TABLE_BYTES`."""
         text = json.dumps(record)
         if record["kind"] in _TABLES:
             if self._tables_left < len(text):
@@ -134,7 +133,7 @@ def _ends_a_line(path: Path) -> bool:
 class TensorBoard:
     """Writes event files for TensorBoard.
 
-    If a resumed run trains steps a second time, TensorBoard hides the earlier values of these
+    If a resumed run trains some steps a second time, TensorBoard hides the earlier values of these
     steps.
     """
 
@@ -144,7 +143,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a step's or evaluation's record to TensorBoard's curves."""
+        """Add the numbers of a record to TensorBoard's curves, if its kind is in `CURVES`."""
         if record["kind"] in CURVES:
             for name, value in scalars_of(record).items():
                 self._writer.add_scalar(name, value, record["steps_done"])
@@ -157,9 +156,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """Logs records to a run of Weights & Biases, in the project `telemetry.wandb`.
 
-    The id of that run is stored in the training run's folder, so that a resumed training continues
-    it. The wandb library reads the account, and WANDB_MODE (online or offline), from the
-    environment.
+    The id of the run in Weights & Biases is stored in the folder of the training run, so that
+    resumed training continues the same run. The wandb library reads the account, and WANDB_MODE
+    (online or offline), from the environment.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -175,13 +174,13 @@ class WeightsAndBiases:
             dir=str(folder),
             config=spec.to_dict(),
         )
-        # wandb's default horizontal axis can only increase. A resumed run may train steps a second
-        # time, so the curves use "steps_done" as their axis.
+        # Use "steps_done" as the horizontal axis. wandb's default axis can only increase, but a
+        # resumed run may train steps a second time.
         self._run.define_metric("steps_done")
         self._run.define_metric("*", step_metric="steps_done")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Log the numbers of a step's or evaluation's record to wandb."""
+        """Log the numbers of a record to wandb, if its kind is in `CURVES`."""
         if record["kind"] in CURVES:
             self._run.log({"steps_done": record["steps_done"], **scalars_of(record)})
 

@@ -1,6 +1,6 @@
-"""The hook that records and shows every step: its predictions and measurements.
+"""The hook that records and shows the predictions and measurements of every step.
 
-It also records steps that update nothing because their loss or gradient is not finite.
+The hook also records steps that update nothing because their loss or gradient is not finite.
 """
 
 import resource
@@ -19,7 +19,7 @@ from wlb.train.telemetry.display import StepFigures
 
 
 class RecordSteps(Hook):
-    """Writes a record per step to the sinks, shows the step, and adds it to the summary's sums."""
+    """Writes a record of each step, shows the step, and adds it to the sums of the summary."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         """Record and show an executed step."""
@@ -69,7 +69,7 @@ class RecordSteps(Hook):
             action=str(step.action),
         )
         is_rollback = step.action == OnNonfinite.ROLLBACK
-        then = f"training goes back to {step.saved_in}" if is_rollback else "its update is skipped"
+        then = f"training returns to {step.saved_in}" if is_rollback else "the update is skipped"
         run.report.say(f"the step after step {run.steps_done} is not finite: {found}; {then}")
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
@@ -80,11 +80,11 @@ class RecordSteps(Hook):
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this rank has used so far.
 
-    On a GPU it is the peak memory that torch allocated for tensors, on a CPU the peak resident
-    memory of the process.
+    On a GPU, this is the peak of the memory that torch allocated for tensors. On a CPU, it is the
+    peak resident memory of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux returns KiB, macOS bytes.
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,7 +1,7 @@
 """The hook that traces whole steps with torch.profiler (`telemetry.trace_steps`).
 
-A trace shows every operator and kernel of a step on one rank, in Perfetto or chrome://tracing.
-Tracing makes the step slower, so its time should not be compared with that of other steps.
+Perfetto and chrome://tracing show a trace, which has every operator and kernel of a step on one
+rank. Tracing makes the step slower, so its time should not be compared with that of other steps.
 """
 
 from pathlib import Path
@@ -28,14 +28,14 @@ class TraceSteps(Hook):
         self._running: Any = None
 
     def begin(self, run: RunContext) -> None:
-        """Start a trace if the first step is to be traced."""
+        """Start a trace if `telemetry.trace_steps` lists the first step."""
         self._start_if_due(run)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Write the trace of the step that ended."""
+        """Write the trace of the step that has ended, if the step was traced."""
         if self._running is None:
             return
-        # Writing a trace may take longer than its step and does not belong to it.
+        # Writing a trace may take longer than a step, so do not count it as time of steps.
         with run.wall.phase(Phase.REST):
             self._write(run)
 
@@ -45,14 +45,14 @@ class TraceSteps(Hook):
         try:
             self.folder.mkdir(exist_ok=True)
         except FileNotFoundError:
-            # The run's folder was removed or renamed, and `KeepFolder` will end the run.
+            # The run's folder was removed or renamed, so `KeepFolder` will end the run soon.
             return
         path = self.folder / f"step-{run.steps_done:08d}-rank-{self.rank}.json.gz"
         running.export_chrome_trace(str(path))
         run.report.say(f"trace of step {run.steps_done}: {path} (https://ui.perfetto.dev)")
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Start a trace if the next step is to be traced."""
+        """Start a trace if `telemetry.trace_steps` lists the next step."""
         self._start_if_due(run)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Measures the wall time of a run by phase, such as start-up, steps and checkpoints.
 
-Every second belongs to exactly one phase, so the phases sum to the total. Phases may nest; the time
-of an inner phase is not counted in the outer one. The first phase, the start-up, begins with the
-command (`Job.started_s`), before the ranks exist.
+Every second belongs to exactly one phase, so the times of all phases add up to the whole time.
+Phases may nest, and the time of an inner phase is not counted in the outer phase. The first phase
+is the start-up. It begins when the command begins (`Job.started_s`), before the ranks exist.
 """
 
 import time
@@ -27,8 +27,8 @@ class WallTimes:
 
     Args:
         started_s: Unix time at which the command began.
-        ready_s: Unix time at which its ranks could begin, after stores were made and the run was
-            checked; 0 if not known.
+        ready_s: Unix time at which everything was ready for the ranks to begin (`Job.ready_s`); 0
+            if not known.
     """
 
     def __init__(self, *, started_s: float, ready_s: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class WallTimes:
         self._mark_s = time.perf_counter()
 
     def switch(self, phase: Phase) -> Phase:
-        """End the current phase and begin `phase`. Return the phase that ended."""
+        """End the current phase and begin `phase`. Return the phase that has ended."""
         now_s, before = time.perf_counter(), self._phase
         self._seconds[before] += now_s - self._mark_s
         self._phase, self._mark_s = phase, now_s
@@ -47,7 +47,7 @@ class WallTimes:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Add the time of the block to `phase`, except the time of phases inside the block."""
+        """Add the time of the block to `phase`, without the time of phases inside the block."""
         outer = self.switch(phase)
         try:
             yield
@@ -62,11 +62,11 @@ class WallTimes:
 
 
 def wall_line(seconds: dict[Phase, float], *, before_ranks_s: float) -> str:
-    """Return the wall time of all phases in one sentence, for the summary.
+    """Return the wall time of all phases in one line, for the summary.
 
     Args:
-        seconds: Seconds by phase.
-        before_ranks_s: Seconds of the start-up before ranks could begin; 0 if not known.
+        seconds: Seconds of each phase.
+        before_ranks_s: Seconds of the start-up until the ranks could begin; 0 if not known.
     """
     parts = ", ".join(f"{name} {s:.1f}" for name, s in seconds.items())
     line = f"{sum(seconds.values()):.1f} s = {parts}"

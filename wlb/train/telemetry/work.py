@@ -1,8 +1,8 @@
 """Computes TFLOP/s and MFU from the model FLOPs and the wall time of executed steps.
 
 Every rank has the plan of all pipelines, so it knows the FLOPs of all ranks without communication.
-The time is this rank's wall time of whole steps, as for tokens/s. It is nearly the same on all
-ranks, because ranks wait for each other in every step.
+The time is this rank's wall time of whole steps, as for tokens/s. This time is nearly the same on
+all ranks, because ranks wait for each other in every step.
 """
 
 import torch
@@ -30,16 +30,16 @@ class WorkMeter:
 
     @property
     def note(self) -> str:
-        """A line for the log that says why MFU cannot be computed; "" if it can."""
+        """A line for the log that says why MFU cannot be computed; "" if it can be."""
         if self.peak_tflops:
             return ""
         return (
             f"model TFLOP/s without MFU, because the peak of {self.device} in "
-            f"{self.spec.training.dtype} is not known; set cluster.peak_tflops"
+            f"{self.spec.training.dtype} is not known; to get MFU, set cluster.peak_tflops"
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:
-        """Add an executed step: its wall time, and the forward and backward FLOPs of all tokens.
+        """Add an executed step's wall time, and the forward and backward FLOPs of its tokens.
 
         Args:
             plan: The packing of the step.
@@ -55,6 +55,6 @@ class WorkMeter:
         )
 
     def take(self) -> Work:
-        """Return the sums over the steps since the previous call."""
+        """Return the sums over the steps that were added since the previous call."""
         taken, self._sum = self._sum, Work()
         return taken
