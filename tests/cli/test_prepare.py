@@ -236,7 +236,7 @@ def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixt
     assert run(*command, "--tokenizer", plain) == 0
     assert TokenStore(out).read(3).tolist()[:6] == [257, *b"Why?", 256]
     assert run(*command, "--tokenizer", "bpe") == 2
-    assert "works only with the built-in templates" in capsys.readouterr().err
+    assert "works only with the built-in chat templates" in capsys.readouterr().err
 
 
 def test_a_saved_tokenizer_without_a_limit_of_length(

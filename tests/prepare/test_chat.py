@@ -335,7 +335,9 @@ def test_truncate_left_keeps_the_system_message() -> None:
     assert cut(20, TooLong.TRUNCATE_LEFT, *TALK) == [[*system[:-1], "\ntant\n", f"[No{E}]", "\n"]]
     # Of the last turn only "o" and its end are left; "o" has lost what it would be predicted from.
     assert cut(14, TooLong.TRUNCATE_LEFT, *TALK) == [[*system[:-1], "\no", f"[{E}]", "\n"]]
-    with pytest.raises(ValueError, match=r"system message has 11 of the 12 tokens .*leaves 1 for"):
+    with pytest.raises(
+        ValueError, match=r"system message has 11 of the 12 tokens .*at least 2 tokens must remain"
+    ):
         cut(12, TooLong.TRUNCATE_LEFT, *TALK)
     assert cut(25, TooLong.TRUNCATE_LEFT, *TALK[1:]) == [turn("?", "No")]
 

@@ -251,10 +251,12 @@ def test_truncation_may_leave_nothing_to_train(tmp_path) -> None:
     made = prepared(tmp_path, {"prompt": "", "completion": "y"}, asks, limit=24, **how)
     assert (made.skipped, made.counts, made.num_documents) == ({"untrained": 1}, {}, 1)
     assert (
-        "line 2: truncating the conversation of 71 tokens would remove all trained"
+        "line 2: the conversation has 71 tokens, and truncating it to --limit 24 would remove all"
         in made.examples["untrained"][0]
     )
-    with pytest.raises(ValueError, match="truncating the conversation of 71 tokens would remove"):
+    with pytest.raises(
+        ValueError, match="has 71 tokens, and truncating it to --limit 20 would remove"
+    ):
         prepared(tmp_path, asks, on_untrained=OnError.FAIL, limit=20, **how)
 
 
@@ -401,19 +403,19 @@ def test_a_jinja_template_and_what_it_cannot_render(tmp_path) -> None:
         ({"limit": 1}, "--limit = 1 must be at least 2 tokens"),
         (
             {"tokenizer": "bytes"},
-            "--tokenizer bytes has no special tokens, but --chat chatml needs some; use",
+            "--tokenizer bytes has no special tokens, but --chat chatml needs some; give",
         ),
         ({"template": "llama3"}, "--chat llama3: the tokenizer has no token <.begin_of_text"),
         ({"template": "vicuna"}, "no chat template vicuna; give one of chatml, llama3"),
         (
             {"template": "JINJA", "add_tokens": True},
-            "--add-tokens works only with the built-in templates",
+            "--add-tokens works only with the built-in chat templates",
         ),
         (
             {"template": "JINJA", "tokenizer": "bpe"},
-            "--tokenizer bpe works only with the built-in templates",
+            "--tokenizer bpe works only with the built-in chat templates",
         ),
-        ({"template": "ENDLESS"}, "which is not a special token of the tokenizer"),
+        ({"template": "ENDLESS"}, "which contains no special token of the tokenizer"),
         ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be above 258: 256 by"),
     ],
 )

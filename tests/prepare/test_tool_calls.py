@@ -185,16 +185,16 @@ def test_an_empty_reply_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("source", "record", "message"),
     [
-        (CALLS, asked(call(city="A")), "does not write tools, so they would be lost"),
+        (CALLS, asked(call(city="A")), "leaves out the tools, which would be lost"),
         (
             CALLS.replace("m.tool_calls %}", "m.tool_calls if loop.first %}"),
             {**asked(call(city="A"), call(city="B")), "tools": None},
-            "leaves out tool calls of message 1, so they would be lost",
+            "leaves out tool calls of message 1 or their arguments, which would be lost",
         ),
         (
             CALLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
             {**asked(call(city="A"), content="Well"), "tools": None},
-            r"writes those of messages \[0, 2, 3\]",
+            r"writes the contents of messages \[0, 2, 3\]",
         ),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_call_begins_where_the_header_does_not_end_as_the_prompt() -> None:
 
 def test_built_in_templates_have_no_form_for_calls() -> None:
     encoder = ChatEncoder(TOKENIZER, BUILT_IN["chatml"])
-    with pytest.raises(ValueError, match="chatml does not write tools, so they would be lost; use"):
+    with pytest.raises(ValueError, match="chatml leaves out the tools, which would be lost; use"):
         encoder.encode(conversation_of(asked(call(city="A"))))
 
 
@@ -275,5 +275,7 @@ def test_built_in_templates_have_no_form_for_calls() -> None:
     ],
 )
 def test_calls_and_tools_cannot_inject_special_tokens(record: object) -> None:
-    with pytest.raises(InjectedToken, match=r"tool calls contain the special token <.im_"):
+    with pytest.raises(
+        InjectedToken, match=r"tool calls of the conversation contain the special token <.im_"
+    ):
         encoded(TOOLS_FIRST + CALLS, record)

@@ -1,9 +1,9 @@
 """Encode conversations as tokens, and decide which tokens are trained.
 
 Text becomes special tokens only where the template itself wrote it, never in the contents of
-messages. The rendered text is cut where training begins and ends, and each part is encoded
-separately, so that every token is either trained or not. If contents have no text of special tokens
-and no token would cross a cut, the result equals encoding the whole text at once.
+messages. The rendered text is cut where trained text begins and ends, and each part is encoded
+separately, so that every token is either trained or not. The result is the same as encoding the
+whole text at once, unless contents have the text of special tokens, or a token would cross a cut.
 """
 
 import json
@@ -115,16 +115,17 @@ class ChatEncoder:
             InjectedToken: Text of a message or of a tool would become a special token.
             UserError: The template refuses the conversation, or it is unclear what is trained.
         """
-        # The template writes tools and calls, so text of special tokens in them would become
-        # tokens.
+        # The template itself writes tools and tool calls, so the text of a special token in them
+        # would become this token.
         if found := self._special.search(conversation.literals):
             raise InjectedToken(
-                f"its tools or tool calls contain the special token {found[0].strip()}, which only "
-                f"the template may add; remove it from them"
+                f"the tools or tool calls of the conversation contain the special token "
+                f"{found[0].strip()}, which only the chat template may write; remove the token"
             )
         rendered = self.template.render(conversation, self.turns, self._special)
         spans = [(reply.start, self._stop(rendered.text, reply)) for reply in rendered.replies]
-        # Encode the text between adjacent cuts. `starts` maps each cut to the first token after it.
+        # Encode the text between adjacent cuts. `starts` maps the position of each cut to the index
+        # of the first token after the cut.
         places = [*rendered.turns, *([] if rendered.prefix is None else [rendered.prefix])]
         edges = [place for span in spans for place in span]
         cuts = sorted({0, len(rendered.text), *places, *edges})
@@ -158,8 +159,8 @@ class ChatEncoder:
                 return self._ids_by_name[name], name
         raise UserError(
             f"chat template {self.template.name} trains no special token at the end of an "
-            f"assistant's turn, so the model could not learn to stop; move the token that ends "
-            f"the turn into the {{% generation %}} block"
+            f"assistant's turn, so the model could not learn to end its turn; move the special "
+            f"token that ends the turn into the {{% generation %}} block"
         )
 
     def _stop(self, text: str, reply: Reply) -> int:
@@ -174,16 +175,17 @@ class ChatEncoder:
             return match.end()
         raise UserError(
             f"chat template {self.template.name} ends an assistant's turn with "
-            f"{text[reply.content_end : reply.stop]!r}, which is not a special token of the "
-            f"tokenizer, so the model could not learn to stop; use the template's own tokenizer, "
-            f"or add this token to the tokenizer"
+            f"{text[reply.content_end : reply.stop]!r}, which contains no special token of "
+            f"the tokenizer, so the model could not learn to end its turn; use the tokenizer that "
+            f"belongs to the template, or add the token to the tokenizer"
         )
 
     def _ending(self, text: str, reply: Reply) -> re.Match[str] | None:
         """Return the match of the special token that ends a reply, or None if there is none.
 
-        If the reply has tool calls, it is the last special token after the content. Otherwise it is
-        the first special token; if several follow each other directly, the last of these.
+        Only special tokens between the end of the content and the end of the turn are considered.
+        If the reply has tool calls, the last of them ends the reply. Otherwise the first one does,
+        or the last one of several that directly follow the first.
         """
         found = list(self._pattern.finditer(text, reply.content_end, reply.stop))
         if not found or reply.has_calls:
@@ -200,7 +202,7 @@ class ChatEncoder:
         return match[0] if match[0] in self._ids_by_name else match[0].strip()
 
     def _ids_of(self, rendered: Rendered, start: int, stop: int) -> list[int]:
-        """Encode [start, stop) of the text.
+        """Encode the characters [start, stop) of the rendered text.
 
         Only text that the template wrote itself can become special tokens.
         """
@@ -220,16 +222,17 @@ class ChatEncoder:
         if not self._forbidden.isdisjoint(ids):
             token = next(token for token in ids if token in self._forbidden)
             raise InjectedToken(
-                f"its text encodes to the special token {token}, which only the template may add; "
-                f"use another tokenizer, or remove that part of the text"
+                f"a text of the conversation encodes to the special token with the id {token}, "
+                f"which only the chat template may write; remove that part of the text, or use "
+                f"another tokenizer"
             )
         return ids
 
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
-        """Copy a tokenizer so that contents cannot become tokens that the template uses.
+        """Return a copy of a tokenizer that never turns contents into tokens of the template.
 
-        Ordinary text can become an added token that is not marked as special. So in the copy every
-        added token that the template uses is marked as special.
+        A tokenizer turns ordinary text into an added token unless the token is marked as special.
+        So the copy marks every added token that the template uses as special, except CONTENT_TAGS.
         """
         from tokenizers import Tokenizer
 
@@ -237,7 +240,7 @@ class ChatEncoder:
         for roles in _PROBES:
             try:
                 rendered = self.template.render(probe_of(roles), Turns.LAST)
-            # A template may refuse system messages or tools.
+            # A template may refuse system messages or tools. Then these have no tokens to protect.
             except UserError:
                 if roles == _PROBES[0]:
                     raise
@@ -250,7 +253,7 @@ class ChatEncoder:
             is_used = token["content"].strip() in used - set(CONTENT_TAGS)
             token["special"] = token["special"] or is_used
         copy = Tokenizer.from_str(json.dumps(data))
-        # Truncation and padding would change the parts of a text.
+        # The parts of a text are encoded separately, and must be neither truncated nor padded.
         copy.no_truncation()
         copy.no_padding()
         return copy
@@ -278,7 +281,7 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
     num = made.tokens.size
     if limit is None or num <= limit:
         return [made]
-    check_at_least("limit", limit, 2, " tokens: one to predict from")
+    check_at_least("limit", limit, 2, " tokens, because the first one is never trained")
     match too_long:
         case TooLong.SPLIT:
             return _split(made, limit)
@@ -286,8 +289,8 @@ def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatToke
             return [_truncate_left(made, limit)]
         case TooLong.REFUSE:
             raise UserError(
-                f"the conversation has {num} tokens, more than the limit of {limit}; raise the "
-                f'limit, or use too_long = "split" or "truncate_left"'
+                f"the conversation has {num} tokens, more than the limit of {limit}; raise "
+                f"--limit, or use --too-long split or truncate_left"
             )
 
 
@@ -309,22 +312,22 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
         raise UserError(
-            'too_long = "truncate" removes the oldest turns, but this template writes the system '
-            "message inside the first turn, so that it would be removed too; use "
-            'too_long = "split" or "refuse"'
+            "--too-long truncate_left drops the oldest turns, but this chat template writes the "
+            "system message inside the first turn, so the system message would be lost; use "
+            "--too-long split or refuse"
         )
     left = limit - prefix
     if left < 2:
         raise UserError(
-            f"the system message has {prefix} of the {limit} tokens that a document may have, "
-            f"which leaves {max(left, 0)} for the conversation, but at least 2 are needed; raise "
-            f'the limit, or use too_long = "split"'
+            f"the system message has {prefix} of the {limit} tokens that a document may have, but "
+            f"at least 2 tokens must remain for the turns; raise --limit, or use --too-long split"
         )
     turns = [turn for turn in made.turns if num - turn <= left]
     start = turns[0] if turns else num - left
     rows = np.concatenate([np.arange(prefix), np.arange(start, num)])
     is_trained = made.is_trained.copy()
-    # This token cannot be predicted, because the tokens before it were removed.
+    # The first token after the cut is not trained, because the tokens that would predict it were
+    # removed.
     is_trained[start] = False
     return _document(made.tokens[rows], is_trained[rows])
 
@@ -337,7 +340,7 @@ def _document(tokens: IntArray, is_trained: BoolArray) -> ChatTokens:
 def _pattern_of(added: list[Any]) -> re.Pattern[str]:
     """Return a pattern that finds the texts of added tokens.
 
-    It includes the white space that a token with lstrip or rstrip absorbs.
+    A match includes the white space that a token with lstrip or rstrip absorbs.
     """
     patterns: list[str] = []
     # Try longer tokens first, because a shorter token may be the beginning of a longer one.
@@ -355,9 +358,9 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
     ]
     if encoded[0] != encoded[1] + encoded[2]:
         raise UserError(
-            "the tokenizer puts white space in front of each text, but wlb must encode a "
-            "conversation in parts to keep contents apart from special tokens; use a tokenizer "
-            "without a prefix space (byte-level BPE with add_prefix_space = false)"
+            "the tokenizer adds a space in front of each text, but wlb encodes a conversation in "
+            "parts, and there must be no such space inside the conversation; use a tokenizer that "
+            "adds no space, such as a byte-level BPE with add_prefix_space = false"
         )
 
 

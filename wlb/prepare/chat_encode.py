@@ -8,7 +8,7 @@ A record's statistics (`Encoded.counts`) are summed over all records:
     unread:KEY             messages with a key KEY that wlb does not read
     split                  conversations that were split because they were too long
     split_documents        documents that these conversations became
-    untrained_parts        parts of split conversations without a trained token, which are skipped
+    untrained_parts        parts of split conversations that are skipped, as no token is trained
     untrained_part_tokens  tokens of the parts that are skipped
     truncated              conversations that were truncated because they were too long
     truncated_tokens       tokens that truncation removed
@@ -71,19 +71,19 @@ class ChatChoice(EncoderChoice):
 
     def __post_init__(self) -> None:
         if self.limit is not None:
-            check_at_least("--limit", self.limit, 2, " tokens: one to predict from")
+            check_at_least("--limit", self.limit, 2, " tokens, as the first one is never trained")
         # Loading the template raises UserError if it cannot be used.
         load_template(self.template)
         if self.add_tokens and self.template not in BUILT_IN:
             raise UserError(
-                f"--add-tokens works only with the built-in templates ({', '.join(BUILT_IN)}), "
-                f"not with {self.template}; add the special tokens that this template needs to "
-                f"the tokenizer.json"
+                f"--add-tokens works only with the built-in chat templates "
+                f"({', '.join(BUILT_IN)}), not with {self.template}; leave out --add-tokens, and "
+                f"give a tokenizer.json that has the special tokens of this template"
             )
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All settings, checksums of the template's files, and the version of this encoder."""
+        """All settings, the checksums of the template's files, and the version of this encoder."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {"chat": given.pop("template"), "version": _VERSION, **given}
         if self.template not in BUILT_IN:
@@ -107,14 +107,20 @@ class ChatChoice(EncoderChoice):
         return [text for m in messages for text in (m.reasoning, m.content) if text]
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
-        """Return the special tokens to add to the tokenizer: the built-in template's, or none."""
+        """Return the special tokens of the built-in template, if they are to be added.
+
+        Without `add_tokens`, they are added only to a BPE that wlb trains.
+
+        Raises:
+            UserError: A BPE is to be trained, but the template is not built in.
+        """
         if tokenizer != BPE and not self.add_tokens:
             return ()
         if self.template not in BUILT_IN:
             raise UserError(
-                f"--tokenizer {BPE} works only with the built-in templates "
-                f"({', '.join(BUILT_IN)}), because their special tokens are known; give the "
-                f"tokenizer.json that belongs to {self.template}"
+                f"--tokenizer {BPE} works only with the built-in chat templates "
+                f"({', '.join(BUILT_IN)}), whose special tokens wlb knows; give the tokenizer.json "
+                f"that belongs to {self.template}"
             )
         return BUILT_IN[self.template].special_tokens
 
@@ -131,7 +137,7 @@ class ChatChoice(EncoderChoice):
         if not tokenizer:
             raise UserError(
                 f"--tokenizer bytes has no special tokens, but --chat {self.template} needs "
-                f"some; use a tokenizer.json, or --tokenizer {BPE}"
+                f"some; give a tokenizer.json, or use --tokenizer {BPE}"
             )
         try:
             encoder = ChatRecordEncoder(self, tokenizer, vocabulary)
@@ -141,11 +147,16 @@ class ChatChoice(EncoderChoice):
         return encoder
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Return a `ChatFormat` as JSON values under the key "chat"."""
+        """Return {"chat": ...} with the chat format of the store as JSON values (`ChatFormat`).
+
+        Args:
+            tokenizer: Path of the tokenizer.json.
+            vocabulary: Size and special tokens of the tokenizer.
+        """
         encoder = self.open(tokenizer, vocabulary).encoder
         template, ends = encoder.template, [encoder.end_of(_PROBE)]
-        # Some templates use another token to end a turn with tool calls. Others cannot write tool
-        # calls and raise UserError.
+        # Some templates end a turn with tool calls by another token. `end_of` raises UserError for
+        # a template that cannot write tool calls.
         with suppress(UserError):
             ends.append(encoder.end_of(_CALL_PROBE))
         variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}
@@ -160,11 +171,11 @@ class ChatChoice(EncoderChoice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """What a program needs to chat with a model that was trained on these conversations."""
+    """What a program must know to chat with a model that was trained on the store."""
 
     template: str  # the chat template in Jinja
     variables: dict[str, str]  # special tokens that the template uses, such as bos_token
-    # Ids of the tokens that end an assistant's turn, by their texts. The first token ends an answer
+    # Maps the text of each token that ends an assistant's turn to its id. The first one ends turns
     # without tool calls.
     ends: dict[str, int]
 
@@ -190,11 +201,15 @@ class ChatRecordEncoder:
             made = self.encoder.encode(conversation)
         num_empty = conversation.num_empty_replies
         if not made.num_targets:
-            why = f"{num_empty} empty replies" if num_empty else "no assistant's content"
+            why = (
+                f"{num_empty} assistants' messages are empty"
+                if num_empty
+                else "no assistant's message is to be trained"
+            )
             if made.num_dropped:
                 why = (
-                    f"the template leaves out the reasoning of {made.num_dropped} messages, which "
-                    f"are not trained without it; use a template that writes it"
+                    f"{made.num_dropped} messages are not trained, because the chat template "
+                    f"leaves out their reasoning; use a template that writes reasoning"
                 )
             raise BadRecord(
                 Skip.UNTRAINED,
@@ -206,8 +221,8 @@ class ChatRecordEncoder:
         if not with_targets:
             raise BadRecord(
                 Skip.UNTRAINED,
-                f"truncating the conversation of {made.tokens.size} tokens would remove all "
-                f"trained tokens",
+                f"the conversation has {made.tokens.size} tokens, and truncating it to --limit "
+                f"{self._choice.limit} would remove all trained tokens",
             )
         documents = [
             Encoded(
@@ -252,7 +267,7 @@ def _counts(made: ChatTokens, parts: Sequence[ChatTokens], too_long: TooLong) ->
     Args:
         made: The encoded conversation.
         parts: The documents that `fit` made of it.
-        too_long: How they were made.
+        too_long: Whether `fit` split or truncated the conversation.
     """
     with_targets = [part for part in parts if part.num_targets]
     if too_long == TooLong.TRUNCATE_LEFT:
@@ -273,8 +288,8 @@ def _conversation(record: Record) -> Conversation:
     if set(record) == {"text"}:
         raise BadRecord(
             Skip.NOT_A_CONVERSATION,
-            "the record is text, not a conversation; write conversations as JSON Lines (.jsonl, "
-            ".ndjson), a JSON list (.json) or Parquet (.parquet)",
+            "the record is text, not a conversation; write conversations as JSON Lines "
+            "(.jsonl, .ndjson), a JSON list (.json) or Parquet (.parquet)",
         )
     with bad_record_for_errors(Skip.NOT_A_CONVERSATION):
         return conversation_of(_decoded(record))
@@ -294,7 +309,8 @@ def _decoded(value: object) -> object:
                 start = max(0, error.start - 10)
                 raise BadRecord(
                     Skip.NOT_UTF8,
-                    f"not UTF-8: byte {value[error.start]:#04x} in {value[start : start + 20]!r}",
+                    f"the text is not UTF-8, because of the byte {value[error.start]:#04x} in "
+                    f"{value[start : start + 20]!r}",
                 ) from None
         case list():
             return [_decoded(item) for item in cast("list[object]", value)]

@@ -62,7 +62,8 @@ class Rendered:
     text: str
     contents: tuple[tuple[int, int], ...]  # spans of the contents and reasoning, ascending
     replies: tuple[Reply, ...]  # the trained parts of the text
-    turns: tuple[int, ...]  # where each turn but the first one begins, where that could be found
+    # Where turns begin, ascending. The first turn and turns whose beginning is unclear are absent.
+    turns: tuple[int, ...]
     prefix: int | None  # where the first turn begins; None if the system message is inside it
     num_dropped: int = 0  # messages not trained because the template leaves out their reasoning
 
@@ -106,10 +107,15 @@ class _MarkedText:
         return sorted({n // 2 for n, (a, b) in self.fields.items() if start <= a and b <= stop})
 
     def messages_around(self, start: int, stop: int, num_messages: int) -> list[int]:
-        """Return the numbers of the messages to which text without content may belong.
+        """Return the numbers of the messages to which a part of the text without fields may belong.
 
-        The text is [start, stop). The likeliest messages come first: those between the last field
-        before the text and the first field after it, and then the messages of these two fields.
+        The messages between the last field before the part and the first field after the part come
+        first, because they are the most likely. The messages of these two fields follow.
+
+        Args:
+            start: Where the part begins.
+            stop: Where the part ends.
+            num_messages: Number of all messages.
         """
         before = max((n // 2 for n, (_, b) in self.fields.items() if b <= start), default=0)
         after = min(
@@ -132,21 +138,21 @@ class ChatTemplate(TemplateSource):
     def render(
         self, conversation: Conversation, turns: Turns, special: re.Pattern[str] | None = None
     ) -> Rendered:
-        """Render a conversation, and find which of its text is trained.
+        """Render a conversation, and find which parts of the text are trained.
 
         Args:
             conversation: The conversation.
             turns: Which messages of assistants are trained.
-            special: Pattern that finds special tokens. It serves to refuse a template that copies
-                them from contents. None if the contents have no text of special tokens.
+            special: Pattern that finds special tokens. If given, a template that copies special
+                tokens from contents is refused. None leaves out this check.
 
         Raises:
             UserError: The template refuses the conversation, or it is unclear what is trained.
         """
         conversation = conversation if self.knows_developer else conversation.as_system()
         self._check(conversation)
-        # Step 1: render the conversation, and the beginnings of it after which a turn ends or
-        # begins.
+        # Step 1: render the conversation and several beginnings of it. The lengths of their texts
+        # show where turns end and where replies begin.
         messages, trained = conversation.messages, trained_messages(conversation, turns)
         ended = [i for i, m in enumerate(messages[:-1]) if m.role == Role.ASSISTANT or i == 0]
         prompted = [] if self.has_generation_blocks else trained
@@ -154,15 +160,16 @@ class ChatTemplate(TemplateSource):
         found = self._marked_text(conversation, asked)
         if special is not None:
             self._check_copies(conversation, found, special)
-        # Step 2: find the end of each message's turn. It is unknown if the text of the messages up
-        # to there is not a prefix of the whole text.
+        # Step 2: find where turns end. A turn ends at the length of the text that is rendered from
+        # the messages up to its last one. If that text is not a prefix of the whole text, the end
+        # of the turn is unknown.
         ends = {
             i: stop
             for i, stop in zip(ended, found.lengths, strict=False)
             if stop is not None and stop >= found.content_end(i)
         }
         ends[len(messages) - 1] = len(found.text)
-        # Step 3: find what assistants generate.
+        # Step 3: find the parts of the text that assistants generate.
         trained = [i for i in trained if i not in found.dropped]
         if self.has_generation_blocks:
             replies = self._in_blocks(messages, found, trained)
@@ -210,13 +217,14 @@ class ChatTemplate(TemplateSource):
         for number, prompt in prompts.items():
             if number not in ends:
                 raise UserError(
-                    f"chat template {self.name} writes message {number} differently when more "
-                    f"messages follow, so it is unclear where the turn ends; put what the "
-                    f"assistant generates into {{% generation %}} blocks, or train only the last "
-                    f"turn (--turns last)"
+                    f"chat template {self.name} writes message {number} differently if other "
+                    f"messages follow, so it is unclear where the turn of message {number} ends; "
+                    f"change the template to write replies in {{% generation %}} blocks, or train "
+                    f"only the last reply (--turns last)"
                 )
             # Some templates write a system message only together with the user's first message.
-            # Then the text with the prompt may end before the message that precedes the reply.
+            # Then the text that ends with the prompt may be too short to contain the message before
+            # the reply, and is not used.
             if prompt is not None and prompt < found.content_end(number - 1):
                 prompt = None
             if prompt is not None and prompt == found.first_field(number):
@@ -225,8 +233,8 @@ class ChatTemplate(TemplateSource):
                 unsure[number] = prompt
         if not unsure:
             return begins
-        # For the messages in `unsure`, render the conversation up to the message twice more: with a
-        # reply "x", and with the message itself. Training may begin where their contents begin.
+        # For each message in `unsure`, render the messages before it twice more: once followed by a
+        # reply "x", and once by the message itself. Training may begin where their contents begin.
         asked: list[dict[str, Any]] = []
         for number in unsure:
             bare = Message(role=Role.ASSISTANT, content="x")
@@ -236,18 +244,17 @@ class ChatTemplate(TemplateSource):
         _, lengths = self.render_all([found.given], asked)
         for i, (number, prompt) in enumerate(unsure.items()):
             without, *behind_headers = lengths[3 * i : 3 * i + 3]
-            # If the generation prompt adds nothing, as after a tool's answer, use the position
-            # where the contents begin in the other two renderings.
+            # If the generation prompt adds no text, as after a tool's answer, use the position
+            # where the content begins in the other two renderings.
             candidates = [None if prompt == without else prompt, *behind_headers]
             if not found.has_content(number):
                 candidates.append(prompt)
             start = next((at for at in candidates if at is not None), None)
             if start is None:
                 raise UserError(
-                    f"chat template {self.name} writes message {number} differently from how its "
-                    f"generation prompt announces it, so it is unclear where the assistant's "
-                    f"text begins; put what the assistant generates into {{% generation %}} "
-                    f"blocks"
+                    f"chat template {self.name} does not begin message {number} with its "
+                    f"generation prompt, so it is unclear where the assistant's text begins; "
+                    f"change the template to write replies in {{% generation %}} blocks"
                 )
             begins[number] = start
         return begins
@@ -284,10 +291,10 @@ class ChatTemplate(TemplateSource):
             for number in inside:
                 if messages[number].role != Role.ASSISTANT:
                     raise UserError(
-                        f"chat template {self.name} puts message {number} of the "
-                        f"{messages[number].role} into a {{% generation %}} block, so it would "
-                        f"be trained; put only assistants' messages into {{% generation %}} "
-                        f"blocks"
+                        f"chat template {self.name} writes message {number} in a "
+                        f"{{% generation %}} block, so that it would be trained, but its role is "
+                        f"{messages[number].role}; change the template to write only assistants' "
+                        f"messages in {{% generation %}} blocks"
                     )
             # A block may have no content, for example only tool calls. It then belongs to the first
             # assistant's message among those that `messages_around` returns.
@@ -309,18 +316,22 @@ class ChatTemplate(TemplateSource):
         return replies
 
     def _check(self, conversation: Conversation) -> None:
-        """Raise UserError if a conversation has reserved characters or reasoning would be lost."""
+        """Raise UserError if the template cannot render a conversation without loss.
+
+        It cannot if the conversation has private-use characters that wlb needs as marks, too many
+        messages, or reasoning that the template does not write.
+        """
         for i, message in enumerate(conversation.messages):
             if found := RESERVED.search(message.reasoning + message.content):
                 raise UserError(
-                    f"message {i} contains {found[0]!a}, a private-use character that wlb uses "
-                    f"to mark contents; remove the character"
+                    f"message {i} contains the private-use character {found[0]!a}, which wlb "
+                    f"needs for its own marks; remove the character"
                 )
             if message.reasoning and not self.writes_reasoning[0]:
                 remedy = (
                     "write it as <think>...</think> in front of the content, or remove it"
                     if self.writes_reasoning[1]
-                    else "use a template that writes it, or remove it"
+                    else "use a template that writes reasoning, or remove the reasoning"
                 )
                 raise UserError(
                     f"chat template {self.name} would leave out the reasoning of message {i}; "
@@ -328,12 +339,12 @@ class ChatTemplate(TemplateSource):
                 )
         if found := RESERVED.search(conversation.literals):
             raise UserError(
-                f"the tools or tool calls contain {found[0]!a}, a private-use character that wlb "
-                f"uses to mark contents; remove the character"
+                f"the tools or tool calls contain the private-use character {found[0]!a}, which "
+                f"wlb needs for its own marks; remove the character"
             )
         if len(conversation.messages) * 2 > MOST_MARKS:
             raise UserError(
-                f"the conversation has {len(conversation.messages)} messages, but may have at "
+                f"the conversation has {len(conversation.messages)} messages, but must have at "
                 f"most {MOST_MARKS // 2}; split the conversation"
             )
 
@@ -362,8 +373,8 @@ class ChatTemplate(TemplateSource):
         for (what, _), (other, _) in zip(others, texts[1:-1], strict=True):
             if other == text:
                 raise UserError(
-                    f"chat template {self.name} {what}, so they would be lost; use a template "
-                    f"that writes tools and tool calls, or remove them from the record"
+                    f"chat template {self.name} {what}, which would be lost; use a template that "
+                    f"writes tools and tool calls, or remove them from the record"
                 )
         fields = self._fields(conversation, text, marks)
         if text.translate(marks.replaced) != texts[0][0]:
@@ -383,8 +394,8 @@ class ChatTemplate(TemplateSource):
     ) -> None:
         """Raise InjectedToken if the template copies special tokens from contents.
 
-        It copies them if the text outside of the contents changes when special tokens in the
-        contents are replaced by "x".
+        The conversation is rendered with "x" in place of special tokens in contents. If the text
+        outside of the contents changes, the template copies from the contents.
         """
         messages = conversation.messages
         if not any(special.search(m.reasoning) or special.search(m.content) for m in messages):
@@ -398,10 +409,9 @@ class ChatTemplate(TemplateSource):
             at = stop
         if text != expected + found.text[at:]:
             raise InjectedToken(
-                f"chat template {self.name} copies or depends on special tokens in the contents of "
-                f"messages, so a message could add special tokens, which only the template may "
-                f"add; remove them from the messages, or use a template that only writes the "
-                f"contents"
+                f"chat template {self.name} copies special tokens from the contents of messages "
+                f"(or depends on them), so that a message could add special tokens; remove special "
+                f"tokens from the messages, or use a template that writes contents unchanged"
             )
 
     def _fields(
@@ -409,7 +419,7 @@ class ChatTemplate(TemplateSource):
     ) -> dict[int, tuple[int, int]]:
         """Return the span [start, stop) of each field in the text, by the field's number.
 
-        A template may leave out reasoning, but not a content.
+        A template may leave out the reasoning of a message, but not the content.
 
         Args:
             conversation: The conversation.
@@ -422,9 +432,9 @@ class ChatTemplate(TemplateSource):
         is_ordered = owners == sorted(owners) and len({n for n, _ in found}) == len(found)
         if not is_ordered or contents != [number for number in marks.stripped if number % 2]:
             raise UserError(
-                f"chat template {self.name} must write the content of each of the "
+                f"chat template {self.name} must write the contents of all "
                 f"{len(conversation.messages)} messages ({', '.join(conversation.roles)}) once "
-                f"and in order, but writes those of messages "
+                f"and in order, but writes the contents of messages "
                 f"{[number // 2 for number in contents]}, so it is unclear which tokens to "
                 f"train; use another template"
             )
@@ -439,32 +449,31 @@ class ChatTemplate(TemplateSource):
 
     def _changes(self, where: str) -> UserError:
         return UserError(
-            f"chat template {self.name} changes the contents{where} of this conversation (more "
-            f"than removing white space around them, or <think>...</think> from their "
-            f"beginning), so it is unclear which tokens to train; use a template that writes "
-            f"contents unchanged"
+            f"chat template {self.name} changes the contents{where} of this conversation, so it is "
+            f"unclear which tokens to train; use a template that writes contents unchanged (it may "
+            f"remove white space around them and <think>...</think> at their beginning)"
         )
 
     def _variants(
         self, conversation: Conversation, given: dict[str, Any]
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Return variants of a conversation that a template must render differently.
+        """Return variants of a conversation, whose text must differ from the conversation's text.
 
-        One variant has no tools, and for each tool call there is one with other arguments. If a
-        variant renders to the same text, the template leaves out the tools or that call.
+        One variant has no tools. For each tool call, another variant has other arguments. If the
+        text of a variant is the same, the template leaves out the tools or the arguments.
 
         Returns:
-            For each variant, what the template does if the text is the same (in words, for an error
-            message), and the variables to render.
+            For each variant, what the template leaves out if the text is the same (in words, for an
+            error message), and the variables to render.
         """
         made: list[tuple[str, dict[str, Any]]] = []
         if conversation.tools:
-            made.append(("does not write tools", {**given, "tools": None}))
+            made.append(("leaves out the tools", {**given, "tools": None}))
         for i, message in enumerate(conversation.messages):
             for changed in with_other_arguments(message.tool_calls or "[]"):
                 messages = [*given["messages"]]
                 messages[i] = {**messages[i], "tool_calls": self.calls_for(changed)}
-                what = f"leaves out tool calls of message {i}"
+                what = f"leaves out tool calls of message {i} or their arguments"
                 made.append((what, {**given, "messages": messages}))
         return made
 
@@ -472,8 +481,8 @@ class ChatTemplate(TemplateSource):
 def trained_messages(conversation: Conversation, turns: Turns) -> list[int]:
     """Return the indices of the messages that are trained.
 
-    They are the messages of assistants that have text or tool calls, except those that the record
-    marks as not trained.
+    They are the messages of assistants (only the last one with `Turns.LAST`) that have text or tool
+    calls, except messages that the record marks as not trained.
     """
     messages = conversation.messages
     found = [i for i, m in enumerate(messages) if m.role == Role.ASSISTANT]

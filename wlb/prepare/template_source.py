@@ -118,8 +118,8 @@ class TemplateSource:
             )
         if found := RESERVED.search(self.source):
             raise UserError(
-                f"chat template {self.name} contains {found[0]!a}, a private-use character that "
-                f"wlb uses to mark contents; remove the character"
+                f"chat template {self.name} contains the private-use character {found[0]!a}, "
+                f"which wlb needs for its own marks; remove the character"
             )
         try:
             about = renderer().ask({"source": self.source})
