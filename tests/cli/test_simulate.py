@@ -18,12 +18,13 @@ def simulate(capsys, *words: str) -> str:
 def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     few = simulate(capsys)
-    assert "priced with" not in few
+    assert "predicted with kernel profile" not in few
     assert "--all prints every column" in few
     text = simulate(capsys, "--all")
     assert text.splitlines()[:3] == few.splitlines()[:3]
     assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
-    assert "priced with h100_runs (NVIDIA H100 80GB HBM3; measured: attention" in text
+    said = "predicted with kernel profile h100_runs (NVIDIA H100 80GB HBM3; measured: attention"
+    assert said in text
     assert "5 published H100 runs with TP, CP or PP were wrong by at most 6%" in text
     assert "All numbers are simulated" in text
     assert "critical path" in text

@@ -29,10 +29,10 @@ def never_fail_to_encode(stream: Any) -> None:
 
 
 def escaped(error: UnicodeError) -> tuple[str, int]:
-    r"""Replace characters that cannot be encoded by escapes (\uXXXX) of TOML and JSON strings.
+    r"""Return escapes (\uXXXX, as in TOML and JSON strings) for characters that cannot be encoded.
 
-    This is an error handler for `codecs.register_error`: it returns the replacement, and the
-    position at which to continue encoding.
+    This is an error handler for `codecs.register_error`. It returns the text that replaces the
+    characters, and the position at which encoding continues.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -47,7 +47,7 @@ codecs.register_error(ESCAPED, escaped)
 def write_text(path: str | Path, text: str) -> None:
     """Write a UTF-8 file. Characters that UTF-8 cannot encode are escaped (`escaped`).
 
-    Names of files may contain such characters, if their bytes are not valid UTF-8.
+    The name of a file contains such characters if its bytes are not valid UTF-8.
     """
     Path(path).write_text(text, "utf-8", ESCAPED)
 
@@ -91,7 +91,7 @@ def check_figure(path: str | None) -> None:
 
 @contextmanager
 def needs_train_extra(what: str) -> Generator[None]:
-    """Raise a UserError that says how to install a package, if an import in this block fails.
+    """Raise a UserError that says how to install a package, if an import in the `with` block fails.
 
     Args:
         what: Beginning of the message, such as "training needs".

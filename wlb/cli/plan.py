@@ -212,9 +212,10 @@ def _check(options: argparse.Namespace) -> None:
 def _prices(
     options: argparse.Namespace, spec: RunSpec
 ) -> tuple[ProfiledWorkload | CountedWorkload, str]:
-    """Return the cost model and a text that describes it.
+    """Return the cost model, and a text that says where its predicted times come from.
 
-    The cost model is a kernel profile, or with --model the FLOPs of a config.json.
+    The cost model predicts times from a kernel profile, or with --model from the FLOPs of a
+    config.json.
     """
     if options.model:
         model = counted(options.model)
@@ -251,7 +252,10 @@ def _simulated(
 
 
 def _shares_of(simulated: Sequence[SavedShare]) -> dict[str, float | None]:
-    """Return the results of `_simulated` as entries of the JSON output; None if there are none."""
+    """Return the results of `_simulated` as entries of the JSON output.
+
+    If `simulated` is empty, the value of each entry is None.
+    """
     first, second = (*simulated, None, None)[:2]
     return {
         "simulated": first and first.saved,
@@ -270,7 +274,7 @@ def _take_away(
     *,
     masks_labels: bool,
 ) -> list[str]:
-    """Write the best policy's settings to the file of --out. Without --out, name the policy.
+    """Write the best policy's settings to the file of --out; without --out, say what is best.
 
     Args:
         options: The parsed command line.
@@ -411,7 +415,8 @@ def _solved(
 ) -> list[PackingRun]:
     """Pack the first global batches with the ILP solver, and with the greedy policy `fixed`.
 
-    Both pack 1 and then 2 global batches together. The results of `fixed` are there for comparison.
+    Each packs first 1 and then 2 global batches together. The solver's results are compared with
+    those of `fixed`.
     """
     some = batches[:MOST_SOLVED]
     out: list[PackingRun] = []
@@ -447,9 +452,10 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) ->
     """Compare all sharding strategies on the first steps of the run's packing.
 
     Returns:
-        A dictionary for the JSON output. The key "text" has a sentence. The key "over_ideal" has a
-        ratio for each strategy: the predicted attention time of the slowest CP rank, divided by the
-        ideal time. This is the attention time of the documents on one rank, divided by cp.
+        A dictionary for the JSON output. The key "text" has sentences for the user. The key
+        "over_ideal" has a ratio for each strategy: the predicted attention time of the slowest CP
+        rank, divided by the ideal time. The ideal time is the attention time of the documents on
+        one rank, divided by cp.
     """
     cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
@@ -506,7 +512,9 @@ def _counted(counts: Counter[str]) -> str:
 def _needed_share(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, row_multiple: int
 ) -> float:
-    """Return the share of an all-gather's rows that CP ranks need, for the rank that needs most.
+    """Return the rows of keys that a CP rank needs, as a fraction of the rows of an all-gather.
+
+    In each micro-batch, the rank that needs most rows counts.
 
     Args:
         plans: Sharding plans of the micro-batches, over which rows are summed.

@@ -34,10 +34,11 @@ READING_OPTIONS = {
     "--heldout-fraction": "heldout_fraction",
     "--processes": "processes",
 }
-"""Options about reading files, each with its field of PrepareOptions. --synthetic reads no files
-and refuses them."""
+"""Options about reading files, each with its field of PrepareOptions. They are refused with
+--synthetic, which reads no files."""
 MOST_KEYS = 8
-"""The report names at most this many keys of chat messages that `wlb prepare` does not know."""
+"""Of the keys of chat messages that `wlb prepare` does not know, its output names at most this
+many."""
 TEXT_OPTIONS = {
     "--documents": "policy",
     "--text-key": "text_key",
@@ -366,8 +367,8 @@ def _table(made: StoreReport) -> Table:
     trained = unknown = text = ""
     if made.num_text_files:
         text = f" ({made.num_text_files:,} read as text)"
-    # Say how many tokens have labels. Not for plain text, because there every token of a document
-    # except the last one has a label.
+    # Say how many tokens have labels, except for plain text, where every token of a document but
+    # the last one has a label.
     if made.num_targets != made.num_tokens - made.num_documents:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:

@@ -131,7 +131,7 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
 
 
 def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
-    """Return the lengths of --lengths, --synthetic, --corpus, or else of the run's token store."""
+    """Return the lengths from --lengths, --synthetic or --corpus, or else from the run's store."""
     if options.lengths:
         return lengths_of_file(options.lengths)
     if options.synthetic:
@@ -304,8 +304,8 @@ def filled_in(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
 def with_vocabulary(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Return the run with model.vocab_size set.
 
-    If it is 0, it becomes the size of the token store's vocabulary, or without a store the size of
-    the BPE that training would make.
+    If model.vocab_size is 0, it becomes the vocabulary size of the token store or, without a store,
+    the vocabulary size of the BPE that training would make.
     """
     if spec.model.vocab_size:
         return spec

@@ -9,11 +9,11 @@ from wlb.spec import RunSpec, load, system_choices
 
 
 def with_system(name: str, overrides: list[str], system: str) -> list[str]:
-    """Return the overrides KEY=VALUE of a system, followed by those of the user.
+    """Return the overrides KEY=VALUE of a system, followed by the overrides of the user.
 
-    Later overrides replace earlier ones, so the user's have priority. A system may have several
-    alternatives. The first alternative that leaves packing enough memory is used. If that is not
-    the first of all, a line on stderr says so.
+    Later overrides replace earlier ones, so the user's overrides have priority. A system may have
+    several alternatives, of which the first one that leaves enough memory for packing is used. If
+    this is not alternative 1, a line on stderr says so.
 
     Args:
         name: Preset or TOML file of the run.
@@ -27,7 +27,7 @@ def with_system(name: str, overrides: list[str], system: str) -> list[str]:
     if len(alternatives) == 1:
         return alternatives[0]
     index = first_with_room([_with_vocabulary(load(name, a)) for a in alternatives])
-    # Tell the user, who expects the first alternative.
+    # Say that another alternative is used, because the user expects the first one.
     if index:
         differs = ", ".join(a for a in choices[index] if a not in choices[0])
         print(

@@ -170,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
         if options.dry_run and given is not None:
             raise UserError(f"{name} has no effect with --dry-run; remove {name} or --dry-run")
     if options.dry_run:
-        # A dry run does not import torch or use a GPU, so it takes seconds on any machine.
+        # A dry run takes seconds on any machine, because it neither imports torch nor uses a GPU.
         return 0 if dry_run.show(spec, console(markup=False)) else 3
     # Handle signals from here, before torch is imported, because the import takes seconds.
     with Signals(answers=True) as signals:

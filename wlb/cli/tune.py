@@ -221,10 +221,10 @@ def _say_how_to_use_it(screen: Console, options: argparse.Namespace, command: st
 
 
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
-    """Return the values of --s-max that fit in the memory of a GPU, and a remark on the others.
+    """Return the values of --s-max that fit in GPU memory, and a remark on the other values.
 
-    On a CPU, or if no value fits, all values are returned. The list of remarks is empty if no value
-    is left out.
+    On a CPU, or if no value fits, all values are returned. The list of remarks is empty if all
+    values are returned.
     """
     given = tuple(options.s_max)
     if options.device == "cpu":
@@ -246,7 +246,7 @@ def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, .
 
 
 def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
-    """Return a sentence on whether the recommended setting fits in GPU memory; none on a CPU."""
+    """Return a list with a sentence on whether the setting fits in GPU memory; empty on a CPU."""
     if options.device == "cpu":
         return []
     need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)

@@ -168,7 +168,7 @@ def _check(options: argparse.Namespace) -> None:
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Return the run from which the search derives all layouts.
 
-    It has the tokens per step of --global-batch-tokens, a vocabulary size, and none of the settings
+    The run has the tokens per step of --global-batch-tokens, a vocabulary size, and no settings
     that depend on a layout.
 
     Args:

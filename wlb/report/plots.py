@@ -69,7 +69,7 @@ def new_figure(
 
 
 def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
-    """Add one legend for several axes above a figure. A label of several axes appears once.
+    """Add one legend for several axes above a figure. A label that several axes have appears once.
 
     Args:
         figure: The figure.
@@ -111,8 +111,9 @@ def keep_far_points_at_the_edge(
 ) -> None:
     """Limit the y axis if a few very large values would flatten all others.
 
-    The axis then ends below the large values. They are drawn as triangles at its upper end, with
-    their values as text. An example are steps at the end of the data, which have few tokens.
+    The axis then ends below the large values, which are drawn as triangles at its upper end, with
+    the values as text. For example, steps at the end of the data may have large values, because
+    they have few tokens.
 
     Args:
         axes: Axes in which the lines are already drawn.
@@ -220,7 +221,7 @@ def heat_map_figure(
         values: The values, shape [dp, pp, cp].
         what: Name of the values, for the title.
         title: Beginning of the title.
-        tp: Number of TP ranks whose common value a cell shows.
+        tp: Number of TP ranks that share the value of a cell.
         inner: Names of the entries of the last axis of `values`, if they are not CP ranks.
         devices: Word for the ranks in the title.
     """

@@ -11,8 +11,8 @@ from wlb.simulate import RunSimulation
 from wlb.spec import RunSpec
 
 Cell = Callable[[RunSimulation, RunSimulation], str]
-"""A function that returns the text of a table cell for a run (first argument). The second argument
-is the run that speed-ups are relative to."""
+"""A function that returns the text of a table cell. The first argument is the run of the row, the
+second argument is the run that speed-ups are relative to."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("s/step", lambda run, _: f"{float(run.step_time_s.mean()):.2f}"),
     ("ktok/s", lambda run, _: f"{run.tokens_per_s / 1e3:,.0f}"),
@@ -108,4 +108,4 @@ def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
 def worth_line(profile: KernelProfile) -> str:
     """Return a line that says how the numbers of a kernel profile were obtained."""
     kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
-    return f"priced with {profile.name} ({profile.device}; {kinds})"
+    return f"predicted with kernel profile {profile.name} ({profile.device}; {kinds})"

@@ -242,9 +242,9 @@ def draw_passes(
 
 
 class _Bars(NamedTuple):
-    """Draws one simulated step of one pipeline.
+    """Methods that draw one simulated step of one pipeline into `axes`.
 
-    The simulation is a graph whose nodes are passes, collectives and the optimizer.
+    The simulated step is a graph whose nodes are passes, collectives and the optimizer.
     """
 
     axes: Any
@@ -275,8 +275,8 @@ class _Bars(NamedTuple):
     def waits(self) -> None:
         """Draw collectives and the optimizer.
 
-        Collectives that overlap with passes (`ASIDE`) are a thin strip below the row. Those for
-        which ranks wait have the height of the row.
+        Collectives that overlap with passes (`ASIDE`) are drawn as a thin strip below the row.
+        Collectives for which ranks wait are as high as the row.
         """
         boxes: list[Box] = []
         graph = self.simulation.simulator.graph

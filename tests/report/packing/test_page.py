@@ -124,7 +124,7 @@ def test_figures_are_svg_with_their_texts(runs: list[PackingRun]) -> None:
     for svg, texts in (
         (length_figure(SOURCE.lengths, window=C), ["document length (tokens)", "of tokens"]),
         (imbalance_figure(runs), ["imbalance of the step", "var_len"]),
-        (delay_figure(runs), ["delay (iterations)"]),
+        (delay_figure(runs), ["delay (steps)"]),
     ):
         ElementTree.fromstring(svg)
         assert all(text in svg for text in texts)
@@ -210,7 +210,7 @@ def test_the_front_and_the_recommendation(tuning: Tuning, tmp_path: object) -> N
     assert f"Pareto front of {len(tuning.points)} settings" in text
     figure = tuning_figure(tuning)
     labels = [axis.get_xlabel() for axis in figure.axes]
-    assert labels[0] == "mean delay (iterations)"
+    assert labels[0] == "mean delay (steps)"
     assert len(labels) == 4
     shown = sum(len(c.get_offsets()) for c in figure.axes[0].collections)
     assert shown == len(tuning.points) + len(tuning.front)

@@ -53,7 +53,7 @@ def test_tables_have_figures_of_each_run_and_keys_that_differ(
     before = runs[0].spec.training.learning_rate
     assert f"training.learning_rate {before!r} 0.5" in text
     assert main(["report", folders[0], folders[0]]) == 0
-    assert "Keys that differ" not in capsys.readouterr().out
+    assert "Configuration keys that differ" not in capsys.readouterr().out
 
 
 def test_equal_names_get_their_folders(tmp_path: Path) -> None:

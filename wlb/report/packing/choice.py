@@ -13,10 +13,10 @@ from wlb.report.tables import new_table
 from wlb.spec import PackingSection, Policy
 
 SIGNIFICANT = 2.0
-"""A saving of GPU hours counts as real if it exceeds this many of its standard errors."""
+"""A saving of GPU hours counts as real if it exceeds its standard error times this number."""
 FINE = 0.0025
-"""The output proposes to repeat the command with more steps only if the standard error of the
-saving is above this fraction of the GPU hours."""
+"""The output proposes more steps only if the standard error of the saving, as a fraction of the GPU
+hours, is above this number."""
 
 
 class PackingChoice(NamedTuple):

@@ -51,7 +51,7 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
     right.set(
         xscale="log" if longest > 2 * window else "linear",
         xlabel="document length (tokens)",
-        ylabel="share of tokens up to it",
+        ylabel="share of tokens up to this length",
         ylim=(0, 1.02),
     )
     right.plot(window / 2, half, "o", color=COLOURS[1])
@@ -108,7 +108,7 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
         later = (tokens[::-1].cumsum()[::-1] - tokens) / max(1, int(tokens.sum()))
         waits = np.append(later[later > 0], 0)
         axes.step(np.arange(len(waits)), waits, where="post", **_line(run.summary, own))
-    axes.set(xlabel="delay (iterations)", ylabel="share of tokens delayed by more than it")
+    axes.set(xlabel="delay (steps)", ylabel="share of tokens with a longer delay")
     if any(run.delay_tokens[1:].any() for run in few):
         axes.set_yscale("log")
     axes.set_xlim(left=0)
@@ -129,7 +129,7 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
         colour, marker = MARKS[s.policy]
         size = 11 if s.label == own else 7
         axes.plot(s.mean_delay, s.step_time_weighted, marker, color=colour, markersize=size)
-    axes.set(xlabel="mean delay of a token (iterations)", ylabel="time-weighted imbalance")
+    axes.set(xlabel="mean delay of a token (steps)", ylabel="imbalance, forward plus backward")
     if max((s.mean_delay for s in shown), default=0) > 3:
         axes.set_xscale("symlog", linthresh=1)
         axes.xaxis.set_major_formatter("{x:g}")
@@ -194,10 +194,10 @@ def tuning_figure(tuning: Tuning) -> Any:
     figure, axes = new_figure(ncols=4, height=3.6, width=14.0)
     names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
     titles = (
-        "mean delay (iterations)",
-        "p99 delay (iterations)",
-        "maximum delay (iterations)",
-        "variation of tokens per step",
+        "mean delay (steps)",
+        "p99 delay (steps)",
+        "maximum delay (steps)",
+        "variation of tokens per step (standard deviation / mean)",
     )
     policies = list(dict.fromkeys(p.section.policy for p in tuning.points))
     for axis, name, title in zip(axes, names, titles, strict=True):
@@ -211,20 +211,20 @@ def tuning_figure(tuning: Tuning) -> Any:
                     alpha=alpha,
                     color=colour,
                     linewidths=0,
-                    label=f"{policy}{', on the front' if points is tuning.front else ''}",
+                    label=f"{policy}{', Pareto front' if points is tuning.front else ''}",
                 )
         best = tuning.recommended.summary
         at = (getattr(best, name), _wait(best))
         axis.plot(*at, "o", ms=11, mfc="none", color="black", mew=1.6, label="recommended")
         axis.set(xlabel=title, yscale="log")
-    axes[0].set_ylabel("wait for the slowest micro-batch (%)")
+    axes[0].set_ylabel("slowest over mean micro-batch, minus 1 (%)")
     axes[0].axvline(tuning.delay_budget, color="grey", linestyle=":", linewidth=1)
     legend_above(figure, axes[:1])
     return figure
 
 
 def _wait(summary: PackingSummary) -> float:
-    """Return by how many percent the slowest micro-batch takes longer than the mean one.
+    """Return by how many percent the slowest micro-batch takes longer than the mean micro-batch.
 
     The result is at least 0.01, because it is drawn on a logarithmic axis.
     """
@@ -242,7 +242,7 @@ def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
         own: Label of the run's present packing.
     """
     kept: dict[str, PackingRun] = {}
-    # Sort the present packing first: the first setting of each policy is kept.
+    # Put the present packing first, because only the first setting of each policy is kept.
     ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
     for run in ranked:
         if run.summary.num_steps:

@@ -134,7 +134,7 @@ def terms_figure(terms: TermCurves) -> Any:
         xscale="log",
         yscale="log",
         xlabel="document length (tokens)",
-        ylabel=f"latency / attention at {terms.normal_length}",
+        ylabel=f"time / time of attention at {terms.normal_length} tokens",
     )
     unit = terms.normal_ns * 1e-9
 
@@ -145,7 +145,7 @@ def terms_figure(terms: TermCurves) -> Any:
         return seconds / unit
 
     right = axes.secondary_yaxis("right", functions=(seconds, relative))
-    right.set_ylabel("forward and backward, all layers")
+    right.set_ylabel("time, forward and backward, all layers")
     _engineering(right.yaxis, "s", axes.get_ylim())
     axes.yaxis.set_major_formatter("{x:g}")
     _powers_of_two(axes)

@@ -231,7 +231,8 @@ def layer_samples(
 def without_layer(profile: KernelProfile) -> KernelProfile:
     """Return the profile without the fitted overhead of layers.
 
-    With it, the predicted time of a layer is exactly the sum of its operators.
+    With the returned profile, the predicted time of a layer is exactly the sum of the times of its
+    operators.
     """
     free = LayerCost(
         forward_factor=1.0,
@@ -299,10 +300,10 @@ class TermCurves:
 
 
 def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
-    """Return the cost model of a model with a kernel profile, for the figures of this profile.
+    """Return the cost model that predicts times of `model` from `profile`, for the figures.
 
-    The TP size is the one whose ranks have as many heads as the profile's first attention table. If
-    there is no such size, TP is 1.
+    TP is chosen so that a rank has as many heads as the profile's first attention table. If no TP
+    size fits, TP is 1.
     """
     table = profile.attention[0]
     tp, rest = divmod(model.num_heads, table.num_heads)

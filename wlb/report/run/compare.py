@@ -21,7 +21,7 @@ def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
     names, figures = run_names(runs), [figures_of(run) for run in runs]
     rows = [(name, [cells[name] for cells in figures]) for name in figures[0]]
     differing = differences([to_dict(run.spec) for run in runs])
-    found = [("Figures", rows), ("Keys that differ", differing)]
+    found = [("Results", rows), ("Configuration keys that differ", differing)]
     tables: list[Table] = []
     for title, cells in found[: 2 if differing else 1]:
         table = new_table(title, labels=[""], numbers=names)
@@ -69,11 +69,11 @@ def figures_of(run: RunRecords) -> dict[str, str]:
         "MFU": "-" if work.mfu is None else f"{work.mfu:.1%}",
         "imbalance, predicted": f"{totals.ours.weighted_imbalance:.3f}",
         "imbalance, measured": _ratio(measured.slowest_ns, measured.mean_ns, ".3f"),
-        "the usual loader's, predicted": _ratio(
+        "imbalance of the usual loader, predicted": _ratio(
             totals.plain.slowest_ns, totals.plain.mean_ns, ".3f"
         ),
-        "EP ranks' rows, measured": f"{experts.mean_rank:.3f}" if experts.steps else "-",
-        "token delay, mean and most": f"{totals.mean_delay:.2f}, {totals.max_delay}",
+        "imbalance of EP ranks, measured": f"{experts.mean_rank:.3f}" if experts.steps else "-",
+        "token delay, mean and maximum (steps)": f"{totals.mean_delay:.2f}, {totals.max_delay}",
         "wall time, last start (s)": f"{sum(run.wall.values()):,.1f}" if run.wall else "-",
     }
 

@@ -60,8 +60,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         },
         command=command,
         toml=to_toml(
-            spec,
-            comments=("The configuration of the run; most keys at their defaults are left out.",),
+            spec, comments=("The run's configuration, without most keys that have their default.",)
         ),
     )
 

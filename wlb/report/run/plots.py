@@ -124,7 +124,7 @@ def balance_figure(records: RunRecords) -> Any:
     # Leave out lines for which the run recorded no value.
     series = [s for s in series if not np.isnan(s.values).all()]
     _draw(axes, records, series)
-    axes.set(ylabel="slowest / mean micro-batch", xlabel="step")
+    axes.set(ylabel="imbalance (slowest / mean micro-batch)", xlabel="step")
     points = [
         (records.steps_done[known], s.values[known], _colour(series, k))
         for k, s in enumerate(series)
@@ -182,7 +182,7 @@ def delay_figure(records: RunRecords) -> Any:
     above.set_ylabel("delay (steps)")
     held = records.column(lambda s: s.measured.num_held_tokens)
     below.fill_between(x[::every], held[::every], step="mid", color=RUNS[2], alpha=0.5, lw=0)
-    below.set(ylabel="tokens held back")
+    below.set(ylabel="tokens that wait")
     below.set_ylim(bottom=0)
     _finish(figure, [above, below], records)
     return figure
@@ -212,8 +212,9 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
     """Return a heat map of how slow each rank is over time (`RankTable.over_median`).
 
     Args:
-        tables: Tables of all ranks' times, in order of steps. Each is a column of the heat map.
-        threshold: A rank counts as slow from 1 + `threshold`. The colour scale includes this.
+        tables: Tables of all ranks' times, in order of steps. Each table is a column.
+        threshold: A rank counts as slow if its value exceeds 1 + `threshold`, which the range of
+            colours includes.
     """
     # Shape [ranks, tables].
     values = np.stack([t.over_median for t in tables], axis=1)
@@ -235,8 +236,8 @@ def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> 
     at = np.unique(np.linspace(0, len(shown) - 1, min(10, len(shown))).astype(int))
     axes.set(xticks=at + 0.5, xticklabels=[shown[i] for i in at])
     axes.tick_params(length=0)
-    axes.set(xlabel="step at which the table ends", ylabel="rank")
-    figure.colorbar(mesh, ax=axes, label="over the median rank")
+    axes.set(xlabel="last step of the table", ylabel="rank")
+    figure.colorbar(mesh, ax=axes, label="relative to the median rank")
     return figure
 
 

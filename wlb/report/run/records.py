@@ -123,14 +123,18 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """Return the last of the first `steps_done` executed steps; UserError if it is missing."""
+        """Return the record of the step with this `StepRecord.steps_done`.
+
+        Raises:
+            UserError: There is no such record, or its step trained no token.
+        """
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
         shown = [s.steps_done for s in self.steps]
         raise UserError(
-            f"--step {steps_done} is not recorded in {self.folder / 'metrics.jsonl'}; give a step "
-            f"from {min(shown)} to {max(shown)}"
+            f"--step {steps_done} is not a recorded step of {self.folder / 'metrics.jsonl'} that "
+            f"trained tokens; give a step from {min(shown)} to {max(shown)}"
         )
 
 
@@ -325,8 +329,9 @@ def _tables(lines: list[_Line]) -> list[RankTable]:
     tables = [RankTable.from_json(line) for line in lines]
     if len(sizes := {table.measured_us.size for table in tables}) > 1:
         raise UserError(
-            f"tables of ranks of the same start of the run have {sorted(sizes)} ranks; all must "
-            f"have equally many"
+            f"metrics.jsonl has tables of all ranks' times with {sorted(sizes)} ranks, but all "
+            f"tables after the last change of the layout must have equally many ranks; remove the "
+            f"wrong lines"
         )
     return tables
 
@@ -358,8 +363,8 @@ def _step(line: dict[str, Any]) -> StepRecord:
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
     """Return the configuration of the run.
 
-    It is in the line of the last start. If a file of an early version lacks it there, it is read
-    from the newest checkpoint.
+    The configuration is in the line of the last start. Early versions of wlb did not write it
+    there; then it is read from the newest checkpoint.
 
     Args:
         folder: Folder of the run.
@@ -371,7 +376,7 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
         if not saved:
             raise UserError(
                 f"the configuration of the run is neither in {source} nor in a checkpoint in "
-                f"{folder / 'checkpoints'}; give the folder of a run that wrote one of them"
+                f"{folder / 'checkpoints'}; give the folder of a run that has one of these files"
             )
         source, about = saved[-1], read_object(saved[-1], wide=True)
         check_schema(about, {"spec": dict, OTHERS: ANYTHING}, source, remedy="repair or remove it")
