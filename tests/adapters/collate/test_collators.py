@@ -205,7 +205,10 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2]}], "['input_ids'], but no labels"),
         ([{"input_ids": [1]}, {"input_ids": [2], "seq_lengths": [1]}], "but no seq_lengths"),
         ([{"input_ids": [1], "seq_lengths": [1], "lengths": [1]}], "give only one of the two"),
-        ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "examples have completion_mask"),
+        (
+            [{"input_ids": [1, 2], "completion_mask": [0, 1]}],
+            "examples have the key completion_mask",
+        ),
         ([{"input_ids": [[1, 2]]}], "entry 0 is [1, 2]"),
     ],
 )
