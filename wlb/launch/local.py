@@ -266,7 +266,8 @@ class _LocalRanks:
     def __init__(self, jobs: Sequence[_RankJob], records: Path) -> None:
         self.jobs, self.records = jobs, records
         self.processes: list[ForkServerProcess] = []
-        self.pending: dict[Connection, int] = {}  # rank by pipe, until it sends a message
+        # The rank at the other end of each pipe through which no message has come yet.
+        self.pending: dict[Connection, int] = {}
         self.results: dict[int, Any] = {}  # results of the function, by rank
 
     def start(self, preload: Sequence[str]) -> None:
