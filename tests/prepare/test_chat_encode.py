@@ -357,7 +357,7 @@ def test_parquet_refusals(tmp_path) -> None:
     path = parquet(tmp_path, {"prompt": ["x"], "answer": ["y"]})
     with pytest.raises(
         ValueError,
-        match=r"chat.parquet has no column of conversations, but the columns prompt, answer; ",
+        match=r"chat.parquet must have the columns messages, .* but has the columns prompt, answer",
     ):
         prepared(tmp_path, path)
     broken = pa.array([b"good", b"a\xffb"], pa.binary()).view(pa.string())

@@ -259,8 +259,7 @@ def test_the_last_turn_may_be_written_differently_if_only_it_is_trained() -> Non
         (
             "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
             "{% endgeneration %}",
-            "writes message 0 in a {% generation %} block, so that it would be trained, but its role is "
-            "user",
+            "writes message 0 in a {% generation %} block, so that it would be trained, but",
         ),
         ("{{ messages.append(1) }}", "refuses the conversation"),  # the sandbox
     ],

@@ -205,11 +205,11 @@ def test_a_turn_ends_with_all_special_tokens_that_follow_each_other() -> None:
     [
         (
             {"role": "user", "content": "x", "thinking": "y"},
-            "has thinking = 'y', which wlb does not train",
+            "has thinking = 'y', but wlb does not train the key thinking",
         ),
         (
             {"role": "assistant", "content": "x", "thinking": "y", "reasoning": "z"},
-            "has different texts under thinking and reasoning; keep one of them",
+            "has different reasoning under thinking and reasoning; keep only one of these keys",
         ),
         ({"role": "assistant", "content": "x", "reasoning_content": 3}, "must be text, but is 3"),
     ],

@@ -134,10 +134,10 @@ def test_marks_are_obeyed(record, expected) -> None:
             {**talk({}), "train_on_input": True},
             "the record has train_on_input = True, but wlb trains",
         ),
-        ({**talk({}), "mask_history": True}, "mask_history = True, .*; give --turns last"),
+        ({**talk({}), "mask_history": True}, "mask_history = True, .*; use --turns last"),
         (
             {**talk({}), "loss_mask": [0, 0]},
-            r"the record has loss_mask = \[0, 0\], but wlb cannot train single",
+            r"the record has loss_mask = \[0, 0\], but wlb cannot leave out single",
         ),
         (
             {**talk({}), "completion_mask": "0"},
@@ -153,11 +153,11 @@ def test_marks_are_obeyed(record, expected) -> None:
         ),
         (
             {"instruction": "a", "output": "one", "train": False},
-            "the record has train = False, .*; leave out the record",
+            "the record has train = False, .*; remove the record",
         ),
         (
             {"prompt": "a", "completion": "one", "loss": 0},
-            "the record has loss = 0, .*; leave out the",
+            "the record has loss = 0, .*; remove the record",
         ),
         (
             {**talk({}), "Train_On_Input": True},

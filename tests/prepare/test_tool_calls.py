@@ -151,7 +151,8 @@ def test_parts_of_text_are_one_text() -> None:
     assert made.messages[0].content == "How are you?"
     image = [*parts, {"type": "image", "url": "x"}]
     with pytest.raises(
-        ValueError, match="message 0 has a part of type 'image', but only parts of type text"
+        ValueError,
+        match="message 0 has a part of the type 'image', but only parts of the type text",
     ):
         conversation_of({"messages": [{"role": "user", "content": image}]})
 

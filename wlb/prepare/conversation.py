@@ -3,8 +3,8 @@
 Records may have one of four shapes: messages (OpenAI), conversations (ShareGPT), prompt and
 completion, or instruction and output (Alpaca). A record's text under "system" becomes a system
 message before the others. A key whose value is null counts as absent, because rows of
-Parquet have all columns. Nothing is guessed: a conversation is refused, with the number of the
-message, if messages are out of order, have no text, or have parts that would be lost.
+Parquet have all columns. wlb guesses nothing. It refuses a conversation if messages are out of
+order, have no text, or have parts that would be lost. Error messages say which message it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
 # Keys of data that wlb cannot train. Records and messages in which they have a value are refused.
 _MORE = ("function_call", "functions", "history", "documents", "images", "audio", "videos")
 
-# Shapes of records with conversations: the keys that the record must have.
+# Shapes of records with conversations. A record has a shape if it has all keys of the shape.
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which records and chat templates put the reasoning of an assistant's message."""
@@ -70,7 +70,7 @@ special.
 _ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
 # Keys under which a part of a content has its text. LLaMA-Factory v1 writes "value".
 _PART_TEXT = ("text", "value")
-# The keys of an Alpaca record. They are ignored in records that also have one of the shapes above,
+# The keys of an Alpaca record. They are ignored in records that also have a shape in `_SHAPES`,
 # because data sets often keep the Alpaca columns beside a conversation.
 _ALPACA = ("instruction", "output")
 _NEEDED = "messages, or conversations, or prompt and completion, or instruction and output"
@@ -111,16 +111,16 @@ class Conversation:
 
     def __post_init__(self) -> None:
         if not self.messages:
-            raise UserError("the conversation has no message")
+            raise UserError("the conversation has no message; give at least one")
         before: Role | None = None
         for i, message in enumerate(self.messages):
             allowed = _FOLLOWS[message.role]
             if before not in allowed:
-                names = [str(role) if role else "the start" for role in allowed]
+                names = [f"after {role}" if role else "at the start" for role in allowed]
                 place = f"after {before}" if before else "at the start"
                 raise UserError(
-                    f"message {i} has the role {message.role} {place}, but {message.role} may "
-                    f"follow only {' or '.join(names)}; merge or reorder the messages"
+                    f"message {i} has the role {message.role} and comes {place}, but a message of "
+                    f"this role must come {' or '.join(names)}; merge or reorder the messages"
                 )
             before = message.role
 
@@ -167,7 +167,9 @@ def conversation_of(record: object) -> Conversation:
         case [] if set(_ALPACA) <= set(data):
             messages = _instruction_and_output(data)
         case []:
-            raise UserError(f"the record has the keys {sorted(data)}, but must have {_NEEDED}")
+            raise UserError(
+                f"the record must have the keys {_NEEDED}, but has the keys {sorted(data)}"
+            )
         case [("prompt", "completion")]:
             messages = _prompt_and_completion(data["prompt"], data["completion"])
         case [(key,)]:
@@ -175,7 +177,8 @@ def conversation_of(record: object) -> Conversation:
         case several:
             names = "; ".join(" and ".join(shape) for shape in several)
             raise UserError(
-                f"the record has several conversations ({names}); keep only the one to train"
+                f"the record has several conversations, under the keys ({names}); keep only the "
+                f"conversation to train"
             )
     if data.get("system"):
         messages = (Message(role=Role.SYSTEM, content=_text(data["system"], "system")), *messages)
@@ -184,17 +187,17 @@ def conversation_of(record: object) -> Conversation:
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of a table that `conversation_of` needs to see.
+    """Return the columns of a table that `conversation_of` needs.
 
-    They are the columns that it reads, and columns for which it refuses a record.
+    It reads some of them, and refuses records that have values in others.
 
     Raises:
         UserError: The table has none of the shapes of conversations.
     """
     if not any(set(shape) <= set(names) for shape in (*_SHAPES, _ALPACA)):
         raise UserError(
-            f"has no column of conversations, but the columns {', '.join(names)}; give a table "
-            f"with {_NEEDED}"
+            f"must have the columns {_NEEDED} to be read as conversations, but has the columns "
+            f"{', '.join(names)}"
         )
     shapes = {name for shape in (*_SHAPES, _ALPACA) for name in shape}
     known = {*shapes, "input", "system", "tools", *_MORE, *REASONING_KEYS, *RECORD_MARKS}
@@ -213,8 +216,8 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
         return context + _messages(cast(object, completion), "completion")
     shown = [_short(value) for value in cast(list[object], [prompt, completion])]
     raise UserError(
-        f"prompt is {shown[0]} and completion is {shown[1]}, but both must be text, or both must "
-        f"be lists of messages"
+        f"prompt and completion must both be text or both be lists of messages, but prompt is "
+        f"{shown[0]} and completion is {shown[1]}"
     )
 
 
@@ -235,7 +238,9 @@ def _messages(value: object, key: str) -> tuple[Message, ...]:
 
 def _message(value: object, name: str) -> Message:
     if not isinstance(value, dict):
-        raise UserError(f"{name} must be an object with role and content, but is {_short(value)}")
+        raise UserError(
+            f"{name} must be a JSON object with the keys role and content, but is {_short(value)}"
+        )
     data = cast(dict[str, Any], value)
     _refuse_more(data, name)
     is_from = data.get("from") is not None
@@ -243,7 +248,9 @@ def _message(value: object, name: str) -> Message:
     missing = [key for key in keys if key not in data]
     # A message that only calls tools may have no content.
     if missing and not (missing == ["content"] and data.get("tool_calls")):
-        raise UserError(f"{name} has the keys {sorted(data)}, but lacks {' and '.join(missing)}")
+        raise UserError(
+            f"{name} must have the keys {' and '.join(keys)}, but has the keys {sorted(data)}"
+        )
     role = data[keys[0]]
     if not isinstance(role, str) or role not in known:
         raise UserError(
@@ -255,7 +262,8 @@ def _message(value: object, name: str) -> Message:
     calls = data[keys[1]] if is_call else data.get("tool_calls")
     if calls and not is_assistant:
         raise UserError(
-            f"{name} has tool_calls, but its role is {role}; only an assistant may call tools"
+            f"{name} has tool_calls and the role {role}, but only an assistant may call tools; "
+            f"correct the role, or remove the tool calls"
         )
     content = "" if is_call or (calls and data.get(keys[1]) is None) else data[keys[1]]
     answers = [(field, key) for field, key in _ANSWER if known[role] == Role.TOOL and data.get(key)]
@@ -280,7 +288,7 @@ def _unread(
         name: Name of the message for error messages, such as "message 2".
         keys: The two keys under which the message has its role and its content.
         is_call: Whether the message consists of tool calls (role "function_call").
-        role: Its role.
+        role: Role of the message.
     """
     read = {*keys, *_MORE}
     if role == Role.ASSISTANT:
@@ -308,8 +316,8 @@ def _content(value: object, name: str) -> str:
         if part.get("type") != "text":
             kind = _short(part.get("type"))
             raise UserError(
-                f"{name} has a part of type {kind}, but only parts of type text can be trained; "
-                f"remove the part"
+                f"{name} has a part of the type {kind}, but only parts of the type text can be "
+                f"trained; remove the part"
             )
         texts.append(_text(part.get(_text_key(part)), name))
     return "".join(texts)
@@ -326,7 +334,9 @@ def _text(value: object, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is not valid Unicode ({error.reason}); correct it") from error
+        raise UserError(
+            f"{name} is not valid Unicode ({error.reason}); correct the text"
+        ) from error
     return value
 
 
@@ -343,7 +353,10 @@ def _reasoning(data: dict[str, Any], role: Role, name: str) -> str:
         key: _content(data[key], f"{key} of {name}") for key in REASONING_KEYS if data.get(key)
     }
     if len(set(found.values())) > 1:
-        raise UserError(f"{name} has different texts under {' and '.join(found)}; keep one of them")
+        raise UserError(
+            f"{name} has different reasoning under {' and '.join(found)}; keep only one of these "
+            f"keys"
+        )
     text = next(iter(found.values()), "")
     return text if text.strip() else ""
 
@@ -352,8 +365,9 @@ def _refuse_more(data: dict[str, Any], name: str, keys: Sequence[str] = ()) -> N
     for key in (*_MORE, *keys):
         if data.get(key):
             raise UserError(
-                f"{name} has {key} = {_short(data[key])}, which wlb does not train; write it "
-                f"into the content of a message, as the model should see it, or remove the key"
+                f"{name} has {key} = {_short(data[key])}, but wlb does not train the key {key}; "
+                f"write its text into the content of a message, as the model should see it, or "
+                f"remove the key"
             )
 
 

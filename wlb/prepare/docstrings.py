@@ -48,12 +48,12 @@ _ABOUT_METHOD = (
     "Explain `{method}` too, please.",
 )
 _SYSTEM = "You answer questions about Python's standard library from its documentation."
-# One of this many conversations starts with the system message.
+# One in this many conversations starts with the system message.
 _SYSTEM_SHARE = 4
 
 # Increase this when the conversations change, so that old stores are not reused.
 _FORMAT = 4
-# The vocabulary must be larger than the 256 bytes and two of the three special tokens.
+# The vocabulary must be larger than this, because 256 bytes and three special tokens need 259 ids.
 _LEAST_VOCAB = 258
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -187,9 +187,9 @@ def _hash(name: str) -> int:
 def prepare_docstrings(
     folder: str | Path, *, vocab_size: int, limit: int, heldout_fraction: float, seed: int
 ) -> StoreReport:
-    """Make the stores of these conversations in `folder`, unless they exist already.
+    """Make stores of the docstring conversations in `folder`, unless they exist already.
 
-    A JSONL file with the conversations is written beside them.
+    A JSONL file with the conversations is written beside the stores.
 
     Args:
         folder: Folder of the stores.
@@ -200,8 +200,8 @@ def prepare_docstrings(
     """
     if vocab_size <= _LEAST_VOCAB:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be at least {_LEAST_VOCAB + 1}: 256 bytes "
-            f"and three special tokens"
+            f"data.bpe_vocab_size = {vocab_size} must be at least {_LEAST_VOCAB + 1}, because 256 "
+            f"bytes and three special tokens need as many ids"
         )
     prefix = docstring_prefix(
         folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed
@@ -214,7 +214,8 @@ def prepare_docstrings(
         vocab_size=vocab_size,
         heldout_fraction=heldout_fraction,
         seed=seed,
-        # Do not resume an interrupted call: the JSONL file was written anew since then.
+        # `make` writes the JSONL file anew, so parts of an interrupted call do not match the file.
+        # Remove them instead of raising an error.
         overwrite=True,
     )
 
@@ -231,7 +232,7 @@ def docstring_prefix(
 ) -> Path:
     """Return the prefix of the stores that `prepare_docstrings` makes with these arguments.
 
-    It contains a hash of the arguments and of the version of Python.
+    The prefix contains a hash of the arguments and of the version of Python.
     """
     mark = digest(
         _FORMAT, platform.python_version(), vocab_size, limit, str(heldout_fraction), seed
@@ -240,7 +241,13 @@ def docstring_prefix(
 
 
 def _find(prefix: Path, heldout_fraction: float) -> StoreReport | None:
-    """Return the report of the stores, or None if they do not exist or are incomplete."""
+    """Return the report of the stores, or None if they do not exist or are incomplete.
+
+    Args:
+        prefix: Prefix of the training store.
+        heldout_fraction: Share of the conversations that are held out. With 0 there is no held-out
+            store.
+    """
     try:
         train = TokenStore(prefix)
         heldout = TokenStore(f"{prefix}-heldout") if heldout_fraction else None

@@ -1,7 +1,7 @@
-"""Obey or refuse keys of records with which other trainers mark what is trained.
+"""Read the keys of records with which other trainers mark what is trained.
 
-wlb trains an assistant's message as a whole or not at all, and each record once. A key that says
-whether a whole message is trained is obeyed. A key that says anything else, such as a weight of 0.5
+wlb trains an assistant's message as a whole or not at all, and each record once. wlb obeys a key
+that says whether a whole message is trained. A key that says anything else, such as a weight of 0.5
 or a mask of tokens, raises a UserError. So no token is trained that the data marks as not trained.
 A key whose value is null counts as absent.
 """
@@ -20,10 +20,11 @@ class MessageMark:
     """A key of a message whose value, 0 or 1, says whether the message is trained."""
 
     trained: int = 1  # the value that means "trained"
-    any_role: bool = False  # whether trainers with this key can also train users' messages
+    # Whether trainers that read this key can also train messages of other roles, such as users.
+    any_role: bool = False
 
 
-# The comment behind a key names the trainers that use it.
+# The comments name the trainers that read a key.
 MESSAGE_MARKS = {
     "weight": MessageMark(),  # OpenAI, Mistral, Fireworks
     "loss": MessageMark(),  # ms-swift
@@ -36,7 +37,7 @@ MESSAGE_MARKS = {
     "loss_mask": MessageMark(any_role=True),
     "masked": MessageMark(trained=0, any_role=True),  # torchtune
 }
-"""Keys of a message that wlb obeys. In a part of a content the same keys are refused."""
+"""Keys of a message that wlb obeys. A part of a content must not mark itself as not trained."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 # An unknown key is refused if a word of its name begins with one of these, as in train_detail of
@@ -52,7 +53,8 @@ class RecordMark:
     """A key of a record with which other trainers change how the record is trained."""
 
     # Values with which other trainers do what wlb does anyway. Records with other values are
-    # refused. None means every value except 0, for keys that many data sets use for something else.
+    # refused. None means that only the value 0 is refused, because many data sets use the key for
+    # something else.
     harmless: tuple[int, ...] | None
     remedy: str  # end of the error message: why the value is refused, and what to do
 
@@ -62,7 +64,7 @@ _ASKED = RecordMark(
 )
 _TOKENS = RecordMark(
     harmless=(),
-    remedy="but wlb cannot train single tokens of a message; mark whole messages with train = "
+    remedy="but wlb cannot leave out single tokens of a message; mark whole messages with train = "
     "false, or remove the key",
 )
 _FACTOR = RecordMark(
@@ -72,18 +74,18 @@ _FACTOR = RecordMark(
 )
 _WHOLE = RecordMark(
     harmless=None,
-    remedy="but wlb cannot tell from it what to train; leave out the record, or remove the key",
+    remedy="but wlb cannot leave out a record; remove the record from the data, or remove the key",
 )
 
-# The comment behind a key names the trainers that use it.
+# The comments name the trainers that read a key.
 RECORD_MARKS = {
     "train_on_input": _ASKED,  # torchtune
     "train_on_inputs": _ASKED,  # axolotl
     "train_on_prompt": _ASKED,  # LLaMA-Factory
     "mask_history": RecordMark(  # LLaMA-Factory
         harmless=(0,),
-        remedy="but wlb decides this for all records together; give --turns last, and remove the "
-        "key",
+        remedy="but wlb cannot do this for a single record; use --turns last to train only the "
+        "last reply of every conversation, and remove the key",
     ),
     "mask": RecordMark(  # NeMo: the role whose messages are not trained
         harmless=(), remedy="but wlb trains only messages of assistants; remove the key"
@@ -107,12 +109,13 @@ RECORD_MARKS = {
 
 
 def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
-    """Raise UserError if keys of a record ask for a training that wlb does not do.
+    """Raise UserError if keys of a record ask for training that wlb does not support.
 
     Args:
         record: The record. The case of its keys does not matter.
-        besides: For a record of plain text, the key of the text. Texts and objects under other keys
-            are then ignored, because a table of products may have a column "weight" with "5 kg".
+        besides: Key of the text, if the record is plain text. Then this key is not checked, and
+            texts and objects under other keys are ignored, because a table of products may have a
+            column "weight" with "5 kg".
     """
     for key, value in record.items():
         mark = RECORD_MARKS.get(key.lower())
@@ -127,16 +130,16 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
 
 
 def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> bool:
-    """Return whether the keys of a message allow it to be trained.
+    """Return whether the marks of a message (`MESSAGE_MARKS`) allow training the message.
 
     Args:
         message: The message in the record.
         name: Name of the message for error messages, such as "message 2".
-        is_assistant: Whether an assistant wrote it.
+        is_assistant: Whether an assistant wrote the message.
 
     Raises:
-        UserError: A mark is not 0 or 1, marks contradict each other, or a message that is not an
-            assistant's is marked as trained.
+        UserError: A mark is not 0 or 1, marks contradict each other, or a mark with `any_role` asks
+            for training a message that is not an assistant's.
     """
     found: dict[str, bool] = {}
     for key, value in message.items():
@@ -173,7 +176,8 @@ def unread_keys(
         is_part: Whether `data` is a part of a content.
 
     Raises:
-        UserError: A part is marked as not trained, or the name of an unknown key is about training.
+        UserError: A part is marked as not trained, or the name of an unknown key suggests that the
+            key decides what is trained.
     """
     for key, value in data.items():
         # A null value counts as absent. Keys that mark a message as trained are read by

@@ -2,7 +2,7 @@
 
 A call becomes {"type": "function", "function": {"name", "arguments"}}, with an "id" if the record
 has one. The arguments are an object. A key whose value is null counts as absent, because rows of
-Parquet have all columns. But null inside a string of JSON stays null.
+Parquet have all columns. If a record has tools or calls as JSON text, null in this text is kept.
 """
 
 import json
@@ -42,14 +42,14 @@ def tools_text(value: object) -> str:
     given = _parsed(value, "tools")
     if not isinstance(given, list):
         raise UserError(
-            f"tools must be a list of JSON schemas, but is of type {type(given).__name__}"
+            f"tools must be a JSON list of schemas, but is of type {type(given).__name__}"
         )
     tools: list[object] = []
     for i, item in enumerate(cast("list[object]", given)):
         tool = _parsed(item, f"tool {i} of tools")
         if not isinstance(tool, Mapping):
             raise UserError(
-                f"tool {i} of tools must be a JSON schema (an object), but is of type "
+                f"tool {i} of tools must be a JSON object (a schema), but is of type "
                 f"{type(tool).__name__}"
             )
         tools.append(cast("object", tool))
@@ -85,7 +85,7 @@ def _arguments_of(call: dict[str, Any]) -> object:
 
 def _call(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise UserError(f"{what} must be a JSON object, not {type(value).__name__}")
+        raise UserError(f"{what} must be a JSON object, but is of type {type(value).__name__}")
     call = cast("Mapping[str, Any]", value)
     function: Any = call.get("function", call)
     name: Any = cast("Any", function).get("name") if isinstance(function, Mapping) else None
@@ -102,7 +102,7 @@ def _call(value: object, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: object, what: str) -> object:
-    """Return the value that JSON text stands for, or another value without its null entries.
+    """Return the parsed value of JSON text, or a parsed value without keys whose value is null.
 
     Args:
         value: JSON text, or a value that is already parsed.
