@@ -54,9 +54,9 @@ def add_parser(commands: Any) -> None:
         f"on a GPU)"
     )
     parser.add_argument("name", nargs="?", help=text)
-    text = f"use the settings of a system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
+    text = f"use the settings of a training system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
     add_text(parser, "--system", "SYSTEM", text)
-    add_overrides(parser, metavar="KEY=VALUE", help="override keys of the run")
+    add_overrides(parser, metavar="KEY=VALUE", help="set keys of the configuration to other values")
     text = "check only the attention kernel that the run uses, and measure for a short time"
     add_flag(parser, "--quick", text)
     text = "seconds after which a group of checks is aborted, and the ranks that hang are named"

@@ -26,10 +26,9 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help=f"a preset: {', '.join(presets())}; or a TOML file")
-    add_overrides(parser, metavar="KEY=VALUE", help="change keys of the preset or file")
-    add_text(
-        parser, "--system", "SYSTEM", f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}"
-    )
+    add_overrides(parser, metavar="KEY=VALUE", help="set keys to other values")
+    text = f"use the settings of a training system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
+    add_text(parser, "--system", "SYSTEM", text)
     parser.set_defaults(run=run)
 
 

@@ -29,9 +29,9 @@ from wlb.plan.errors import shortened
 from wlb.spec import RemovedKeyWarning, RenamedKeyWarning, did_you_mean
 
 _EPILOG = """\
-wlb COMMAND --help describes a command; wlb train --help lists the common keys of the
-configuration, wlb train --help-all all of them.
-Commands that need no torch: completion, init, pack, plan, prepare, report, simulate, tune, and
+wlb COMMAND --help describes a command. wlb train --help lists the common keys of the
+configuration, and wlb train --help-all lists all keys.
+These commands need no torch: completion, init, pack, plan, prepare, report, simulate, tune, and
 wlb train --dry-run.
 
 First steps: wlb train demo; wlb init demo > my.toml; wlb train my.toml --dry-run."""

@@ -42,9 +42,9 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
-    text = "override keys, as in --set data.store=... parallel.tp=4"
+    text = "set configuration keys to other values, as in --set data.store=... parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
-    text = f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}"
+    text = f"use the settings of a training system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
     add_text(parser, "--system", "SYSTEM", text)
     text = (
         f"ranks to rehearse: {ALL}, {ONE_PER_STAGE} (one rank of each pipeline stage), or rank "

@@ -90,7 +90,7 @@ def add_arguments(
     add_text(source, "--corpus", "STORE", text)
     text = f"draw random lengths from a distribution: {', '.join(FAMILIES)}"
     add_text(source, "--synthetic", "FAMILY", text)
-    add_overrides(parser, metavar="KEY=VALUE", help="override keys of the configuration")
+    add_overrides(parser, metavar="KEY=VALUE", help="set keys of the configuration to other values")
     text = f"number of global batches to pack (default: {steps if steps else steps_default})"
     parser.add_argument("--steps", type=number(int), default=steps, help=text)
     add_flag(parser, "--in-order", "read documents in their order instead of shuffling them")
@@ -271,12 +271,15 @@ def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntAr
 
 
 def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
-    """Raise a UserError if a file cannot be written or matplotlib is missing, before any work.
+    """Before any work is done, check that files can be written and that matplotlib is installed.
 
     Args:
         *paths: Files that will be written; None, "" and "-" (stdout) are ignored.
         needs_plots: Whether matplotlib is needed.
-        settings: A further file that will be written. Only this one may be a .toml file.
+        settings: A further file that will be written. Only this file may be a .toml file.
+
+    Raises:
+        UserError: A file cannot be written, or matplotlib is needed and not installed.
     """
     for path in paths:
         if path in presets() or (path and path.endswith(".toml")):

@@ -130,10 +130,11 @@ def add_parser(commands: Any) -> None:
     text = "show this help message with every key, not only the common ones, and exit"
     parser.add_argument("--help-all", action=_HelpOfAllKeys, nargs=0, help=text)
     parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
-    text = "override keys, as in --set training.steps=100 parallel.tp=4"
+    text = "set configuration keys to other values, as in --set training.steps=100 parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
     text = (
-        f"use the settings of a system: {', '.join(KNOWN_SYSTEMS)}. fixed_4d:2 and wlb:2 choose "
+        f"use the settings of a training system, such as usual (the loader of Megatron-LM and "
+        f"torchtitan) or paper (WLB-LLM): {', '.join(KNOWN_SYSTEMS)}. fixed_4d:2 and wlb:2 choose "
         f"the second alternative of these systems. Keys of --set replace those of the system"
     )
     add_text(parser, "--system", "SYSTEM", text)

@@ -340,7 +340,7 @@ class RankSpans:
         )
 
     def first_keys(self, sliding: int = 0) -> IntArray:
-        """Return the position in its piece of the first key that each span attends to.
+        """Return the first key that each span attends to, as a position in the span's piece.
 
         Args:
             sliding: Length of the sliding attention window, in keys; 0 means no window.

@@ -200,7 +200,8 @@ def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
             text += f" (delay {trial.mean_delay:.2f})"
         parts.append(text)
     note = "; original cuts documents and thus computes less attention" if what == "packing" else ""
-    return [f"{what} on the winner's layout: {', '.join(parts)}{note}"] if len(parts) > 1 else []
+    line = f"{what} on the best layout, time relative to the best: {', '.join(parts)}{note}"
+    return [line] if len(parts) > 1 else []
 
 
 def refusal_lines(report: LayoutReport) -> list[str]:
@@ -208,7 +209,8 @@ def refusal_lines(report: LayoutReport) -> list[str]:
     out: list[str] = []
     for r in sorted(report.search.layouts.refusals.values(), key=lambda r: -r.count):
         first = r.message if r.name in r.message else f"{r.name}: {r.message}" * bool(r.message)
-        out.append(f"{r.count} left out, {r.reason}{f'; first: {first}' if first else ''}")
+        example = f"; for example {first}" if first else ""
+        out.append(f"{r.count} layouts were left out ({r.reason}){example}")
     return out
 
 

@@ -166,7 +166,7 @@ def test_a_row_without_a_step_is_no_perfect_balance(runs: list[PackingRun]) -> N
     starved = replace(even, tokens=int_array("t", [1000, 249, 0, 1000, 250, 1000]))
     (text,) = remarks([even, starved])
     assert text.startswith(f"{fine.label}: 1 of 5 steps are starved")
-    assert "249 at least" in text
+    assert "the smallest has 249 tokens" in text
     assert "7 pieces" in said[2]
     assert "up to 12 steps" in said[2]
     assert "the policy completed no step" in said[0]

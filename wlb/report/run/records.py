@@ -87,7 +87,7 @@ class RunRecords:
 
     @property
     def restarts(self) -> list[int]:
-        """Number of steps executed before each restart, for restarts whose record states it."""
+        """Number of steps executed before each restart, of restarts whose line has this number."""
         found = [resumed_at(start) for start in self.starts[1:]]
         return [at for at in found if at is not None]
 
