@@ -490,10 +490,10 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) ->
     listed = ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items())
     text = (
         f"Sharding over {cp} CP ranks in the first {len(plans)} steps. Predicted attention time of "
-        f"the slowest rank over that of perfectly balanced ranks: {listed}. With the run's "
-        f"strategy {own}, micro-batches are divided as follows: {_counted(counts)}; exchanges of "
-        f"keys: {_counted(exchanges)}; the rank that needs most keys needs {needed:.0%} of the "
-        f"rows that an all-gather would bring"
+        f"the slowest rank, over the attention time on one rank divided by {cp}: {listed}. With "
+        f"the run's strategy {own}, micro-batches are divided as follows: {_counted(counts)}; "
+        f"exchanges of keys: {_counted(exchanges)}; the rank that needs most keys needs "
+        f"{needed:.0%} of the rows that an all-gather would bring"
     )
     return {
         "text": text,

@@ -153,7 +153,9 @@ CAPTION = (
     "run's present settings (row own). MFU = model FLOPs utilization, with attention within "
     "documents only. GiB = memory of the rank that needs most. delay = steps that a token waits, "
     "mean/maximum. bubble = fraction of the time in which pipeline ranks wait. bound = time of "
-    "perfectly balanced steps over the simulated time"
+    "perfectly balanced steps over the simulated time. In the first column: v = virtual stages of "
+    "a rank; n = micro-batches of a pipeline; S = S_max in context windows; T = most tokens of a "
+    "step, in global batches; M = micro-batches of a step"
 )
 
 

@@ -237,14 +237,15 @@ def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] |
         )
     return (
         f"with {best.label} instead of the usual loader{cutting} and sharding per sequence you "
-        f"would save {_hours(simulated[0].saved)}; by its slowest micro-batches alone "
-        f"{saving.gain.saved:.1%}: {figures}; predicted for {model}"
+        f"would save {_hours(simulated[0].saved)}; the slowest micro-batches of all steps would "
+        f"take {saving.gain.saved:.1%} less time ({figures}); predicted for {model}"
     )
 
 
 def _describe_cutting(row: PackingSummary) -> str:
-    """Return a clause such as ", which cuts documents anywhere (original)," about a loader."""
-    cut = "documents anywhere" if loader_of(row) == ANYWHERE else "short documents only"
+    """Return a clause about a loader: ", which cuts documents where a window ends (original),"."""
+    is_anywhere = loader_of(row) == ANYWHERE
+    cut = "documents where a window ends" if is_anywhere else "only documents shorter than a window"
     return f", which cuts {cut} ({row.label}),"
 
 
@@ -252,7 +253,7 @@ def _hours(share: float) -> str:
     """Return a text on the fraction of GPU hours that is saved, which may be negative."""
     if share > 0:
         return f"{share:.1%} of GPU hours, whole steps simulated"
-    return f"no GPU hours: whole simulated steps take {-share:.1%} longer, with the flush"
+    return f"no GPU hours: all simulated steps take {-share:.1%} longer, the flush included"
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:

@@ -32,7 +32,7 @@ from wlb.spec import RunSpec, apply
 EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
 """Kinds of lines about events: a checkpoint; a step whose loss or gradient was not finite; a step
 with an unusually large loss or gradient; an early stop."""
-_REMEDY = "remove the line, which no run wrote"
+_REMEDY = "remove this line, which wlb did not write in this form"
 
 
 class StepRecord(NamedTuple):
