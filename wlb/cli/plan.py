@@ -340,9 +340,10 @@ def _verdict(
 def _assumes(
     options: argparse.Namespace, spec: RunSpec, cost: ProfiledWorkload | CountedWorkload
 ) -> tuple[str, str]:
-    """Return what the numbers of an HTML page are based on, as two parts of a sentence.
+    """Return a sentence in two parts that says what the numbers of an HTML page are based on.
 
-    The parts are the name of the kernel profile, and the model with its number of GPUs.
+    The first part is the name of the kernel profile. The second part names the model and its number
+    of GPUs.
     """
     if isinstance(cost, CountedWorkload):
         return "FLOPs", f"of {options.model}, without collectives and pipeline bubbles"
@@ -519,7 +520,7 @@ def _needed_share(
     Args:
         plans: Sharding plans of the micro-batches, over which rows are summed.
         cost: The cost model, which says which layers have sliding windows.
-        row_multiple: Every rank pads its rows to a multiple of this.
+        row_multiple: Every rank pads its number of rows to a multiple of this number.
     """
     gathered = sum(
         rows_gathered(

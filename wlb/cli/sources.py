@@ -47,7 +47,7 @@ class StoredSource(LengthSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlendedSource(StoredSource):
-    """The lengths of the documents of several token stores that are mixed (`data.blend`)."""
+    """The lengths of the documents of several token stores, which `data.blend` mixes."""
 
     stores: BlendedStore  # the stores with their weights
 
@@ -155,7 +155,7 @@ def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
 
 
 def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
-    """If no documents are given, set --synthetic to lengths like the paper's, and print a note."""
+    """If no documents are given, set --synthetic to the paper's distribution, and print a note."""
     if options.lengths or options.synthetic or _store_of(options, spec):
         return
     options.synthetic = DRAWN

@@ -183,7 +183,7 @@ class MeasuredStep(StepCounts):
         return None if self.telemetry is None else self.telemetry.imbalance
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary with the keys of metrics.jsonl, including derived values."""
+        """Return a dictionary with the keys of metrics.jsonl, such as the derived `imbalance`."""
         data = StepCounts.to_json(self)
         if self.expert_load is None:
             del data["expert_load"]
@@ -216,7 +216,7 @@ def imbalance(workload_ns: IntArray) -> float:
 
 
 def token_delay(plan: PackingPlan) -> tuple[float, int]:
-    """Return the mean delay of a plan's tokens and the longest delay of one, both in steps.
+    """Return the mean delay of a plan's tokens and the longest delay of a token, both in steps.
 
     The delay of a token is the number of steps between reading and training it.
     """

@@ -33,7 +33,7 @@ class PlannerState(PlainRecord):
     def __eq__(self, other: object) -> bool:
         """Return whether a planner would continue identically from both states.
 
-        Compares the JSON forms, so that a state equals a copy of it that was read from a file.
+        The JSON of both states is compared, so that a state equals its copy read from a file.
         """
         if not isinstance(other, PlannerState):
             return NotImplemented

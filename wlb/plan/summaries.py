@@ -56,8 +56,9 @@ def summaries_made(plan: ShardingPlan) -> IntArray:
 def summaries_moved(plan: ShardingPlan) -> IntArray:
     """Return how many summaries rank i receives from rank j, as an array [i, j] of shape [cp, cp].
 
-    If a rank has spans of a document, it receives the summaries of all runs (`runs_of_spans`) of
-    the document before its own last run, except those that it made itself. The diagonal is zero.
+    If a rank has spans of a document, it receives the summaries of all runs (`runs_of_spans`) that
+    precede the rank's last run in the document, except summaries that the rank made itself. The
+    diagonal is zero.
     """
     piece, place, rank = runs_of_spans(plan)
     moved = np.zeros((plan.cp, plan.cp), np.int64)

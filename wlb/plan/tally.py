@@ -80,12 +80,13 @@ class MeasuredShare:
     mean_ns: float = 0.0  # measured forward time, mean over each step's micro-batches
     predicted_slowest_ns: float = 0.0  # predicted forward time of each step's slowest micro-batch
     predicted_mean_ns: float = 0.0  # predicted forward time, mean over each step's micro-batches
+    # The following times are summed over steps.
     loading_s: float = 0.0  # time that a rank waits for inputs, mean over ranks
     planning_s: float = 0.0  # time that a rank waits for plans, mean over ranks
     # time that a rank spends on timestamps and records, mean over ranks
     records_s: float = 0.0
     step_s: float = 0.0  # wall time of the steps
-    work: Work = field(default_factory=Work)  # model FLOPs
+    work: Work = field(default_factory=Work)  # model FLOPs and wall time, summed over the steps
     # for each name in `wlb.plan.telemetry.TERMS`, statistics of predicted and measured times
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
     # for "compute" and "bubble": the mean over ranks and the maximum over ranks, each in seconds

@@ -65,7 +65,8 @@ def draw_timeline(
 ) -> None:
     """Draw one simulated step of one pipeline into given axes, with a row for each pipeline rank.
 
-    All passes of one kind and micro-batch i are a matplotlib collection with the gid `mb<i><kind>`.
+    The passes of one kind and of micro-batch i are one matplotlib collection with the gid
+    `mb<i><kind>`.
     The time axis is in seconds, or in milliseconds for steps below 2 seconds.
 
     Args:

@@ -42,10 +42,10 @@ def packing_page(
         answer: Sentences on what balanced packing saves and what to do.
         saving: Results of the best policy and of the usual loader; None if the usual loader
             completes no step.
-        hours: Fraction of GPU hours that the best policy saves in simulated steps; None without a
-            simulation.
-        assumes: Two parts of a sentence on which the numbers are based: the name of the kernel
-            profile, and the model with its number of GPUs.
+        hours: Fraction of the usual loader's GPU hours that the best policy saves in simulated
+            steps; None without a simulation.
+        assumes: A sentence in two parts that says what the numbers are based on: the name of the
+            kernel profile, then the model with its number of GPUs.
         provenance: Names and values for the end of the page, such as the command.
         notes: Remarks for a section that is collapsed at first.
     """

@@ -27,13 +27,13 @@ an equal share, which is 1, by more than this."""
 
 
 def _of_steps(name: str, form: str) -> Cell:
-    """Return a function that makes the table cell of one number of a policy.
+    """Return a function that formats one field of `PackingSummary` as a table cell.
 
-    The number refers to steps before the data ended. If a policy completed no such step, the cell
-    is "-", because the default of 1.000 would look like perfect balance.
+    The field refers to the steps before the data ended. If a policy completed no such step, the
+    cell is "-", because the field's default of 1.000 would look like perfect balance.
 
     Args:
-        name: Field of `PackingSummary`.
+        name: Name of the field.
         form: Format of the number, such as ".3f".
     """
     return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
@@ -250,7 +250,7 @@ def _describe_cutting(row: PackingSummary) -> str:
 
 
 def _hours(share: float) -> str:
-    """Return a text on the fraction of GPU hours that is saved, which may be negative."""
+    """Return a text that says what fraction of GPU hours is saved; `share` may be negative."""
     if share > 0:
         return f"{share:.1%} of GPU hours, whole steps simulated"
     return f"no GPU hours: all simulated steps take {-share:.1%} longer, the flush included"

@@ -22,8 +22,8 @@ NORMAL_LENGTH = 4096
 """Times in Figure 7 are relative to the time of attention for a document of this many tokens."""
 
 Record = Mapping[str, Any]
-"""A saved measurement, as a mapping with these keys: `kind` (such as "gemm"), `point` (what was
-called), `numbers` (the measured values) and `failed` (an error message, or "")."""
+"""A saved measurement, as a mapping with these keys: `kind` (such as "gemm"), `point` (the sizes of
+the call), `numbers` (the measured values) and `failed` (an error message, or "")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class HeldPoint:
     table: int  # index of the attention table in the profile
     # "held_pair" for a call with segments of equal length, "held_batch" for unequal segments
     kind: str
-    label: Mapping[str, int]  # what was called, such as rows, keys and number of segments
+    label: Mapping[str, int]  # sizes of the call, such as rows, keys and number of segments
     measured_ns: tuple[float, float]  # measured forward and backward time
     predicted_ns: tuple[float, float]  # predicted forward and backward time
 
@@ -42,9 +42,10 @@ class HeldPoint:
 class PlottedSample:
     """A measured call, with the time that the fitted profile predicts for it."""
 
-    at: Mapping[str, Any]  # what was called, such as {"tokens": 4096, "tp": 2}
-    measured_ns: tuple[float, ...]  # measured forward and backward time; of a collective, one time
-    fitted_ns: tuple[float, ...]  # predicted times, in the form of `measured_ns`
+    at: Mapping[str, Any]  # sizes of the call, such as {"tokens": 4096, "tp": 2}
+    # measured forward time and backward time; a collective has only one time
+    measured_ns: tuple[float, ...]
+    fitted_ns: tuple[float, ...]  # predicted times, for the same passes as `measured_ns`
 
 
 def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]:

@@ -32,7 +32,7 @@ def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
 
 
 def run_names(runs: Sequence[RunRecords]) -> list[str]:
-    """Return a name for each run: that of its folder, or the path if two folders have one name."""
+    """Return a name for each run: its folder's name, or its path if two folders have this name."""
     short = [run.folder.resolve().name for run in runs]
     alike = {name for name, count in Counter(short).items() if count > 1}
     return [

@@ -58,7 +58,7 @@ class RunRecords:
     folder: Path  # folder of the run
     spec: RunSpec  # configuration of the run
     starts: list[dict[str, Any]]  # a line of metrics.jsonl for each time that the run was started
-    steps: list[StepRecord]  # all steps; a step that was trained twice is there once
+    steps: list[StepRecord]  # all steps; a step that was trained twice has one record, the newer
     # for each evaluation: number of steps executed before it, and held-out loss
     evaluations: list[tuple[int, float]]
     tables: list[RankTable]  # tables of all ranks' times
