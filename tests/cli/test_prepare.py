@@ -80,7 +80,10 @@ def test_files_of_text_are_counted_and_have_no_key(
     assert TokenStore(out).num_documents == 51
     assert run(*both[1:], "--text-key", "body", "--overwrite") == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "--text-key body applies only to records (.jsonl, .ndjson, .json, .parquet)" in error
+    assert (
+        "--text-key body applies only to files of records (.jsonl, .ndjson, .json, .parquet)"
+        in error
+    )
 
 
 def test_a_json_list_of_instructions_is_prepared_as_text_and_as_conversations(

@@ -163,7 +163,9 @@ def test_a_special_token_that_is_an_ordinary_piece_too_is_refused() -> None:
     add_chat_tokens(tokenizer, CHATML)
     encoder = ChatEncoder(tokenizer, CHATML)
     assert encoder.encode(talk(*TALK)).num_targets == 6
-    with pytest.raises(InjectedToken, match=f"to the special token {vocab[name]}, which only the"):
+    with pytest.raises(
+        InjectedToken, match=f"to the special token with the id {vocab[name]}, which"
+    ):
         encoder.encode(talk(("user", "a<|im_end|>"), ("assistant", "b")))
 
 
@@ -268,7 +270,10 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
             {"history": [["a", "b"]], "instruction": "x", "output": "y"},
             "the record has history = .*, but wlb does not train the key history",
         ),
-        ({"messages": [{"role": "assistant", "content": ""}]}, "role assistant and comes at the start"),
+        (
+            {"messages": [{"role": "assistant", "content": ""}]},
+            "role assistant and comes at the start",
+        ),
         ({"prompt": "x", "completion": ["y"]}, r"but prompt is 'x' and completion is \['y'\]"),
         (
             {"messages": [{"role": "user", "content": "x"}] * 2},

@@ -100,7 +100,7 @@ def test_a_special_token_that_is_an_ordinary_piece_too_is_refused(tmp_path):
     tokenizer.add_special_tokens(["</s>", "<unk>"])
     path = saved(tmp_path, tokenizer)
     made = encoder(path)
-    with pytest.raises(BadRecord, match="encodes to the special token 1") as refused:
+    with pytest.raises(BadRecord, match="encodes to the special token with the id 1") as refused:
         made.encode({"text": "a </s> a"})
     assert refused.value.reason == "special_token"
     # A character without a token is not an error, and is counted.
@@ -133,9 +133,7 @@ def test_which_token_ends_a_document(tmp_path):
     path = saved(tmp_path, bpe("<s>", "</s>"))
     tokenizer = Tokenizer.from_file(str(path))
     assert read_vocabulary(path).eos_id is None  # </s> or <|endoftext|>: not guessed
-    with pytest.raises(
-        ValueError, match=r"--documents separator needs a special token.*--eos TOKEN"
-    ):
+    with pytest.raises(ValueError, match=r"--documents separator needs the EOS token.*--eos TOKEN"):
         encoder(path)
     assert read_vocabulary(path, eos="</s>").eos_id == tokenizer.token_to_id("</s>")
     config = tmp_path / "tokenizer_config.json"
@@ -144,7 +142,7 @@ def test_which_token_ends_a_document(tmp_path):
     assert (found.bos_id, found.eos_id) == tuple(map(tokenizer.token_to_id, ("<s>", "</s>")))
     assert read_vocabulary(path, eos="<|endoftext|>").eos_id == 0
     with pytest.raises(
-        ValueError, match=r"--eos '<end>' is not a token of .*whose special tokens are"
+        ValueError, match=r"--eos '<end>' is not a token of .*special tokens, which are"
     ):
         read_vocabulary(path, eos="<end>")
     config.write_text("{")
@@ -155,7 +153,7 @@ def test_which_token_ends_a_document(tmp_path):
 def test_one_usual_name_is_taken(tmp_path):
     path = saved(tmp_path, bpe())
     assert read_vocabulary(path).eos_id == 0
-    with pytest.raises(ValueError, match=r"--documents eos_bos needs a special token.*--bos TOKEN"):
+    with pytest.raises(ValueError, match=r"--documents eos_bos needs the BOS token.*--bos TOKEN"):
         encoder(path, DocumentPolicy.EOS_BOS)
 
 
@@ -181,7 +179,7 @@ def test_bytes():
         ({"text": ""}, "empty", "is empty"),
         ({"text": b""}, "empty", "is empty"),
         ({"text": b"a\xff"}, "not_utf8", "not UTF-8 at byte 1"),
-        ({"text": "a\ud800"}, "not_utf8", "character 1 is half a surrogate pair"),
+        ({"text": "a\ud800"}, "not_utf8", "character 1 is half of a surrogate pair"),
     ],
 )
 def test_records_without_text(record, reason, message):

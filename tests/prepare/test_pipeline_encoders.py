@@ -70,10 +70,13 @@ def test_another_encoder_and_its_trained_tokens(tmp_path):
     with pytest.raises(ValueError, match="already exists and was made of other"):
         prepare_store(asked, encoder=EveryOther(step=3))
     path.write_text('{"numbers": []}')
-    with pytest.raises(ValueError, match=r"line 1: RecordEncoder.encode returned no document"):
+    with pytest.raises(
+        ValueError, match=r"line 1: RecordEncoder.encode must return at least one document"
+    ):
         prepare_store(replace(asked, overwrite=True), encoder=EveryOther())
     with pytest.raises(
-        ValueError, match="--tokenizer bpe: records of this kind have no text to train"
+        ValueError,
+        match="--tokenizer bpe cannot train a BPE, because records of this kind have no text",
     ):
         prepare_store(replace(asked, out=f"{asked.out}-bpe", tokenizer="bpe"), encoder=EveryOther())
     assert not (tmp_path / "x-bpe.parts").exists()

@@ -46,8 +46,8 @@ _KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "<|startoftext|>")
 class DocumentPolicy(StrEnum):
     """Which special tokens are added to each document."""
 
-    EOS_BOS = "eos_bos"  # BOS before it and EOS after it
-    SEPARATOR = "separator"  # only EOS after it
+    EOS_BOS = "eos_bos"  # BOS before the document and EOS after it
+    SEPARATOR = "separator"  # only EOS after the document
     NONE = "none"
 
 
@@ -121,8 +121,8 @@ class EncoderChoice(Protocol):
             UserError: These records have no text to train a BPE on.
         """
         raise UserError(
-            f"--tokenizer {BPE}: records of this kind have no text to train a BPE on; give a "
-            f"tokenizer.json"
+            f"--tokenizer {BPE} cannot train a BPE, because records of this kind have no text; "
+            f"give a tokenizer.json"
         )
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
@@ -171,13 +171,14 @@ class TextChoice(EncoderChoice):
         return {"policy": self.policy, "text_key": self.text_key}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the column of the text, and those that may say that not all text is trained."""
+        """Return the column of the text, and the columns that may mark text as not trained."""
         if self.text_key not in names:
             raise UserError(
                 f"has no column {self.text_key!r}, but the columns {', '.join(names)}; name the "
                 f"column of the text with --text-key"
             )
-        # Also read columns such as loss_mask, to refuse records of which not all text is trained.
+        # Also read columns such as loss_mask. Records that mark a part of their text as not trained
+        # are refused.
         return (
             self.text_key,
             *(n for n in names if n.lower() in RECORD_MARKS and n != self.text_key),
@@ -223,15 +224,15 @@ class TextEncoder:
         if self._special.size and (found := np.isin(ids, self._special)).any():
             raise BadRecord(
                 Skip.SPECIAL_TOKEN,
-                f"the text encodes to the special token {ids[found][0]}, which only --documents "
-                f"may add; use another tokenizer, or remove that part of the text",
+                f"the text encodes to the special token with the id {ids[found][0]}, which only "
+                f"--documents may add; remove that part of the text, or use another tokenizer",
             )
         tokens = np.concatenate([self._before, ids, self._after])
         return [Encoded(tokens=tokens, num_unknown=count_of(self._unknown, ids))]
 
 
 def count_of(token: int | None, ids: TokenArray) -> int:
-    """Count how often `token` is in `ids`; 0 if `token` is None."""
+    """Return how often `token` is in `ids`, or 0 if `token` is None."""
     return 0 if token is None else int((ids == token).sum())
 
 
@@ -246,8 +247,9 @@ def tokens_around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntAr
     for option, wanted in (("--eos", after), ("--bos", before)):
         if None in wanted:
             raise UserError(
-                f"--documents {policy} needs a special token, but the tokenizer does not say "
-                f"which one; give {option} TOKEN, or use --documents none"
+                f"--documents {policy} needs the {option.strip('-').upper()} token, but the "
+                f"tokenizer does not say which token that is; give {option} TOKEN, or use "
+                f"--documents none"
             )
     return np.array(before, np.int64), np.array(after, np.int64)
 
@@ -256,7 +258,7 @@ def text_of(record: Record, key: str) -> str:
     """Return the text under a key of a record.
 
     Raises:
-        BadRecord: There is no such key, or its value is not a text of valid Unicode.
+        BadRecord: There is no such key, or its value is empty or not text of valid Unicode.
     """
     if key not in record:
         known = ", ".join(map(repr, list(record)[:8]))
@@ -286,14 +288,14 @@ def text_of(record: Record, key: str) -> str:
     except UnicodeEncodeError as error:
         raise BadRecord(
             Skip.NOT_UTF8,
-            f"the text under {key!r} is not valid Unicode: character {error.start} is half a "
-            f"surrogate pair",
+            f"the text under {key!r} is not valid Unicode, because character {error.start} is half "
+            f"of a surrogate pair",
         ) from None
     return value
 
 
 # The largest token id that a tokenizer.json may have. `_LARGE_ID` finds numbers of 8 or more
-# digits, which may be larger ids.
+# digits, which may be ids above this limit.
 _MOST_ID = 1 << 24
 _LARGE_ID = re.compile(rb":\s*([0-9]{8,19})")
 
@@ -322,11 +324,13 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     _check_ids(Path(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    # The library raises plain Exception. If its Rust code panics, it raises a BaseException.
+    # The library raises a plain Exception, or a BaseException if its Rust code panics.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{path} is not a valid tokenizer.json ({error})") from None
+        raise UserError(
+            f"{path} is not a valid tokenizer.json ({error}); give the tokenizer.json of a model"
+        ) from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -334,9 +338,10 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def refuse_sentence_piece(path: Path) -> None:
-    """Raise UserError if the file is a SentencePiece model, which tokenizers cannot read.
+    """Raise UserError if the file is a SentencePiece model.
 
-    Older models have such a file, named *.model or *.model.v3 (Mistral).
+    The tokenizers library cannot read such files. Older models have one, with a name such as
+    *.model or *.model.v3 (Mistral).
     """
     if ".model" in path.suffixes and path.is_file():
         raise UserError(
@@ -347,9 +352,10 @@ def refuse_sentence_piece(path: Path) -> None:
 
 
 def _check_ids(path: Path) -> None:
-    """Raise UserError if a token has a huge id.
+    """Raise UserError if a token has an id above `_MOST_ID`.
 
-    The tokenizers library loops over all ids, so it would run almost forever.
+    The tokenizers library loops over all numbers up to the largest id, so a huge id would keep it
+    busy almost forever.
     """
     data = path.read_bytes() if path.is_file() else b""
     if not any(int(found[1]) > _MOST_ID for found in _LARGE_ID.finditer(data)):
@@ -360,8 +366,8 @@ def _check_ids(path: Path) -> None:
             for name, index in cast("dict[str, Any]", vocabulary).items():
                 if isinstance(index, int) and index > _MOST_ID:
                     raise UserError(
-                        f"{path}: token {name!r} has the id {index}, but ids may be at most "
-                        f"{_MOST_ID}; give the tokenizer of a model"
+                        f"{path}: token {name!r} has the id {index}, but ids must be at most "
+                        f"{_MOST_ID}; give the tokenizer.json of a model"
                     )
 
 
@@ -409,9 +415,10 @@ def read_vocabulary(
 
     Args:
         path: The tokenizer.json.
-        bos: Text of the BOS token. "" means the token that tokenizer_config.json names. If it names
-            none, it is the only special token with a usual name such as "<s>".
-        eos: Text of the EOS token, found in the same way if "".
+        bos: Text of the BOS token. "" means the token that tokenizer_config.json names. If the file
+            names none, the BOS token is the only special token with a usual name such as "<s>". If
+            there is no such token, or several, the vocabulary has no BOS token.
+        eos: Text of the EOS token. "" has the same meaning as for `bos`.
         folder: Folder of the tokenizer_config.json. None means the folder of `path`.
 
     Returns:
@@ -431,8 +438,8 @@ def read_vocabulary(
         if name not in vocabulary:
             some = ", ".join(list(special.values())[:12]) or "none"
             raise UserError(
-                f"--{kind} {name!r} is not a token of {path}, whose special tokens are {some}; "
-                f"give one of its tokens"
+                f"--{kind} {name!r} is not a token of {path}; give a token of this tokenizer, for "
+                f"example one of its special tokens, which are {some}"
             )
         return vocabulary[name]
 
@@ -468,7 +475,7 @@ def token_text(value: Any) -> str | None:
 
 
 def tokenizer_config(path: Path) -> dict[str, Any]:
-    """Read a tokenizer_config.json; return an empty object if there is no such file."""
+    """Return the content of a tokenizer_config.json, or an empty dict if there is no such file."""
     try:
         return read_object(path, remedy="repair or remove it", wide=True)
     except FileNotFoundError:

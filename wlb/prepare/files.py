@@ -43,8 +43,8 @@ def locked(path: Path) -> Generator[None]:
                 lock(file, waits=True)
             except NoLocks as error:
                 sys.stderr.write(
-                    f"{path.parent} is on a file system without locks ({error.strerror}): make "
-                    f"sure that no second process prepares {path.stem} at the same time\n"
+                    f"the file system of {path.parent} does not support locks ({error.strerror}); "
+                    f"make sure that no second process prepares {path.stem} at the same time\n"
                 )
             # If another process removed the file before this one locked it, start over.
             if is_named(file, path, folder):
@@ -56,7 +56,7 @@ def locked(path: Path) -> Generator[None]:
 
 @contextmanager
 def locked_folder(path: Path) -> Generator[None]:
-    """Create a folder and lock it for a `with` block, after waiting for other processes."""
+    """Create a folder and lock it for a `with` block, as soon as no other process has the lock."""
     with ExitStack() as opened:
         for _ in attempts(path):
             tried = opened.enter_context(ExitStack())
@@ -92,8 +92,8 @@ def find_or_make(
                 make()
                 if (found := find()) is None:
                     raise RuntimeError(
-                        f"the result beside {lock_file} cannot be read, or another process "
-                        f"replaced it with other settings"
+                        f"the store that was just made in {lock_file.parent} is missing, damaged, "
+                        f"or was replaced by another process; run the same command again"
                     )
                 found = replace(found, reused=False)
     return replace(found, time_s=time.perf_counter() - began)

@@ -14,15 +14,15 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def first_bytes(file: IO[bytes], *, most: int) -> tuple[bytes, bytes]:
-    """Return the first character of a file that is not white space, and the line it is on.
+    """Return the first character of a file other than white space, and the line with it.
 
     Args:
         file: A binary file at its beginning.
         most: The most bytes to read.
 
     Returns:
-        The character and the line, without a byte-order mark. Both are empty if all bytes that were
-        read are white space.
+        The character and its line, without a byte-order mark. Both are empty if the first `most`
+        bytes are white space.
     """
     line = file.readline(most).removeprefix(codecs.BOM_UTF8)
     passed = len(line)
@@ -44,14 +44,14 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
     """
     data = file.read(most + 1).removeprefix(codecs.BOM_UTF8)
     if len(data) > most:
-        raise ValueError(f"a list of more than {most} bytes is not read")
+        raise ValueError(f"a JSON list must have at most {most} bytes, but this one has more")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 at byte {error.start}") from None
+        raise ValueError(f"the file is not UTF-8, because of byte {error.start}") from None
     at = _skip_space(text, 0)
     if text[at : at + 1] != "[":
-        raise ValueError("it is not a JSON list")
+        raise ValueError("the file must begin with [, because it must be a JSON list")
     scan, number = json.JSONDecoder().raw_decode, 0
     at = _skip_space(text, at + 1)
     while number or text[at : at + 1] != "]":
@@ -59,9 +59,10 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
             item, end = scan(text, at)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"record {number} cannot be read: {error.msg} at character {error.pos - at} of it"
+                f"record {number} cannot be read: {error.msg} at character {error.pos - at} of "
+                f"the record"
             ) from None
-        # Python refuses JSON that is nested too deeply, and numbers of too many digits.
+        # Python refuses JSON that is nested too deeply, and numbers that have too many digits.
         except (RecursionError, ValueError) as error:
             raise ValueError(f"record {number} cannot be read: {error}") from None
         yield item
@@ -70,12 +71,10 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
         if text[at : at + 1] == "]":
             break
         if text[at : at + 1] != ",":
-            raise ValueError(
-                f"record {number - 1} is followed by neither a comma nor the list's end"
-            )
+            raise ValueError(f"record {number - 1} must be followed by a comma or by ], but is not")
         at = _skip_space(text, at + 1)
     if _skip_space(text, at + 1) < len(text):
-        raise ValueError(f"text follows the list of {number} records")
+        raise ValueError(f"there is text after the end of the list of {number} records")
 
 
 def _skip_space(text: str, at: int) -> int:

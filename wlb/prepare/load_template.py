@@ -55,8 +55,8 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
     if str(name) in BUILT_IN:
         if given:
             raise UserError(
-                f"chat template {name} is built in and takes no variables, but got "
-                f"{sorted(given)}; leave them out"
+                f"the built-in chat template {name} takes no variables; leave out the variables "
+                f"{sorted(given)}"
             )
         return BUILT_IN[str(name)]
     path, config_path = template_files(name)
@@ -73,9 +73,9 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
 
 
 def template_files(name: str | Path) -> tuple[Path, Path]:
-    """Return the path of a template's file, and of the tokenizer_config.json beside it.
+    """Return the path of a template's file, and the path of the tokenizer_config.json beside it.
 
-    The second path may not exist.
+    There may be no file at the second path.
 
     Args:
         name: The folder of a model, a tokenizer_config.json, or a file with a Jinja template.
@@ -95,7 +95,7 @@ def template_files(name: str | Path) -> tuple[Path, Path]:
 
 
 def _source_of(config: dict[str, Any], path: Path) -> str:
-    """Return the template in a tokenizer_config.json; if it has several, the one named default.
+    """Return the template in a tokenizer_config.json. If it has several, return the default one.
 
     Args:
         config: Content of the file.
@@ -107,6 +107,7 @@ def _source_of(config: dict[str, Any], path: Path) -> str:
         found = named.get("default")
     if not isinstance(found, str):
         raise UserError(
-            f"{path} has no key chat_template; give the file that contains the chat template"
+            f"{path} has no chat template under chat_template (or, in a list of templates, under "
+            f"the name default); give a file that contains the chat template"
         )
     return found

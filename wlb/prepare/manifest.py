@@ -43,7 +43,7 @@ def manifest_digest(manifest: Manifest) -> str:
 def differences(old: Manifest, new: Manifest) -> list[str]:
     """Describe each difference between two manifests in words. Equal manifests have none."""
     if old.get("format") != new["format"]:
-        return [f"it was made by another version of this program (format {old.get('format')})"]
+        return [f"another version of wlb made the parts (format {old.get('format')})"]
     sides = [
         (name, *(side["arguments"].get(name) for side in (old, new)))
         for name in sorted({*old["arguments"], *new["arguments"]})
@@ -76,10 +76,10 @@ def is_manifest(path: Path, manifest: Manifest) -> bool:
 
 
 def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) -> bool:
-    """Prepare the folder of parts: keep parts with this manifest, or remove all parts.
+    """Keep the parts in a folder if they have this manifest; otherwise remove them.
 
     Parts with an equal manifest were made with the same arguments and inputs, so they are reused.
-    Otherwise the folder is emptied and the manifest is written.
+    Otherwise the folder is emptied, and the manifest is written into it.
 
     Args:
         path: The file with the manifest in the folder of parts.
@@ -94,7 +94,7 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
     """
     try:
         what = f"{path} is not the manifest of a preparation"
-        with malformed(what, "remove its folder, or use --overwrite"):
+        with malformed(what, "remove the folder of this file, or use --overwrite"):
             found = differences(read_object(path), manifest)
     except FileNotFoundError:
         problem = ""
@@ -104,13 +104,13 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
         if not found:
             return True
         problem = (
-            f"the interrupted preparation in {path.parent} has other arguments or inputs: "
-            f"{'; '.join(found)}. Use the same arguments to resume it, or start over with "
-            f"--overwrite"
+            f"the interrupted preparation in {path.parent} had other arguments or inputs: "
+            f"{'; '.join(found)}. Use the same arguments to resume this preparation, or start over "
+            f"with --overwrite"
         )
     if problem and not overwrite:
         raise UserError(problem)
-    # Remove parts even if there is no manifest: they may have been made with other arguments.
+    # Remove parts even if there is no manifest, because their arguments may have been different.
     remove_parts(path.parent)
     write_text(path, json.dumps(manifest))
     return False
@@ -143,6 +143,6 @@ def check_unchanged(files: Sequence[InputFile]) -> None:
             now = None
         if now != (file.size, file.mtime_ns):
             raise UserError(
-                f"{file.path} changed while it was being prepared; wait until no program writes "
+                f"the input {file.path} changed while wlb read it; wait until no program writes "
                 f"the file, and prepare again with --overwrite"
             )

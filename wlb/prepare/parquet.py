@@ -34,34 +34,40 @@ def open_parquet(path: str) -> Any:
         pa, pq = _pyarrow(), _pyarrow(".parquet")
     except ModuleNotFoundError:
         raise UserError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed; run pip install "
-            f"'wlb-llm[data]'"
+            f"{path} is a Parquet file, but the library pyarrow, which reads Parquet, is not "
+            f"installed; run pip install 'wlb-llm[data]'"
         ) from None
     try:
         file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         _check_footer(file)
         return file
-    # WRONG_SHAPE includes the errors for invalid UTF-8 in names of columns, in a damaged footer.
+    # WRONG_SHAPE includes the errors that invalid UTF-8 in a damaged footer's column names causes.
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         raise UserError(
-            f"{path} is not a Parquet file, or is damaged ({describe_error(error)})"
+            f"{path} is not a Parquet file, or is damaged ({describe_error(error)}); download or "
+            f"write the file again"
         ) from None
 
 
 def _check_footer(file: Any) -> None:
-    """Raise ValueError if counts of rows in the footer disagree, because rows would be lost."""
+    """Raise ValueError if the footer contradicts itself.
+
+    If the numbers of rows disagreed, rows would be lost.
+    """
     names, metadata = file.schema_arrow.names, file.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
     sizes = [group.total_byte_size for group in groups]
     if min(*rows, *sizes, 0, 0) < 0 or sum(rows) != metadata.num_rows:
-        raise ValueError(f"it has {metadata.num_rows} rows in groups of {sum(rows)}")
+        raise ValueError(
+            f"the file has {metadata.num_rows} rows, but its row groups have {sum(rows)}"
+        )
     if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"its columns are {names}")
+        raise ValueError(f"the names of the columns must be text, but are {names}")
 
 
 def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
-    """Return the names of the columns of an open Parquet file to read.
+    """Return the names of the columns to read from an open Parquet file.
 
     Args:
         file: The file.
@@ -75,7 +81,8 @@ def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
     chosen = columns(names)
     if twice := next((name for name in chosen if names.count(name) > 1), None):
         raise UserError(
-            f"has {names.count(twice)} columns named {twice!r}; rename all but the one to read"
+            f"has {names.count(twice)} columns named {twice!r}; rename all of them except the one "
+            f"to read"
         )
     return chosen
 
@@ -112,7 +119,7 @@ def parquet_records(
                 yield row, dict(zip(names, items, strict=True))
                 row += 1
         if row != begins[groups.stop]:
-            raise ValueError(f"there should be {begins[groups.stop]} rows")
+            raise ValueError(f"there must be {begins[groups.stop]} rows up to here")
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         if isinstance(error, UserError):
             raise

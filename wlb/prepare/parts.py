@@ -4,9 +4,9 @@ A part is what one shard becomes: a store of training documents, a store of held
 a summary. The summary is written last, so a part with a summary is complete. Merging reads parts in
 order, so the result does not depend on which process made which part.
 Whether a record is held out depends only on its name: `draw` maps (seed, name) to a number in
-[0, 1), and the record is held out if the number is below the fraction. If that would leave the
-training store or the held-out store empty, the record whose number is closest to the fraction
-changes sides.
+[0, 1), and the record is held out if the number is below the held-out fraction. If that would leave
+the training store or the held-out store empty, the record whose number is closest to the fraction
+moves to the other store.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class PartJob:
     choice: EncoderChoice  # the kind of records, and how they are encoded
     tokenizer: str  # path of a tokenizer.json, "" for bytes
     vocabulary: Vocabulary
-    text_key: str  # key of the text in the record that a text file or a line becomes
+    text_key: str  # a text file or line becomes a record that has its text under this key
     heldout_fraction: float  # share of the records that are held out
     seed: int  # decides which records are held out
     on_error: OnError  # what to do with a record that is not a document
@@ -72,8 +72,8 @@ class PartJob:
         return Path(self.folder, f"{shard:06}.json")
 
 
-# A record: the number that `draw` gave it, the index of its first document in the store, and its
-# number of documents.
+# A record, as three values: its number from `draw`, the index of its first document in the part's
+# store, and its number of documents.
 _Nearest = tuple[float, int, int]
 _SUMMARY: Schema = {
     "shard": COUNT,
@@ -90,11 +90,11 @@ _SUMMARY: Schema = {
 
 @dataclass(slots=True, kw_only=True)
 class PartSummary:
-    """Statistics of one encoded shard (a part). They are collected while it is encoded."""
+    """Statistics of one part, which are collected while its shard is encoded."""
 
     shard: int  # number of the shard
     size: int  # bytes of input in the shard
-    # One number for the training store and one for the held-out store.
+    # Each list has one number for the training store and one for the held-out store.
     num_documents: list[int] = field(default_factory=lambda: [0, 0])
     num_tokens: list[int] = field(default_factory=lambda: [0, 0])
     num_unknown: int = 0  # tokens that stand for unknown characters
@@ -102,8 +102,8 @@ class PartSummary:
     skipped: Counter[str] = field(default_factory=Counter[str])  # skipped records, by reason
     # Descriptions of the first skipped records, by reason.
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    # For each side (training, held-out), the record whose number from `draw` is closest to the
-    # held-out fraction. It may have to change sides (`moved_record`).
+    # For the training store and for the held-out store, the record whose number from `draw` is
+    # closest to the held-out fraction. It may have to move to the other store (`moved_record`).
     nearest: list[_Nearest | None] = field(default_factory=lambda: [None, None])
 
     @classmethod
@@ -133,8 +133,8 @@ class PartSummary:
             action, option = actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
             raise UserError(
-                f"{position.describe()}: {bad}. Correct the record, or skip and count such "
-                f"records with {option} skip"
+                f"{position.describe()}: {bad}. Correct the record, or use {option} skip to skip "
+                f"and count such records"
             )
         self.skipped[str(bad.reason)] += 1
         shown = self.examples.setdefault(str(bad.reason), [])
@@ -174,8 +174,8 @@ def encode_shard(
         for position, documents in _records(job, encoder, shard, summary, is_stopped):
             drawn = draw(job.seed, position.name)
             side = int(drawn < job.heldout_fraction)
-            # Training records have numbers above the held-out fraction, so the lowest is closest to
-            # it. Held-out records have numbers below it, so the highest is closest.
+            # Training records have numbers above the held-out fraction, so the lowest number is the
+            # closest. Held-out records have numbers below the fraction, so the highest number is.
             at = summary.nearest[side]
             if at is None or (drawn > at[0] if side else drawn < at[0]):
                 summary.nearest[side] = (drawn, writers[side].num_documents, len(documents))
@@ -198,8 +198,8 @@ def _records(
 ) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
     """Yield the position and the encoded documents of each record of a shard.
 
-    Records that are not documents are counted in `summary` instead. Arguments are those of
-    `encode_shard`.
+    Records that are not documents are counted in `summary` instead. The other arguments have the
+    same meaning as in `encode_shard`.
     """
     records = read_shard(shard, text_key=job.text_key, columns=job.choice.columns)
     for number, (position, record) in enumerate(records):
@@ -214,14 +214,14 @@ def _records(
             continue
         if not made:
             raise UserError(
-                f"{position.describe()}: RecordEncoder.encode returned no document; it must "
-                f"return at least one, or raise BadRecord"
+                f"{position.describe()}: RecordEncoder.encode must return at least one document or "
+                f"raise BadRecord, but returned none"
             )
         yield position, made
 
 
 def add(writer: TokenStoreWriter, encoded: Encoded, position: RecordPosition) -> None:
-    """Append a document to a store; an error message says where in the inputs it comes from."""
+    """Append a document to a store. An error message names the document's place in the inputs."""
     try:
         writer.add(encoded.tokens, encoded.trained)
     except UserError as error:
@@ -337,8 +337,8 @@ def merge_parts(
     about = {"vocab_size": vocabulary.size, "eos_id": job.choice.eos_id(vocabulary), **about}
     moved = moved_record(parts, fraction=job.heldout_fraction)
     total, done = sum(part.size for part in parts), 0
-    # ExitStack closes the held-out store first. So the training store appears last, and if it
-    # exists, both stores are complete.
+    # ExitStack closes the held-out store first, so the training store becomes visible last. If the
+    # training store exists, both stores are complete.
     with ExitStack() as stack:
         writers = [stack.enter_context(TokenStoreWriter(prefix, **about)) for prefix in prefixes]
         for part in parts:

@@ -65,8 +65,8 @@ from wlb.prepare.text import Skip
 from wlb.prepare.tokenizer import prepare_tokenizer
 from wlb.prepare.workers import encode_shards
 
-# The input is divided into about 256 shards, so that all workers have work and an interrupted call
-# loses little. Each shard has at least 1 MiB and at most 64 MiB.
+# The input is divided into about 256 shards, so that all workers have work and little work is lost
+# if a call is interrupted. Each shard has from 1 to 64 MiB of input.
 _SHARD_BYTES = (1 << 20, 1 << 26)
 _NUM_SHARDS = 256
 
@@ -99,8 +99,8 @@ def prepare_store(
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(os.path.realpath(options.out)).parents:
             raise UserError(
-                f"--out {options.out} is in the input folder {folder}, so the next call would "
-                f"read the store as input; give --out a path outside of the input folders"
+                f"--out {options.out} is in the input folder {folder}, so that the next call "
+                f"would read the store as input; give --out a path outside of the input folders"
             )
     unit, out = options.text_unit, options.out
     files, skipped, unreadable = list_inputs(options.inputs, text_unit=unit, out=out)
@@ -108,13 +108,13 @@ def prepare_store(
         raise _unreadable(unreadable, skipped[Skip.UNREADABLE])
     if not files:
         raise UserError(
-            f"all files of {', '.join(options.inputs)} are empty; give files with text or records"
+            f"all files in {', '.join(options.inputs)} are empty; give files with text or records"
         )
     if encoder is None and options.text_key != TEXT_KEY and all(f.kind.is_text for f in files):
         raise UserError(
-            f"--text-key {options.text_key} applies only to records (.jsonl, .ndjson, .json, "
-            f".parquet), but all {len(files)} files of {', '.join(options.inputs)} are read as "
-            f"text; leave --text-key out, or rename files of records to one of these suffixes"
+            f"--text-key {options.text_key} applies only to files of records (.jsonl, .ndjson, "
+            f".json, .parquet), but all {len(files)} files in {', '.join(options.inputs)} are read "
+            f"as plain text; leave out --text-key, or give files of records one of these suffixes"
         )
     arguments = arguments_of(options)
     if encoder is not None:
@@ -137,8 +137,8 @@ def prepare_store(
         if found is None:
             preparation.check_heldout()
         if found is None or preparation.parts.exists():
-            # Lock the folder of parts too, because somebody may have removed the lock file while
-            # another call was running.
+            # Lock the folder of parts too. If somebody removed the lock file while another call was
+            # running, this process has locked a new file.
             with locked_folder(preparation.parts):
                 found = preparation.find_or_make()
     return replace(found, time_s=time.perf_counter() - began)
@@ -147,13 +147,13 @@ def prepare_store(
 def _unreadable(examples: Sequence[str], num: int) -> UserError:
     more = f" and {num - len(examples)} more" if num > len(examples) else ""
     return UserError(
-        f"cannot read {', '.join(examples)}{more}; correct or remove these files, or skip and "
-        f"count them with --on-error skip"
+        f"cannot read {', '.join(examples)}{more}; correct or remove these files, or use "
+        f"--on-error skip to skip and count them"
     )
 
 
 def _mark_of(prefix: str) -> str | None:
-    """Return the hash of the arguments and inputs of a store, or None if it is unknown."""
+    """Return the hash of the arguments and inputs that made a store, or None if it is unknown."""
     try:
         info = TokenStore(prefix).info
     except UserError:
@@ -183,8 +183,8 @@ class _Preparation:
             ours.add(manifest_digest(self.manifest))
         if _mark_of(heldout) not in ours:
             raise UserError(
-                f"the held-out documents go to {heldout}, but that store was not made together "
-                f"with {out}; give another --out, or move {heldout} away"
+                f"the store {heldout} would be replaced or removed, but was not made together with "
+                f"the store {out}; give another --out, or move {heldout} away"
             )
 
     def finished(self) -> StoreReport | None:
@@ -211,8 +211,8 @@ class _Preparation:
                 f"cannot be used ({damage})" if damage else "was made of other inputs or arguments"
             )
             raise UserError(
-                f"{prefix} already exists and {what}; give another --out, or replace the store "
-                f"with --overwrite"
+                f"the store {prefix} already exists and {what}; give another --out, or replace "
+                f"the store with --overwrite"
             )
         size = sum(file.size for file in self.files)
         made = report_of(*stores, num_files=len(self.files), num_bytes=size)
@@ -230,11 +230,14 @@ class _Preparation:
             return found
         num_shards, num_kept = self.make()
         if (found := self.finished()) is None:
-            raise RuntimeError(f"{self.options.out} was replaced while it was prepared")
+            raise RuntimeError(
+                f"another process removed or replaced the store {self.options.out} while wlb "
+                f"prepared it; run the same command again"
+            )
         return replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
 
     def tidy(self) -> None:
-        """Remove the folder of parts of a finished store, if a call was killed before doing so."""
+        """Remove the folder of parts, if a call finished the store but was killed before that."""
         folder = self.parts
         if is_manifest(folder / MANIFEST, self.manifest) or not any(folder.iterdir()):
             remove_parts(folder, with_manifest=True)
@@ -263,7 +266,7 @@ class _Preparation:
             about = self.choice.about(tokenizer.path, tokenizer.vocabulary)
         except UserError:
             if not is_begun:
-                # The folder is new, so removing it loses no part of an earlier call.
+                # This call created the folder, so removing it loses no parts of an earlier call.
                 remove_parts(folder, with_manifest=True)
             raise
         # Step 3: encode the parts. Step 4: merge them into the stores (`_publish`).
@@ -303,8 +306,8 @@ class _Preparation:
                 what = "rows" if is_table else "records"
                 raise UserError(f"{inputs} has no {what}; give files that have {what}")
             raise UserError(
-                f"{inputs} has no document, because all records were skipped "
-                f"({left_out['skipped']}, such as {left_out['examples']})"
+                f"{inputs} has no document, because all records were skipped: "
+                f"{left_out['skipped']}, for example {left_out['examples']}; correct the records"
             )
         name = None
         if job.tokenizer:
@@ -320,7 +323,7 @@ class _Preparation:
         }
         heldout = f"{options.out}-heldout"
         if not options.heldout_fraction:
-            # An older store that is overwritten may have had a held-out store; remove it.
+            # Remove the held-out store that an older store with this prefix may have had.
             for suffix in (".idx", ".bin", ".json", ".targets"):
                 store_path(heldout, suffix).unlink(missing_ok=True)
         prefixes = [options.out] + ([heldout] if options.heldout_fraction else [])

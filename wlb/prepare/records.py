@@ -99,7 +99,7 @@ class BadRecord(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """An input file."""
+    """An input file, with the size and time by which a change of the file is noticed."""
 
     path: str
     name: str  # path relative to the input folder, from which names of records are made
@@ -113,8 +113,9 @@ class Shard:
     """A part of the input that one worker encodes: a part of one file, or several text files."""
 
     files: tuple[InputFile, ...]
-    # The range [start, stop) of a single file: row groups of a Parquet file, or bytes of a file of
-    # lines, where the lines that start in the range belong to the shard. Not used for whole files.
+    # The range [start, stop) of a single file. For Parquet, these are row groups. For a file of
+    # lines, these are bytes, and lines that start in the range belong to the shard. Not used for
+    # whole files.
     start: int = 0
     stop: int = 0
     size: int = 0  # bytes of input, for the progress report
@@ -125,7 +126,8 @@ class RecordPosition:
     """Where a record is in the inputs."""
 
     file: InputFile
-    # First byte of a line, number of a row or of a list item. None for a whole file.
+    # Position of a line's first byte in the file, or number of a row or list item. None if the
+    # record is a whole file.
     offset: int | None = None
 
     @property
@@ -137,7 +139,7 @@ class RecordPosition:
         return self.file.name if self.offset is None else f"{self.file.name}:{self.offset}"
 
     def describe(self) -> str:
-        """Return the path and the number of the line (from 1), row or item (from 0), in words."""
+        """Describe the position in words: the path, and the line (from 1), row or item (from 0)."""
         if self.offset is None:
             return self.file.path
         if self.file.kind == FileKind.PARQUET:
@@ -190,13 +192,13 @@ def list_inputs(
             resolved = os.path.realpath(path)
             if resolved in found:
                 raise UserError(
-                    f"the inputs name {path} twice; to repeat data, give its store a larger "
-                    f"weight in data.blend"
+                    f"the inputs name {path} twice; remove one of them (to train the file more "
+                    f"often, give its store a larger weight in data.blend)"
                 )
             if resolved in files_of_out:
                 raise UserError(
-                    f"the inputs contain {path}, a file of the store that --out {out} writes; "
-                    f"give another --out"
+                    f"the inputs contain {path}, which is a file of the store --out {out}; give "
+                    f"another --out"
                 )
             found[resolved] = _input_file(path, name, text_unit)
             new.append(found[resolved])
@@ -205,8 +207,8 @@ def list_inputs(
         counts = {str(reason): count for reason, count in skipped.items() if count}
         shown = f"; not read: {', '.join(examples[:MOST_EXAMPLES])}" if examples else ""
         raise UserError(
-            f"there is no file to read in {', '.join(inputs) or 'the inputs'} (skipped: "
-            f"{counts or 'none'}{shown}); give files, or folders or patterns that contain files"
+            f"{', '.join(inputs) or 'the input'} has no file to read (skipped files: "
+            f"{counts or 'none'}{shown}); give files, or folders or patterns with files"
         )
     filled = [file for file in found.values() if file.size]
     skipped[Skip.EMPTY] += len(found) - len(filled)
@@ -221,25 +223,28 @@ def _files_of_store(out: str) -> frozenset[str]:
 
 
 def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
-    """Raise UserError if an input has both records and text, such as a data set's README.
+    """Raise UserError if an input has both files of records and files of text.
+
+    The text may be, for example, the README of a data set.
 
     Args:
         text: The input, as the user gave it.
-        files: The files that it names.
+        files: The files that the input names.
     """
     texts = [file for file in files if file.kind.is_text]
     records = [file for file in files if not file.kind.is_text]
     if not texts or not records:
         return
-    # As the example, prefer a file that is not .json, because such files often only describe data.
+    # For the example in the message, prefer a file that is not .json, because .json files often
+    # only describe the data.
     named = min(records, key=lambda file: ".json" in Path(file.path).suffixes)
     first = Path(named.path)
     suffix = "".join(first.suffixes[-2 if first.suffix.lower() in _OPENERS else -1 :])
     folder = text if Path(text).is_dir() else first.parent
     raise UserError(
-        f"{text} has {len(records)} files of records, such as {named.name}, and {len(texts)} "
-        f"that would be read as plain text, such as {texts[0].name}; name the files to prepare, or "
-        f"give a pattern for each kind, such as '{Path(folder, '**', f'*{suffix}')}'"
+        f"{text} has {len(records)} files of records, such as {named.name}, and {len(texts)} files "
+        f"that would be read as plain text, such as {texts[0].name}; give the files to prepare, or "
+        f"a pattern that only they match, such as '{Path(folder, '**', f'*{suffix}')}'"
     )
 
 
@@ -283,12 +288,15 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     except OSError as error:
         raise UserError(f"the input {path} cannot be read: {reason_of(path, error)}") from None
     if not path.is_file():
-        raise UserError(f"the input {path} must be a file or folder (a pipe cannot be read twice)")
+        raise UserError(
+            f"the input {path} must be a file or folder, but is a pipe or device, which wlb cannot "
+            f"read twice; write its content to a file"
+        )
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _UNREAD_SUFFIXES:
         raise UserError(
-            f"{path}: files of the kind {suffixes[-1]} cannot be read; unpack the file, or "
-            f"compress it as {', '.join(_OPENERS)}"
+            f"{path}: wlb cannot read {suffixes[-1]} files; unpack the file, or compress it as "
+            f"{' or '.join(_OPENERS)}"
         )
     inner = suffixes[:-1] if suffixes and suffixes[-1] in _OPENERS else suffixes
     kind = FileKind.TEXT if text_unit == TextUnit.FILE else FileKind.LINES
@@ -300,8 +308,8 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
         kind = FileKind.PARQUET
         if inner is not suffixes:
             raise UserError(
-                f"{path} is a compressed Parquet file, which cannot be read; unpack it (Parquet "
-                f"compresses by itself)"
+                f"{path} is a compressed Parquet file, which wlb cannot read; unpack the file "
+                f"(Parquet already compresses its content)"
             )
     return InputFile(
         path=str(path), name=name, kind=kind, size=status.st_size, mtime_ns=status.st_mtime_ns
@@ -317,9 +325,9 @@ def _json_kind(path: Path) -> FileKind:
     if not isinstance(_json_record(line), BadRecord):
         return FileKind.JSONL
     raise UserError(
-        f"{path} is neither a JSON list of records nor one JSON object per line; write JSON "
-        f"Lines (for a list under a key: jq -c '.KEY[]'), or name the file .txt to train it as "
-        f"text"
+        f"{path} must be a JSON list of records or have one JSON object in each line; write JSON "
+        f"Lines (if the list is under a key, with jq -c '.KEY[]'), or rename the file to .txt to "
+        f"train it as plain text"
     )
 
 
@@ -412,7 +420,7 @@ def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[
         return
     for offset, line in _lines(file.path, shard.start, shard.stop):
         if not line.strip():
-            record = BadRecord(Skip.BLANK_LINE, "blank")
+            record = BadRecord(Skip.BLANK_LINE, "the line is blank")
         else:
             is_json = file.kind == FileKind.JSONL
             record = _json_record(line) if is_json else _text(line, text_key)
@@ -427,7 +435,7 @@ def _listed_records(shard: DocumentShard, text_key: str) -> Iterator[Read]:
         file = InputFile(path=path, name=name, kind=FileKind.TEXT, size=size, mtime_ns=0)
         text = documents.read(row)
         is_left_out = isinstance(text, Skip)
-        record = BadRecord(text, "not UTF-8 text") if is_left_out else {text_key: text}
+        record = BadRecord(text, f"no UTF-8 text ({text})") if is_left_out else {text_key: text}
         yield RecordPosition(file=file), record
 
 
@@ -441,10 +449,10 @@ def _text_record(file: InputFile, text_key: str) -> Record | BadRecord:
             data = source.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             return BadRecord(
-                Skip.UNREADABLE, f"it has more than {_MOST_BYTES} bytes; split the file"
+                Skip.UNREADABLE, f"the file has more than {_MOST_BYTES} bytes; split the file"
             )
     except _CORRUPT as error:
-        return BadRecord(Skip.UNREADABLE, f"it cannot be read to its end ({error})")
+        return BadRecord(Skip.UNREADABLE, f"the file cannot be read to its end ({error})")
     return _text(data.removeprefix(_BOM), text_key)
 
 
@@ -458,8 +466,8 @@ def _text(data: bytes, text_key: str) -> Record | BadRecord:
 def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
     return BadRecord(
         Skip.NOT_UTF8,
-        f"not UTF-8: byte {error.object[error.start]:#04x} at byte {error.start}; convert "
-        f"the text to UTF-8",
+        f"not UTF-8 text, because of {error.object[error.start]:#04x} at byte {error.start}; "
+        f"convert the text to UTF-8",
     )
 
 
@@ -467,16 +475,16 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Yield the first byte's position and the bytes of each line that starts in [start, stop)."""
     with _unpacked(path) as file:
         offset, num_blank = start, 0
-        # A line that begins before `start` belongs to the previous shard. Reading from the byte
-        # before `start` passes over it, and over nothing if a line begins exactly at `start`.
+        # A line that begins before `start` belongs to the previous shard. So skip the rest of the
+        # line with the byte before `start`, which is nothing if a line begins exactly at `start`.
         if start:
             file.seek(start - 1)
             offset += len(file.readline()) - 1
         while offset < stop and (line := file.readline(_MOST_BYTES + 1)):
             if len(line) > _MOST_BYTES:
                 raise UserError(
-                    f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; split "
-                    f"it into several documents"
+                    f"{path}: the line at byte {offset} must have at most {_MOST_BYTES} bytes, but "
+                    f"has more; split the line into several documents"
                 )
             num_blank = 0 if line.strip() else num_blank + 1
             if num_blank > _MOST_BLANK:
@@ -496,8 +504,8 @@ def _items(path: str) -> Iterator[object]:
             yield from list_items(file, most=_MOST_LIST_BYTES)
         except ValueError as error:
             raise UserError(
-                f"{path}: {error}; correct the file, or write it as JSON Lines, where --on-error "
-                f"skip can skip damaged lines"
+                f"{path}: {error}; correct the file, or write the records as JSON Lines, because "
+                f"--on-error skip can skip damaged lines"
             ) from None
 
 
@@ -520,16 +528,18 @@ def _json_record(line: bytes) -> Record | BadRecord:
     except UnicodeDecodeError as error:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
-        return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
-    # Python refuses JSON that is nested too deeply, and numbers of too many digits.
+        return BadRecord(
+            Skip.NOT_JSON, f"the line is not JSON: {error.msg} at character {error.pos}"
+        )
+    # Python refuses JSON that is nested too deeply, and numbers that have too many digits.
     except (RecursionError, ValueError) as error:
-        return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
+        return BadRecord(Skip.NOT_JSON, f"the line cannot be read as JSON: {error}")
     return _object(value)
 
 
 def _object(value: object) -> Record | BadRecord:
     try:
-        check_depth(value, "it", remedy="flatten it")
+        check_depth(value, "the record", remedy="flatten the record")
     except UserError as error:
         return BadRecord(Skip.NOT_JSON, str(error))
     if not isinstance(value, dict):
