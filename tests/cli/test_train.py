@@ -438,7 +438,7 @@ def test_a_calibrated_profile_prices_the_next_run(
     assert main(["train", str(tiny), *keys, f"cost.profile={made}", "--calibrate"]) == 0
     shown = capsys.readouterr().out
     assert "plans priced by kernel profile 'cpu-calibrated' (measured, sdpa with " in shown
-    assert "calibration: measured / predicted by 'cpu-calibrated'" in shown
+    assert "calibration: time measured / predicted by 'cpu-calibrated'" in shown
     assert made.with_name("cpu-calibrated-2.json").exists()
     assert made.read_bytes() == content
 
@@ -543,7 +543,7 @@ def test_a_machine_without_gpus_is_said_first() -> None:
     no_gpus = DeviceChoice("cpu", "0 GPUs for 64 ranks on this machine")
     said = start._describe_ranks(load("7b_128k"), no_gpus, None)
     assert said.startswith("This machine does not have the GPUs for which 7b_128k is configured")
-    assert "run with --dry-run to predict" in said
+    assert "To predict its time on those GPUs, use --dry-run" in said
     for spec in (load("demo"), load("7b_128k", ["run.device=cpu"])):
         assert start._describe_ranks(spec, no_gpus, None).startswith(
             f"{spec.parallel.world_size} local ranks"

@@ -73,7 +73,7 @@ def test_one_process_says_what_it_leaves_out_of_a_larger_layout(
     found = rows(tmp_path / "found")
     assert found["ranks"]["verdict"] == "skip"
     assert found["ranks"]["found"].startswith("only one process ran for a layout of 64 ranks")
-    assert "64 ranks need about" in found["file descriptors"]["found"]
+    assert "rank 0 of 64 ranks needs about" in found["file descriptors"]["found"]
 
 
 def test_gpus_that_the_run_asks_for_and_are_not_there_fail(

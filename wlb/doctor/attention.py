@@ -54,9 +54,9 @@ REMEDY = (
 class Heads(NamedTuple):
     """Numbers and size of attention heads."""
 
-    num_heads: int  # query heads
-    num_kv_heads: int  # heads of keys and values
-    head_size: int  # elements of a head
+    num_heads: int  # number of query heads
+    num_kv_heads: int  # number of key-value heads
+    head_size: int  # number of elements of a head
 
     @property
     def text(self) -> str:

@@ -28,7 +28,7 @@ class GpuFacts:
     memory_bytes: int  # total memory of the GPU
     capability: tuple[int, int]  # compute capability, such as (9, 0)
     uuid: str
-    num_visible: int  # GPUs that this rank can see
+    num_visible: int  # number of GPUs that this rank can see
     bus: str = ""  # PCI address as sysfs writes it
     driver: str = ""  # version of the driver; "" without NVML
     # Newest version of CUDA that the driver supports, such as (12, 4); (0, 0) without NVML.
@@ -64,8 +64,8 @@ class Patient:
     world: World  # this rank's place among the processes of the launcher
     device: torch.device  # this rank's device
     is_quick: bool  # whether to make fewer and smaller measurements
-    # This rank's place in the layout. None if there is only this process, or if ranks have
-    # different devices.
+    # This rank's place in the layout. None before the communicators are made, and always if this
+    # process is the only rank or if ranks have different devices.
     mesh: Mesh | None = None
     everyone: tuple[Facts, ...] = ()  # facts of all ranks, by rank
 

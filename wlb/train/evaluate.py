@@ -1,4 +1,4 @@
-"""Computes the held-out loss with forward passes on the ranks and in the layout of training.
+"""Computes the held-out loss with forward passes, on the ranks and in the layout of training.
 
 Each evaluation starts at the beginning of the held-out store and fills windows of C tokens like the
 paper's Plain-4D. So the loss depends on the weights alone, and not on the run's packing policy.
@@ -55,7 +55,7 @@ class Evaluator:
 
 
 class EvaluateHeldOut(Hook):
-    """Computes the held-out loss before a new run's first step, at intervals, and at its end.
+    """Computes the held-out loss before a new run begins, at intervals, and when a run ends.
 
     The interval is `eval.interval` updates, or, if `eval.interval_tokens` is set, this number of
     trained tokens. A run that was stopped does not evaluate at its end.

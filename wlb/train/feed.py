@@ -1,4 +1,4 @@
-"""Gives a rank the plans of its steps, which a planner process on its node makes.
+"""Gives a rank the plans of its steps, which a planner process on the same node makes.
 
 One process per node plans ahead of training and sends the plans to all ranks of the node. Every
 node plans the same steps, so nodes exchange no plans.

@@ -48,7 +48,7 @@ def learning_rate(spec: RunSpec, step: int) -> float:
 
 
 def has_decay(parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies to a parameter, which norms and biases have not."""
+    """Return whether weight decay applies to a parameter. It is false for norms and biases."""
     return parameter.dim() > 1
 
 

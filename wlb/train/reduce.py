@@ -229,12 +229,12 @@ class StepReducer:
         what = "the packing" if slot == 0 else f"the sharding of pipeline {slot - 1}"
         steps = (
             ", ".join(str(plan.step) for plan, _ in ahead)
-            or "none, because the data of this rank have ended"
+            or "none, because this rank's data has ended"
         )
         own = ", ".join(f"{plan.digest():015x}" for plan, _ in ahead)
         return (
-            f"ranks have planned {what} of the coming steps differently (steps: {steps}; "
-            f"digests of the plans on rank {self.mesh.rank}: {own}). All ranks must run the same "
+            f"ranks planned {what} of the coming steps differently (steps: {steps}; "
+            f"digests on rank {self.mesh.rank}: {own}). All ranks must run the same "
             "wlb version with the same configuration and token store; compare these "
             "between nodes, then start again with --resume"
         )

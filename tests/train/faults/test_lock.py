@@ -99,7 +99,7 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     gone[0].path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
     remedy = (
         r"process 7 on n12 has trained a run there since "
-        rf"2026-11-01.*its machine no longer runs, remove {gone[0].path}"
+        rf"2026-11-01.*the machine of that process no longer runs, remove {gone[0].path}"
     )
     with pytest.raises(ValueError, match=remedy):
         second[0].take()

@@ -109,7 +109,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, store: str) -> None:
     for text in ("[]", "{", '{"train": {}}', '{"train": {"tokens": 1, "stamps": {}}}'):
         record.write_text(text)
         with pytest.raises(
-            UserError, match=r"stores\.json.*the stores are then read and checked again"
+            UserError, match=r"stores\.json.*so that the stores are read and checked again"
         ):
             verify.StoreCheck(stores, record)
 

@@ -145,7 +145,7 @@ def test_without_a_peak_the_log_says_how_to_have_mfu() -> None:
     mesh: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
     meter = WorkMeter(spec, mesh)
     assert meter.note.startswith("model TFLOP/s without MFU, because the peak of ")
-    assert meter.note.endswith(" in float32 is not known; set cluster.peak_tflops")
+    assert meter.note.endswith(" in float32 is not known; to get MFU, set cluster.peak_tflops")
     meter.add(plan_of(BATCHES, Layout.SEPARATE), 1.0)
     work = meter.take()
     assert work.tflops > 0

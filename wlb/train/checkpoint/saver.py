@@ -192,7 +192,7 @@ class CheckpointSaver:
     def wait(self) -> list[Saved]:
         """Wait for the current save, and return a list with its result.
 
-        The list is empty if there is no save, or if its result was returned by an earlier call.
+        The list is empty if there is no save, or if an earlier `wait` has returned the result.
         """
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """A text file without a buffer: `write` passes each text to the operating system at once.
+    """A text file without a buffer, so that `write` passes each text to the operating system.
 
     A text that cannot be written is dropped. The first dropped text is reported on stderr.
 
@@ -50,7 +50,7 @@ class AppendedFile:
             stream = sys.__stderr__ or sys.stderr
             stream.write(
                 f"WARNING: {self.path} cannot be written ({error}); training continues, and what "
-                "should be written to this file is lost until there is space on its disk\n"
+                "should be written to this file is lost until writing works again\n"
             )
             stream.flush()
 
