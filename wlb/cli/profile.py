@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     command = command_of(options)
     if world is not None:
         here = world.local_world_size
-        command += f" ({world.world_size} ranks by {world.origin}, {here} here)"
+        command += f" ({world.world_size} ranks started by {world.origin}, {here} on this node)"
         worlds.init(world, device, timeout_s=1800.0)
     try:
         # 4. Measure. All ranks take part, because collectives are measured too.
@@ -250,7 +250,10 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 
 def _attention_table(built: Any) -> Table:
     """Return a table with the errors of attention prices on measurements that were not fitted."""
-    numbers = ("heads", "size", "launch us", "pairs (q, kv)", "varlen batches", "test-retest")
+    numbers = (
+        *("heads", "head size", "launch (us)"),
+        *("equal segments", "unequal segments", "test-retest"),
+    )
     title = (
         "Attention: relative error of predicted times of calls that were not fitted, forward plus "
         "backward: mean (95th percentile, maximum)"

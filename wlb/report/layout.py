@@ -124,9 +124,9 @@ def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -
         if own.layout == best.layout:
             beside = f"{beside}, which have the same layout"
     error = published_error(best.spec, profile)
-    trust = "" if error is None else f" ±{error.largest:.0%}"
+    trust = "" if error is None else f"; {error}"
     return (
-        f"Best of {len(report.search.layouts.candidates):,} candidates on {gpus:,} GPUs: "
+        f"Best of {len(report.search.layouts.candidates):,} layouts of {gpus:,} GPUs: "
         f"{best.layout}. A step takes {best.time_s:.3g} s{beside} (simulated{trust})."
     )
 

@@ -226,7 +226,9 @@ def heat_map_figure(
         devices: Word for the ranks in the title.
     """
     if values.ndim != 3 or not values.size:
-        raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")
+        raise ValueError(
+            f"values must have the three axes [dp, pp, cp], but have shape {values.shape}"
+        )
     dp, pp, cp = values.shape
     mean = float(values.mean())
     relative = (values / mean if mean else np.ones_like(values)).transpose(0, 2, 1)

@@ -74,7 +74,7 @@ def test_facts_of_lengths() -> None:
     assert (facts.num_documents, facts.num_tokens, facts.median) == (5, 400, 30)
     assert (facts.num_long, facts.long_share) == (1, 0.75)
     assert facts.short_share == 0.25
-    assert "75.0% of tokens) are longer than it and are cut into pieces" in facts.lines[1]
+    assert "75.0% of tokens) are longer than the window and are cut into pieces" in facts.lines[1]
     assert (
         facts_of("some", int_array("l", [10]), window=100)
         .lines[1]

@@ -165,7 +165,7 @@ def test_far_points_stand_at_their_steps_in_their_colours(tmp_path: Path) -> Non
     colours = {line.get_label(): line.get_color() for line in axes.lines}
     far = {line.get_xdata()[0]: line.get_color() for line in axes.lines if line.get_marker() == "^"}
     assert far == {
-        100: colours["usual loader, predicted, same documents"],
+        100: colours["usual loader on the same documents, predicted"],
         150: colours["this run, measured"],
     }
 

@@ -365,17 +365,17 @@ class SourceFacts(PlainRecord):
     def lines(self) -> tuple[str, str]:
         """Two sentences that state the statistics."""
         first = (
-            f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens; median "
-            f"{self.median:,}, p99 {self.p99:,}, longest {self.longest:,}."
+            f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens; lengths: "
+            f"median {self.median:,}, p99 {self.p99:,}, longest {self.longest:,}."
         )
         second = (
-            f"{self.short_share:.0%} of tokens are in documents shorter than half the window of "
-            f"{self.window:,}; "
+            f"{self.short_share:.0%} of tokens are in documents shorter than half the context "
+            f"window of {self.window:,} tokens; "
         )
         if self.num_long:
             second += (
-                f"{self.num_long:,} documents ({self.long_share:.1%} of tokens) are longer than it "
-                f"and are cut into pieces of at most a window."
+                f"{self.num_long:,} documents ({self.long_share:.1%} of tokens) are longer than "
+                f"the window and are cut into pieces of at most this length."
             )
         else:
             second += "no document is longer than the window."

@@ -111,7 +111,7 @@ def balance_figure(records: RunRecords) -> Any:
             records.column(lambda s: s.predicted.mean_workload_ns),
         ),
         StepSeries(
-            "usual loader, predicted, same documents",
+            "usual loader on the same documents, predicted",
             records.column(lambda s: s.plain and s.plain.imbalance),
             records.column(lambda s: s.plain and s.plain.mean_workload_ns),
         ),
@@ -144,9 +144,11 @@ def expert_figure(records: RunRecords) -> Any:
     """
     figure, (above, below) = new_figure(height=5.4, nrows=2)
     series = [
-        StepSeries("attention, predicted", records.column(lambda s: s.measured.cp_imbalance)),
         StepSeries(
-            "experts, measured",
+            "attention of CP ranks, predicted", records.column(lambda s: s.measured.cp_imbalance)
+        ),
+        StepSeries(
+            "experts of EP ranks, measured",
             records.column(lambda s: s.measured.experts and s.measured.experts.mean_rank),
         ),
     ]
@@ -174,11 +176,11 @@ def delay_figure(records: RunRecords) -> Any:
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     tokens = records.column(lambda s: s.measured.num_tokens)
     mean = records.column(lambda s: s.measured.mean_delay)
-    _draw(above, records, [StepSeries("mean of a step's tokens", mean, tokens)])
+    _draw(above, records, [StepSeries("mean delay of a step's tokens", mean, tokens)])
     most = records.column(lambda s: s.measured.max_delay)
     every = stride(most.size, MOST_POINTS)
     x = records.steps_done
-    above.plot(x[::every], most[::every], "_", color=RUNS[1], ms=5, label="longest of a step")
+    above.plot(x[::every], most[::every], "_", color=RUNS[1], ms=5, label="longest delay in a step")
     above.set_ylabel("delay (steps)")
     held = records.column(lambda s: s.measured.num_held_tokens)
     below.fill_between(x[::every], held[::every], step="mid", color=RUNS[2], alpha=0.5, lw=0)

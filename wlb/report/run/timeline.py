@@ -55,7 +55,8 @@ def measured_timeline_figure(
     bars.frame_rows(axes, labels, end=end_us * scale, unit=unit)
     chunks = 1 + max((p.stage // parallel.pp for row in rows for p in row.passes), default=0)
     if chunks > 1:
-        axes.set_title(f"lower in a row: later of {chunks} chunks", fontsize=8, loc="left")
+        title = f"lower bars of a row: later ones of its {chunks} virtual stages"
+        axes.set_title(title, fontsize=8, loc="left")
     for (micro_batch, kind), boxes in _boxes(rows, parallel.pp, chunks, scale).items():
         bars.draw_passes(axes, micro_batch, _KINDS[kind], boxes, inches=inches)
     bars.write_idle(axes, (row.idle for row in rows))
