@@ -96,7 +96,7 @@ def test_a_source_that_is_short_of_the_steps_is_said(
     assert "in another order" in out
     assert "in the same order" in run(capsys, *options, "--in-order")
     out = run(capsys, *options, "data.epochs=1")
-    assert "packed 12,800 tokens; the data ended after 2 of 4 global batches\n" in out
+    assert "12,800 tokens were packed; the data ended after 2 of 4 global batches\n" in out
 
 
 def test_tokens_over_are_dealt_one_by_one_where_that_can_be(

@@ -71,8 +71,8 @@ def test_commands_take_the_runs_own_blend(
     out = capsys.readouterr().out.replace("\n", "")
     assert "short:3 + long:1" in out
     if command == ["plan"]:
-        assert "passes: " in out
-        assert f" of {stores[1]}" in out
+        assert "stores were read: " in out
+        assert f", {stores[1]} " in out
 
 
 @pytest.mark.parametrize("command", [["plan", "--all"], ["tune", "packing"], ["simulate"]])
