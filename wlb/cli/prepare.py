@@ -279,7 +279,7 @@ def _texts(options: argparse.Namespace, screen: Console) -> int:
 
 
 def _synthetic(options: argparse.Namespace, screen: Console) -> int:
-    """Make a store of documents whose lengths are drawn (--synthetic); return the exit status.
+    """Make a store of documents of random lengths (--synthetic), and return the exit status.
 
     Raises:
         UserError: A required option is missing, or an option is given that --synthetic ignores.

@@ -192,10 +192,10 @@ def _finish(
 
 
 def visible_gpus(device: str) -> int | None:
-    """Return the number of GPUs of this node; None if it is unknown.
+    """Return the number of GPUs of this node; None if the number is unknown.
 
-    If only one GPU is visible, the number is unknown: a job with one GPU does not see the other
-    GPUs of its node.
+    If only one GPU is visible, the number is unknown, because a job with one GPU does not see the
+    other GPUs of its node.
 
     Args:
         device: "cuda" or "cpu".
@@ -249,7 +249,7 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 
 
 def _attention_table(built: Any) -> Table:
-    """Return a table with the errors of attention prices on measurements that were not fitted."""
+    """Return a table of the errors of predicted attention times, for calls that were not fitted."""
     numbers = (
         *("heads", "head size", "launch (us)"),
         *("equal segments", "unequal segments", "test-retest"),

@@ -132,7 +132,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Return the run with the values that training fills in, and with planner.baseline = false."""
+    """Return the run with the values that training fills in, and with planner.baseline = false.
+
+    The planner need not plan steps of the usual loader, because the simulation reports none.
+    """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)
 
@@ -171,7 +174,7 @@ def _fastest(
         label: Name of the system in the output.
 
     Raises:
-        UserError: No alternative can be simulated. The message is the first alternative's.
+        UserError: No alternative can be simulated. The message says why not the first one.
     """
     fits: list[RunSimulation] = []
     refused: list[UserError] = []

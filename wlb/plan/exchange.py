@@ -29,7 +29,7 @@ this number, so that attention kernels do not compute partly filled tiles."""
 
 
 class RowRanges(NamedTuple):
-    """A table of row ranges [first, last) that one CP rank sends to another.
+    """A table of row ranges [first, last), each of which one CP rank sends to another CP rank.
 
     All columns have shape [n]. The table is sorted by stage, reader, holder and first row.
     """
@@ -108,8 +108,8 @@ class ContextExchange:
     def keys_by_stage(self) -> IntArray:
         """Number of keys that arrive for each span in each stage, shape [num_stages, num_spans].
 
-        If a rank has several spans of a piece, it receives the keys of the piece once, and they are
-        counted for each of these spans.
+        If a rank has several spans of a piece, it receives the keys of the piece only once, but
+        this property counts them for each of these spans.
         """
         reads, sharding = self.reads, self.sharding
         shape = (self.num_stages, sharding.cp, sharding.lengths.size)

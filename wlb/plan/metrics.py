@@ -183,7 +183,10 @@ class MeasuredStep(StepCounts):
         return None if self.telemetry is None else self.telemetry.imbalance
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary with the keys of metrics.jsonl, such as the derived `imbalance`."""
+        """Return a dictionary with the keys of metrics.jsonl.
+
+        If the record has telemetry, the dictionary also has the imbalance computed from it.
+        """
         data = StepCounts.to_json(self)
         if self.expert_load is None:
             del data["expert_load"]

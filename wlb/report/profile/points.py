@@ -72,7 +72,7 @@ def _passes(record: Record) -> tuple[float, float]:
 
 
 def _sample(record: Record, fitted_ns: Iterable[float], **more: Any) -> PlottedSample:
-    """Return a measurement of forward and backward as a sample.
+    """Return a measurement of a forward and a backward time as a `PlottedSample`.
 
     Args:
         record: The measurement.
