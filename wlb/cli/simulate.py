@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Return the run with the values that training fills in, and with planner.baseline = false.
 
-    The planner need not plan steps of the usual loader, because the simulation reports none.
+    The planner need not plan steps of the usual loader, because `gain_of` compares with it.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)

@@ -232,9 +232,9 @@ def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
 
 
 def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str, float]:
-    """Return how many times global batches read each store, by the name of the store.
+    """Return how many times the global batches read each store, by the name of the store.
 
-    1.5 means that the batches have one and a half times the tokens of the store.
+    1.5 means that the batches have one and a half times as many tokens as the store.
 
     Args:
         source: The document lengths.

@@ -26,8 +26,8 @@ class LayoutReport:
 
     search: Search  # all layouts that were tried
     best: tuple[Trial, ...]  # the best layouts, the fastest first
-    # for each value of TP, CP, PP, DP, schedule or recomputation that the winner does not have: the
-    # fastest layout with this value, and why it is slower
+    # for each value of TP, CP, PP, EP, schedule or recomputation that the winner does not have: the
+    # fastest layout with this value, and why this layout is slower than the winner
     losers: tuple[Loser, ...]
     # the winner's layout with other packing policies, and with other sharding strategies
     references: References
@@ -184,7 +184,7 @@ def _of_loser(loser: Loser) -> str:
 
 
 def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
-    """Return a line that compares packing policies or sharding strategies on the winner's layout.
+    """Return a line with the times of packing policies or sharding strategies on the best layout.
 
     Args:
         what: "packing" or "sharding".
