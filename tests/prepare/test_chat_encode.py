@@ -195,7 +195,7 @@ def test_what_cannot_be_read_names_its_line(tmp_path) -> None:
         "line 6: the record is text, not a conver",
         "line 7: the record must be a JSON object",
         "line 3: not JSON: Expecting property nam",
-        "line 4: not UTF-8: byte 0xff at byte 1; ",
+        "line 4: not UTF-8: byte 0xff at position",
     ]
 
 
@@ -416,7 +416,7 @@ def test_a_jinja_template_and_what_it_cannot_render(tmp_path) -> None:
             "--tokenizer bpe works only with the built-in chat templates",
         ),
         ({"template": "ENDLESS"}, "which contains no special token of the tokenizer"),
-        ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be above 258: 256 by"),
+        ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be above 258, for 256"),
     ],
 )
 def test_options_that_cannot_be(tmp_path, changes, message) -> None:

@@ -367,7 +367,7 @@ def test_empty_and_unreadable_files_of_a_folder(tmp_path):
     made = prepare_store(options(folder, tmp_path / "x", **asked))
     assert made.skipped == {"empty": 1}
     (folder / "bad").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match=r"texts/bad: not UTF-8: byte 0xff at byte 2"):
+    with pytest.raises(ValueError, match=r"texts/bad: not UTF-8: byte 0xff at position 2"):
         prepare_store(options(folder, tmp_path / "y", **asked))
     os.mkfifo(folder / "pipe")
     with pytest.raises(ValueError, match=r"cannot read .*/texts/pipe \(neither a file nor a"):
@@ -437,7 +437,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         ({"heldout_fraction": 1.0}, r"--heldout-fraction = 1.0 must be in \[0, 1\)"),
         ({"tokenizer": "bpe", "vocab_size": 256}, "--vocab-size = 256 must be at least 257"),
         ({"processes": 0}, "--processes = 0 must be at least 1"),
-        ({"bos": "<s>"}, "--bos and --eos name tokens of a tokenizer"),
+        ({"bos": "<s>"}, "--bos and --eos apply only to a tokenizer"),
         ({"tokenizer": "bpe", "policy": DocumentPolicy.EOS_BOS}, r"--bos '<\|endoftext\|>'"),
         (
             {"tokenizer": "no/such.json"},

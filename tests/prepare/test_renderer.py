@@ -36,9 +36,9 @@ def text_of(source: str) -> str:
     [
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "cannot be used: it takes more than 1 s of CPU time; use a template that does less",
+            "cannot be used: rendering takes more than 1 s of CPU time; use a simpler template",
         ),
-        ("{{ 'a'|center(1000000000) }}", "it needs more memory than a rendering may"),
+        ("{{ 'a'|center(1000000000) }}", "the template needs more memory than a rendering may"),
     ],
 )
 @pytest.mark.usefixtures("limited")

@@ -50,7 +50,7 @@ def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
     assert set(tokens.tolist()) <= {*b"abc", EOS}
     (tmp_path / "text" / "a.txt").unlink()
     documents = folder_documents(tmp_path / "text")
-    with pytest.raises(UserError, match="has no text with which to fill documents"):
+    with pytest.raises(UserError, match="has no UTF-8 text for the documents"):
         made(tmp_path / "none", documents=documents)
 
 
@@ -67,7 +67,7 @@ def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
         made(tmp_path / "drawn", num_tokens=10)
     made(tmp_path / "drawn", num_tokens=20, overwrite=True)
     made(tmp_path / "drawn-heldout", num_tokens=10)
-    with pytest.raises(UserError, match="drawn-heldout exists, but holds documents of another"):
+    with pytest.raises(UserError, match="drawn-heldout exists, but would not belong to"):
         made(tmp_path / "drawn", num_tokens=20, overwrite=True)
 
 
@@ -85,7 +85,7 @@ def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
         ("--synthetic wlb_paper --tokens 9 --out OUT --window 1", "--window = 1 must be at least"),
         (
             "--synthetic wlb_paper --tokens 9 --out OUT --window 0",
-            "--window = 0 must be at least 2 tokens, one of text and the end",
+            "--window = 0 must be at least 2 tokens, for one byte of text",
         ),
         ("--synthetic wlb_paper --tokens 9 --out OUT --tokenizer x", "--tokenizer x has no effect"),
         ("--synthetic wlb_paper --tokens 9 --out OUT --processes 2", "--processes 2 has no effect"),

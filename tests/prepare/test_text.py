@@ -38,7 +38,9 @@ def test_file_that_goes_away_is_counted(tmp_path):
 
 
 def test_folder_without_text_is_refused(tmp_path):
-    message = "the corpus has no document: no UTF-8 text in .*; give a folder with text files"
+    message = (
+        "the corpus has no document, as there is no UTF-8 text in .*; give a folder with text files"
+    )
     with pytest.raises(ValueError, match=message) as error:
         folder_documents(tmp_path)
     assert str(tmp_path) in str(error.value)

@@ -309,8 +309,8 @@ def _decoded(value: object) -> object:
                 start = max(0, error.start - 10)
                 raise BadRecord(
                     Skip.NOT_UTF8,
-                    f"the text is not UTF-8, because of the byte {value[error.start]:#04x} in "
-                    f"{value[start : start + 20]!r}",
+                    f"not UTF-8: byte {value[error.start]:#04x} in {value[start : start + 20]!r}; "
+                    f"convert the text to UTF-8",
                 ) from None
         case list():
             return [_decoded(item) for item in cast("list[object]", value)]

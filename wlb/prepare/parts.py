@@ -133,8 +133,8 @@ class PartSummary:
             action, option = actions[bad.reason], f"--on-{bad.reason.replace('_', '-')}"
         if bad.reason not in NO_ERROR and action == OnError.FAIL:
             raise UserError(
-                f"{position.describe()}: {bad}. Correct the record, or use {option} skip to skip "
-                f"and count such records"
+                f"{position.describe()}: {bad}. Correct the record, or skip and count such "
+                f"records with {option} skip"
             )
         self.skipped[str(bad.reason)] += 1
         shown = self.examples.setdefault(str(bad.reason), [])

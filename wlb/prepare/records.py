@@ -466,8 +466,8 @@ def _text(data: bytes, text_key: str) -> Record | BadRecord:
 def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
     return BadRecord(
         Skip.NOT_UTF8,
-        f"not UTF-8 text, because of {error.object[error.start]:#04x} at byte {error.start}; "
-        f"convert the text to UTF-8",
+        f"not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}; convert the "
+        f"text to UTF-8",
     )
 
 
@@ -528,12 +528,10 @@ def _json_record(line: bytes) -> Record | BadRecord:
     except UnicodeDecodeError as error:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
-        return BadRecord(
-            Skip.NOT_JSON, f"the line is not JSON: {error.msg} at character {error.pos}"
-        )
+        return BadRecord(Skip.NOT_JSON, f"not JSON: {error.msg} at character {error.pos}")
     # Python refuses JSON that is nested too deeply, and numbers that have too many digits.
     except (RecursionError, ValueError) as error:
-        return BadRecord(Skip.NOT_JSON, f"the line cannot be read as JSON: {error}")
+        return BadRecord(Skip.NOT_JSON, f"cannot be read as JSON: {error}")
     return _object(value)
 
 

@@ -10,7 +10,7 @@ starts the process. Each request is one line of JSON on stdin, and each answer o
 
     generation   whether the template has {% generation %} blocks
     used         names of the variables that it uses
-    given        the variables of each rendering
+    given        for each rendering, the values of the template's variables
     texts        for each rendering, [text, spans of its generation blocks] or [null, reason]
     prefixes     beginnings of the last conversation in `given`: its first `upto` messages, then the
                  messages `then`, with a generation prompt if `prompt` is true. If `cut` is not "",
@@ -96,10 +96,10 @@ def compiled(source: str) -> tuple[Template, dict[str, Any]]:
 
 
 def rendered(template: Template, given: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """Render a template; return the text and the spans of its generation blocks."""
+    """Render a template, and return its text and the spans [start, stop) of generation blocks."""
     marked = template.render(given)
     if len(marked) > MOST_CHARACTERS:
-        raise TemplateError(f"it writes more than {MOST_CHARACTERS} characters")
+        raise TemplateError(f"the template writes more than {MOST_CHARACTERS} characters")
     texts: list[str] = []
     blocks: list[tuple[int, int]] = []
     opened: list[int] = []
@@ -109,18 +109,18 @@ def rendered(template: Template, given: dict[str, Any]) -> tuple[str, list[tuple
             opened.append(at)
         elif piece == END:
             if not opened:
-                raise TemplateError("it ends a generation block that it did not begin")
+                raise TemplateError("the template ends a generation block that it did not begin")
             blocks.append((opened.pop(), at))
         else:
             texts.append(piece)
             at += len(piece)
     if opened:
-        raise TemplateError("it leaves a generation block without its end")
+        raise TemplateError("the template does not end a generation block")
     return "".join(texts), blocks
 
 
 def answer(asked: dict[str, Any], limit: "CpuLimit") -> dict[str, Any]:
-    """Return the answer to one request; the module's docstring describes both."""
+    """Return the answer to one request. The module's docstring describes requests and answers."""
     limit.start()
     try:
         template, about = compiled(asked["source"])
@@ -147,7 +147,7 @@ def answer(asked: dict[str, Any], limit: "CpuLimit") -> dict[str, Any]:
 def length_of(
     template: Template, given: dict[str, Any], prefix: dict[str, Any], whole: str
 ) -> int | None:
-    """Return the length of the text of a conversation's beginning.
+    """Render the beginning of a conversation, and return the number of characters of its text.
 
     Args:
         template: The chat template.
@@ -156,7 +156,7 @@ def length_of(
         whole: Text of the whole conversation.
 
     Returns:
-        The length, or None if `whole` does not begin with that text.
+        The number of characters, or None if `whole` does not begin with the text.
     """
     messages = given["messages"][: prefix["upto"]] + prefix["then"]
     changed = {**given, "messages": messages, "add_generation_prompt": prefix["prompt"]}
@@ -175,12 +175,12 @@ def length_of(
 def reason_of(error: Exception) -> str:
     """Return the message of an error that a template raised."""
     if isinstance(error, MemoryError):
-        return "it needs more memory than a rendering may have"
+        return "the template needs more memory than a rendering may use"
     return str(error) or type(error).__name__
 
 
 class CpuLimit:
-    """Limits the CPU time of each rendering: at the limit, the kernel ends this process."""
+    """Limits the CPU time of each rendering. At the limit, the kernel ends this process."""
 
     def __init__(self, seconds: int) -> None:
         self._seconds = seconds

@@ -25,17 +25,17 @@ class TemplateLimit(UserError):
 
 
 class TemplateRenderer:
-    """A process that renders templates.
+    """Starts the render process, a child of this process, and sends it requests.
 
-    The process starts with the first request, and again after a template exceeded a limit. It ends
-    when this process ends, because its stdin is closed then.
+    The render process starts with the first request, and again after a template exceeded a limit.
+    It ends when this process ends, because its stdin is closed then.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        # PID of the process that started the renderer. A fork must not share the pipes of its
-        # parent, so it starts another renderer.
+        # PID of the process that started the render process. A forked process must not share the
+        # pipes of its parent, so it starts a render process of its own.
         self._owner = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class TemplateRenderer:
 
         Raises:
             TemplateLimit: The template exceeded a limit.
-            RuntimeError: Something else killed the process.
+            RuntimeError: The render process was killed for another reason.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -71,11 +71,11 @@ class TemplateRenderer:
                         f"the process that renders chat templates was killed ({name}), perhaps "
                         f"because memory was short; run the same command again"
                     )
-                raise TemplateLimit(f"it {_why(status)}; use a template that does less")
+                raise TemplateLimit(f"rendering {_why(status)}; use a simpler template")
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process that renders templates, if it runs."""
+        """End the render process, if it runs."""
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
@@ -94,12 +94,12 @@ class TemplateRenderer:
 def _why(status: int) -> str:
     if status == -signal.SIGXCPU:
         return f"takes more than {MOST_CPU_S} s of CPU time"
-    return f"ended the process that renders it (status {status})"
+    return f"ended the render process with status {status}"
 
 
 @cache
 def renderer() -> TemplateRenderer:
-    """Return the `TemplateRenderer` that all templates of this process share."""
+    """Return the `TemplateRenderer` that all chat templates of this process share."""
     made = TemplateRenderer()
     atexit.register(made.close)
     return made

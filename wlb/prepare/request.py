@@ -24,7 +24,8 @@ class PrepareOptions:
     inputs: tuple[str, ...]  # paths, folders and glob patterns
     out: str  # prefix of the store: path of its files without their suffixes
     tokenizer: str = BPE  # "bpe", "bytes", a tokenizer.json, or a folder with one
-    # The next two apply only if a BPE is trained. Other values are refused with other tokenizers.
+    # vocab_size and sample_bytes apply only if a BPE is trained. With another tokenizer, only these
+    # defaults are accepted.
     vocab_size: int = 32768
     sample_bytes: int = 10_000_000  # bytes of text on which the BPE is trained
     # Texts of the BOS and EOS tokens. "" means those that the tokenizer's configuration names.
@@ -45,26 +46,24 @@ class PrepareOptions:
             raise UserError("there is no input; give files, folders or glob patterns")
         if self.tokenizer == BPE and self.vocab_size <= 256:
             raise UserError(
-                f"--vocab-size = {self.vocab_size} must be at least 257: 256 bytes and "
-                f"{END_OF_TEXT}"
+                f"--vocab-size = {self.vocab_size} must be at least 257, for 256 bytes and the "
+                f"special token {END_OF_TEXT}"
             )
         if self.vocab_size > MOST_VOCABULARY:
-            raise UserError(
-                f"--vocab-size = {self.vocab_size} must be at most {MOST_VOCABULARY}; lower it"
-            )
+            raise UserError(f"--vocab-size = {self.vocab_size} must be at most {MOST_VOCABULARY}")
         check_between("--heldout-fraction", self.heldout_fraction, 0, 1)
         if self.tokenizer == BYTES and (self.bos or self.eos):
             raise UserError(
-                f"--bos and --eos name tokens of a tokenizer.json; leave them out with --tokenizer "
-                f"{BYTES}"
+                f"--bos and --eos apply only to a tokenizer.json or a BPE; leave them out with "
+                f"--tokenizer {BYTES}"
             )
         if self.tokenizer != BPE:
             self._refuse_bpe_options()
         if self.tokenizer == BPE and self.policy == DocumentPolicy.EOS_BOS and not self.bos:
             raise UserError(
-                f"--documents eos_bos needs a BOS token, but the BPE that will be trained has "
-                f"only {END_OF_TEXT}; give --bos '{END_OF_TEXT}' to use it before and after each "
-                f"document"
+                f"--documents eos_bos needs a BOS token, but the only special token of a BPE that "
+                f"wlb trains is {END_OF_TEXT}; give --bos '{END_OF_TEXT}' to put this token before "
+                f"and after each document"
             )
         minimum = {"sample_bytes": 1, "processes": 1, "shard_bytes": 0, "seed": 0}
         for name, least in minimum.items():
@@ -75,9 +74,9 @@ class PrepareOptions:
             value = getattr(self, field.name)
             if field.name in ("vocab_size", "sample_bytes") and value != field.default:
                 raise UserError(
-                    f"--{field.name.replace('_', '-')} {value} applies only when a BPE is "
-                    f"trained, but --tokenizer {self.tokenizer} already has a vocabulary; leave "
-                    f"out --{field.name.replace('_', '-')}, or use --tokenizer {BPE}"
+                    f"--{field.name.replace('_', '-')} {value} applies only when a BPE is trained, "
+                    f"but --tokenizer {self.tokenizer} already has a vocabulary; leave out "
+                    f"--{field.name.replace('_', '-')}, or use --tokenizer {BPE}"
                 )
 
 
@@ -97,7 +96,7 @@ class StoreReport:
     """Description of the stores that `prepare_store` wrote, or that existed already."""
 
     prefix: str  # path of the training store without the suffixes of its files
-    heldout: str  # the same path of the held-out store, "" if there is none
+    heldout: str  # path of the held-out store without suffixes, "" if there is none
     tokenizer: str  # path of the tokenizer's file, "" for bytes
     vocab_size: int
     # Size of the training store.
@@ -115,10 +114,10 @@ class StoreReport:
     # Sums over both stores.
     counts: dict[str, int]  # statistics of the encoder (`Encoded.counts`)
     skipped: dict[str, int]  # number of records and files that were skipped, by reason
-    examples: dict[str, list[str]]  # the first skipped records, by reason
+    examples: dict[str, list[str]]  # descriptions of the first skipped records, by reason
     num_unknown: int  # tokens that stand for unknown characters
     checksum: str  # checksum of the training store's tokens
-    # Files and bytes of the inputs.
+    # Number of input files, and their bytes together.
     num_files: int
     num_bytes: int
     num_text_files: int = 0  # files that were read as text and not as records
@@ -170,7 +169,7 @@ def report_of(
 def arguments_of(options: PrepareOptions) -> dict[str, Any]:
     """Return the options on which the content of the store depends.
 
-    They include a checksum of the tokenizer's files, so that an edited tokenizer is a change.
+    They include checksums of the tokenizer's files, so that an edited tokenizer is noticed.
     """
     names = {f: v for f, v in asdict(options).items() if f not in ("out", "processes", "overwrite")}
     names["inputs"] = list(options.inputs)
@@ -179,7 +178,7 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
         names["tokenizer_checksum"] = file_checksum(path)
         config = path.parent / "tokenizer_config.json"
         names["tokenizer_config"] = file_checksum(config) if config.is_file() else ""
-    # These two have an effect only when a BPE is trained.
+    # vocab_size and sample_bytes have an effect only if a BPE is trained.
     if options.tokenizer != BPE:
         del names["vocab_size"], names["sample_bytes"]
     return names

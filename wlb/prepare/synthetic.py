@@ -1,6 +1,6 @@
 """Write a store whose documents have lengths of a given distribution and contain real text.
 
-Such a store replaces a corpus with a long tail where none is available. Lengths are drawn from a
+Use such a store if no corpus with a long tail is available. Lengths are drawn from a
 family of `wlb.data.lengths.FAMILIES`; "wlb_paper" has the shape of Figure 3. The text is the source
 of Python's standard library as bytes, cut wherever a document ends. A model learns something from
 it, but documents are not whole texts, so losses cannot be compared with those of a real corpus.
@@ -49,7 +49,7 @@ def prepare_synthetic(
         UserError: The store exists, the family is unknown, or a number is out of range.
     """
     check_at_least("--tokens", num_tokens, 1)
-    check_at_least("--window", window, 2, " tokens, one of text and the end of its document")
+    check_at_least("--window", window, 2, " tokens, for one byte of text and the end token")
     if store_path(prefix, ".idx").exists() and not overwrite:
         raise UserError(
             f"the store {prefix} already exists; give another --out, or replace the store with "
@@ -57,8 +57,8 @@ def prepare_synthetic(
         )
     if store_path(f"{prefix}-heldout", ".idx").exists():
         raise UserError(
-            f"{prefix}-heldout exists, but holds documents of another store; give another --out, "
-            f"or remove {prefix}-heldout"
+            f"the store {prefix}-heldout exists, but would not belong to the new store {prefix}; "
+            f"give another --out, or remove {prefix}-heldout"
         )
     documents = documents or stdlib_documents()
     text = _endless_text(documents)
@@ -95,8 +95,8 @@ def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
                 yield np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         if not found:
             raise UserError(
-                f"{documents.description} has no text with which to fill documents; give files "
-                f"with text"
+                f"{documents.description} has no UTF-8 text for the documents of the store; give "
+                f"files with text"
             )
 
 

@@ -1,7 +1,7 @@
 """Find out which variables and which form of messages a chat template takes, and render it.
 
-In each content and each reasoning, one character can be replaced by a private-use character that
-occurs nowhere else (`FieldMarks`). The rendered text then shows where each of them is.
+`FieldMarks` can replace one character of each content and each reasoning by a private-use character
+that occurs nowhere else. The rendered text then shows where each content and reasoning is.
 """
 
 import json
@@ -18,7 +18,8 @@ from wlb.prepare.tool_calls import with_text_arguments
 
 MOST_SOURCE = 1 << 20
 """The most characters of a template. Templates of models have a few thousand."""
-# Code point of the mark of field 0 (field i has the i-th one after it), and the number of marks.
+# Code point of the mark of field 0, and the number of marks. The mark of field i has the code point
+# FIRST_MARK + i.
 FIRST_MARK, MOST_MARKS = 0x100000, 0xFFF0
 RESERVED = re.compile("[\U00100000-\U0010ffff]")
 """Finds the characters that mark fields and generation blocks (Unicode's last private-use plane).
@@ -39,20 +40,22 @@ class FieldMarks:
     Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
 
     Args:
-        masked: Visible characters of text in fields that matches this pattern become "x".
+        masked: Pattern of text in fields to hide. Each visible character of a match becomes "x".
     """
 
     def __init__(self, masked: re.Pattern[str] | None = None) -> None:
         self._masked = masked
-        self.stripped: dict[int, str] = {}  # marked text of each field, without space around it
-        self.replaced: dict[int, str] = {}  # character that a mark replaced, by its code point
+        # By field number: the text with the mark, without white space at both ends.
+        self.stripped: dict[int, str] = {}
+        # By the mark's code point: the character that the mark replaced.
+        self.replaced: dict[int, str] = {}
 
     def mark(self, text: str, number: int) -> str:
         """Return the text of field `number` with a mark. Text of only white space gets no mark."""
         if not text.strip():
             return text
-        # Do not mark a character of tags at the end (such as </think>), because templates look for
-        # tags at both ends of the text.
+        # Templates look for tags such as </think> at the end of a text, so mark the character
+        # before such tags.
         tags = _TAGS_AT_END.search(text)
         at = (tags.start() if tags and tags.start() else len(text.rstrip())) - 1
         self.replaced[FIRST_MARK + number] = text[at]
@@ -66,7 +69,7 @@ class FieldMarks:
 def prefix_of(
     upto: int, *, prompt: bool = False, then: Sequence[dict[str, Any]] = (), cut: str = ""
 ) -> dict[str, Any]:
-    """Describe a beginning of a conversation, of which `render_all` returns the text's length.
+    """Describe a beginning of a conversation, for the argument `prefixes` of `render_all`.
 
     Args:
         upto: How many messages of the conversation are rendered.
@@ -106,15 +109,15 @@ class TemplateSource:
 
     @cached_property
     def _examined(self) -> dict[str, Any]:
-        """The render process's answer about the source: its variables and generation blocks.
+        """What the render process answers about the source: variables and generation blocks.
 
         Raises:
             UserError: The template is invalid, or a variable has no value.
         """
         if len(self.source) > MOST_SOURCE:
             raise UserError(
-                f"chat template {self.name} has {len(self.source)} characters, but may have at "
-                f"most {MOST_SOURCE}; give the template of a model"
+                f"chat template {self.name} has {len(self.source)} characters, but must have at "
+                f"most {MOST_SOURCE}; give the chat template of a model"
             )
         if found := RESERVED.search(self.source):
             raise UserError(
@@ -132,8 +135,8 @@ class TemplateSource:
         wanted = set(about["used"]) - self.variables.keys()
         if missing := sorted(name for name in wanted if name.endswith("_token")):
             raise UserError(
-                f"chat template {self.name} uses {', '.join(missing)} without a value; add it to "
-                f"the tokenizer_config.json beside the template, or pass it as a variable"
+                f"chat template {self.name} uses {', '.join(missing)} without a value; add the "
+                f"value to the tokenizer_config.json beside the template, or pass it as a variable"
             )
         return about
 
@@ -188,7 +191,7 @@ class TemplateSource:
         return {"role": str(role), "content": parts if self._takes_content_parts else content}
 
     def calls_for(self, text: str) -> list[dict[str, Any]]:
-        """Return tool calls (JSON text) in the form in which the template takes them."""
+        """Parse the JSON text of tool calls, and return them in the form the template takes."""
         calls = json.loads(text)
         return with_text_arguments(calls) if self._takes_arguments_as_text else calls
 
@@ -234,7 +237,7 @@ class TemplateSource:
         return WHOLE in under_key, WHOLE in in_tags
 
     def _texts_of(self, conversations: Sequence[list[dict[str, Any]]]) -> list[str]:
-        """Render conversations, and return their texts; "" if the template refuses one."""
+        """Render conversations, and return their texts. The text is "" if the template refuses."""
         given = [{"messages": messages, "tools": None} for messages in conversations]
         texts, _ = self.render_all(given, may_fail=True)
         return [text or "" for text, _ in texts]

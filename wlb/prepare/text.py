@@ -32,8 +32,8 @@ class Skip(StrEnum):
     BLANK_LINE = "blank_line"
     NOT_JSON = "not_json"
     NOT_AN_OBJECT = "not_an_object"
-    NO_TEXT = "no_text"  # the record has no key with text
-    NOT_TEXT = "not_text"  # the value under that key is no text that wlb can train
+    NO_TEXT = "no_text"  # the record does not have the key of the text, or its value is null
+    NOT_TEXT = "not_text"  # the value under the key of the text is not text that wlb can train
     SPECIAL_TOKEN = "special_token"  # the text would become a special token
     NOT_A_CONVERSATION = "not_a_conversation"
     NOT_RENDERED = "not_rendered"  # the chat template refuses the conversation
@@ -192,7 +192,7 @@ def size_of(path: Path) -> int:
 
 
 def reason_of(path: str | Path, error: OSError) -> str:
-    """Describe why a path cannot be read, and where it points if it is a broken link."""
+    """Describe why a path cannot be read. For a broken link, say where the link points."""
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
         return f"a link to {os.readlink(path)}, which does not exist"
     return error.strerror or str(error)
@@ -206,6 +206,6 @@ def describe_empty(
     shown = f"; not read: {', '.join(examples)}" if examples else ""
     reasons = f" (left out: {counts}{shown})" if counts else ""
     return (
-        f"the corpus has no document: no UTF-8 text in {description}{reasons}; give a folder "
-        f'with text files as data.corpus, or "{STDLIB}"'
+        f"the corpus has no document, as there is no UTF-8 text in {description}{reasons}; give a "
+        f'folder with text files as data.corpus, or "{STDLIB}"'
     )

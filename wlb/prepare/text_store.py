@@ -64,8 +64,8 @@ def prepare(
     """
     if vocab_size <= _NUM_BYTES:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be at least {_NUM_BYTES + 1}: 256 bytes "
-            f"and {END_OF_TEXT}"
+            f"data.bpe_vocab_size = {vocab_size} must be at least {_NUM_BYTES + 1}, for 256 bytes "
+            f"and the special token {END_OF_TEXT}"
         )
     check_between("data.heldout_fraction", heldout_fraction, 0, 1)
     check_at_least("sample_bytes", sample_bytes, 1)
@@ -113,9 +113,9 @@ def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> Sto
     """Return the report of the stores, or None if they must be made.
 
     Args:
-        documents: The text documents of which they are made.
+        documents: The text documents of which the stores are made.
         prefix: Path of the stores without "-train" and "-heldout".
-        fingerprint: Hash of the inputs and arguments. Stores with another hash do not count.
+        fingerprint: Hash of the inputs and arguments. Stores with another hash are made again.
     """
     *prefixes, tokenizer = _paths(prefix)
     try:

@@ -1,6 +1,6 @@
 """Provide the tokenizer of a preparation: copy a file, or train a BPE on a sample of the records.
 
-The sample has only training records and no held-out records, and visits the shards in random order.
+The sample has only training records, not held-out records. Shards are visited in random order.
 """
 
 import re
@@ -41,9 +41,9 @@ MOST_WORD = 1000
 
 Words of languages are shorter than 100 characters.
 """
-# Finds a run of at most MOST_WORD - 1 characters, either all white space or none white space. (One
-# less than MOST_WORD, because a word may have one space in front of it.) Python counts U+001C to
-# U+001F as white space, but the tokenizers library does not.
+# Finds a run of white space or a run of other characters, of at most MOST_WORD - 1 characters. (A
+# word may also have one space in front of it.) Python counts U+001C to U+001F as white space, but
+# the tokenizers library does not.
 _RUN = re.compile(rf"[\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}")
 
 
@@ -53,7 +53,7 @@ class PreparedTokenizer:
 
     path: str  # path of the tokenizer.json, "" for bytes
     vocabulary: Vocabulary
-    checksum: str  # checksum of the tokenizer.json
+    checksum: str  # checksum of the tokenizer.json, "bytes" for bytes
     # Content of the tokenizer_config.json beside the user's tokenizer.json, empty if there is none.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -63,8 +63,8 @@ def prepare_tokenizer(
 ) -> PreparedTokenizer:
     """Copy or train the tokenizer, and write it to `folder`/tokenizer.json.
 
-    Special tokens that the records need are added.
-    A BPE that an interrupted call trained is reused.
+    Special tokens that the records need are added to the tokenizer. If an interrupted call has
+    already trained the BPE, that BPE is reused.
 
     Args:
         options: Which tokenizer to use, or how to train one.
@@ -101,7 +101,8 @@ def _copied(source: Path, names: Sequence[str]) -> str:
     if names:
         from tokenizers import Tokenizer
 
-        # load_tokenizer checks the file, but changes settings. So load the file again for the copy.
+        # load_tokenizer checks the file, but also changes settings of the tokenizer. The copy must
+        # keep the settings, so load the file again.
         load_tokenizer(source)
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
@@ -123,14 +124,14 @@ def _trained(
     size = options.vocab_size - len(names)
     if size <= 256:
         raise UserError(
-            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}: 256 bytes "
+            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}, for 256 bytes "
             f"and the special tokens {', '.join([END_OF_TEXT, *names])}"
         )
-    # A Parquet file without row groups has no shard.
+    # There may be files but no shards, because a Parquet file without row groups has no shard.
     if not shards:
         raise UserError(
-            f"--tokenizer {BPE}: {', '.join(options.inputs)} has no record on which to train a "
-            f"BPE; give files with text, or a tokenizer.json"
+            f"--tokenizer {BPE} cannot train a BPE, because {', '.join(options.inputs)} has no "
+            f"record; give files with text, or a tokenizer.json"
         )
 
     def texts(number: int) -> Iterator[str]:
@@ -221,7 +222,7 @@ def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iter
     for position, record in read_shard(shard, text_key=options.text_key, columns=choice.columns):
         if draw(options.seed, position.name) < options.heldout_fraction:
             continue
-        # Ignore bad records here. Encoding counts or refuses them later.
+        # Ignore bad records here, because encoding counts or refuses them later.
         with suppress(BadRecord):
             if not isinstance(record, BadRecord):
                 yield from choice.texts(record)

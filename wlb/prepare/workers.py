@@ -1,7 +1,7 @@
 """Encode shards in worker processes or threads.
 
-Each worker process opens the encoder once. Processes are spawned, so each imports the main module:
-call this from a program that guards its entry with `if __name__ == "__main__"`.
+Each worker process opens the encoder once. Worker processes are spawned and import the main module,
+so the program that calls `encode_shards` must guard its entry with `if __name__ == "__main__"`.
 """
 
 import os
@@ -36,8 +36,8 @@ def encode_shards(
 ) -> Generator[PartSummary]:
     """Encode shards, and yield their summaries as they are finished, in any order.
 
-    A UserError stops all workers. If several shards fail, the error of the first of them is raised.
-    Parts that are complete stay on disk, so that another call can resume.
+    A UserError stops all workers. If several shards fail, the error of the shard with the lowest
+    number is raised. Complete parts stay on disk, so that another call can resume.
 
     Args:
         job: Settings of all shards.
@@ -101,7 +101,8 @@ def _open_pool(
 def _first_error(futures: dict[Future[PartSummary], int]) -> BaseException:
     """Return the error of the failed shard with the lowest number.
 
-    Workers take shards in order, so all shards with lower numbers have ended by then.
+    Workers take shards in the order of their numbers, and have stopped when this is called. So all
+    shards with lower numbers were tried.
     """
     for future in sorted(futures, key=lambda f: futures[f]):
         if not future.cancelled() and (error := future.exception()) is not None:
