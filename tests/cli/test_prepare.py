@@ -311,7 +311,7 @@ def test_marks_of_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text(json.dumps({"messages": asked, "loss_mask": [0, 0]}) + "\n")
     assert run(*command, tmp_path / "y") == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "a.jsonl, line 1: the record has loss_mask = [0, 0], but wlb cannot train" in error
+    assert "a.jsonl, line 1: the record has loss_mask = [0, 0], but wlb cannot leave out" in error
 
 
 @pytest.mark.parametrize(
