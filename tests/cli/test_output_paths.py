@@ -113,7 +113,7 @@ def test_folders_that_cannot_be_made_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    told = "creating 'x' in /proc fails (No such file or directory); choose another folder"
+    told = "creating /proc/x fails (No such file or directory); choose another folder"
     said = capsys.readouterr().err
     place = words[-1].partition("=")[2] or words[-1]
     cause = told if place.startswith("/proc") else f"{place.split('/')[0]} is a link to "

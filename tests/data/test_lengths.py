@@ -60,7 +60,7 @@ def test_family_is_seeded():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"body_median": 1.5}, r"body_median = 1.5 must be between 0 and 1"),
+        ({"body_median": 1.5}, r"body_median = 1.5 must be above 0 and below 1"),
         ({"tail_start": float("nan")}, "tail_start = nan"),
         ({"body_sigma": 0}, "body_sigma = 0 must be above 0"),
         ({"tail_exponent": -1}, "tail_exponent = -1 must be above 0"),

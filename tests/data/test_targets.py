@@ -120,7 +120,7 @@ def test_a_store_without_targets_trains_all_but_the_first(tmp_path):
         ([[3, 2]], r"span 0 of trained tokens is \[3, 2\)"),
         ([[-1, 2]], r"span 0 of trained tokens is \[-1, 2\)"),
         ([1, 2], r"trained. has shape \(2,\)"),
-        ([[1.0, 2.0]], "dtype float64, but must be integers"),
+        ([[1.0, 2.0]], "dtype float64, but must be an integer array"),
         (None, "document 1 of .* has no spans of trained tokens, unlike the documents before it"),
     ],
 )

@@ -391,7 +391,7 @@ def test_a_link_that_a_pattern_finds_and_that_leads_nowhere_is_named(tmp_path):
 def test_nothing_left(corpus, tmp_path):
     corpus.write_text('{"text": ""}\n' * 3)
     with pytest.raises(
-        ValueError, match=r"has no document, because all records were skipped .*'empty': 3"
+        ValueError, match=r"has no document, because all records were skipped: .*'empty': 3"
     ):
         prepare_store(options(corpus, tmp_path / "x"))
 
@@ -484,7 +484,7 @@ def test_a_bpe_of_no_record_is_refused(tmp_path):
     (tmp_path / "in").mkdir()
     path = tmp_path / "in" / "none.parquet"
     pq.ParquetWriter(path, pa.schema([("text", pa.string())])).close()
-    with pytest.raises(ValueError, match=r"--tokenizer bpe: .*none.parquet has no record"):
+    with pytest.raises(ValueError, match=r"--tokenizer bpe cannot .*none.parquet has no record"):
         prepare_store(options(path, tmp_path / "x", tokenizer="bpe"))
     assert not (tmp_path / "x.parts").exists()
 

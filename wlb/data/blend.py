@@ -154,8 +154,8 @@ class BlendedStore:
         """Return the store that has a document of the blend, and the document's index there."""
         if not 0 <= document < self.num_documents:
             raise UserError(
-                f"document {document} must be below {self.num_documents}, the number of documents "
-                f"in the blend of {self.prefix}, and at least 0"
+                f"document {document} is not in the blend of {self.prefix}, which has "
+                f"{self.num_documents} documents, numbered from 0"
             )
         at = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.stores[at], document - int(self._first[at])

@@ -438,8 +438,8 @@ class TokenStore:
         num = self.lengths.size
         if not 0 <= document < num:
             raise UserError(
-                f"document {document} must be at least 0 and below {num}, the number of documents "
-                f"of {self.prefix}"
+                f"document {document} is not in {self.prefix}, which has {num} documents, numbered "
+                f"from 0"
             )
         length = int(self.lengths[document])
         stop = length if stop is None else stop

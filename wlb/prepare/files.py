@@ -43,7 +43,7 @@ def locked(path: Path) -> Generator[None]:
                 lock(file, waits=True)
             except NoLocks as error:
                 sys.stderr.write(
-                    f"the file system of {path.parent} does not support locks ({error.strerror}); "
+                    f"{path.parent} is on a file system without locks ({error.strerror}); "
                     f"make sure that no second process prepares {path.stem} at the same time\n"
                 )
             # If another process removed the file before this one locked it, start over.
