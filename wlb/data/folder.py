@@ -75,7 +75,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
         time.sleep(PAUSE_S)
     missing = next((part for part in _components(path) if not part.is_dir()), path)
     raise UserError(
-        f"the folder {path} cannot be created, because creating {missing} fails "
+        f"the folder {path} cannot be created: creating {missing} fails "
         f"({error.strerror}); choose another folder"
     )
 
