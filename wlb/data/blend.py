@@ -316,8 +316,8 @@ class BlendedBatches(BatchStream):
             return False
         last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
         # Documents are read in the order of their tags while the tag is below `_end_of(epochs)`. So
-        # `state` is the end if the last document that was read of each source has a tag below that
-        # limit, and the next document of each source has not.
+        # `state` is the end if, in each source, the tag of the last document that was read is below
+        # that limit and the tag of the next document is not.
         least = float((tokens / self._weights).min())
         latest = float(((tokens - np.array(last)) / self._weights).max())
         epochs = int(least / self._end_of(1))

@@ -160,9 +160,8 @@ class ChatTemplate(TemplateSource):
         found = self._marked_text(conversation, asked)
         if special is not None:
             self._check_copies(conversation, found, special)
-        # Step 2: find where turns end. A turn ends at the length of the text that is rendered from
-        # the messages up to its last one. If that text is not a prefix of the whole text, the end
-        # of the turn is unknown.
+        # Step 2: find where turns end. Render the messages up to the end of a turn: the turn ends
+        # where this text ends. If it is not a prefix of the whole text, the end is unknown.
         ends = {
             i: stop
             for i, stop in zip(ended, found.lengths, strict=False)
