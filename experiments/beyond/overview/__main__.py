@@ -97,7 +97,14 @@ class SimulatedRun:
 
     def __init__(self, system: str, *, num_steps: int, seed: int) -> None:
         overrides = system_overrides(system, planned_gib=EARLIER_GIB)[0]
-        case = Case(name=system, config=CONFIG, overrides=overrides, steps=num_steps, seed=seed)
+        case = Case(
+            name=system,
+            config=CONFIG,
+            overrides=overrides,
+            steps=num_steps,
+            seed=seed,
+            kernel=constants.FLASH_3,
+        )
         self.title, self.spec = SYSTEMS[system], spec_of(case)
         self.cost = workload_of(self.spec, constants.profile())
         self.simulator = Simulator(spec=self.spec, cost=self.cost)
