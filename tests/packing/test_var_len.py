@@ -85,7 +85,7 @@ def test_the_printed_algorithm_starves_steps_and_other_keys_do_not() -> None:
 
     for starving in (printed, replace(printed, literal=True), replace(printed, step_tokens=4400)):
         assert "of 12 steps are starved" in remark(starving)
-        assert "tokens, 250 at least" in remark(starving)
+        assert "tokens; the smallest has 250 tokens" in remark(starving)
     assert remark(replace(printed, queue_thresholds=())) == ""
     assert remark(BoundedPacker(options=options, s_max=1500, step_tokens=4400)) == ""
 

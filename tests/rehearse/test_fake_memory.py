@@ -50,7 +50,7 @@ def test_another_stream_waits_before_it_reads(streams: tuple[FakeStream, FakeStr
     compute, other = streams
     footprint = Footprint()
     tensor = made_on(footprint, other)
-    with pytest.raises(RehearsalFault, match="which other wrote"):
+    with pytest.raises(RehearsalFault, match="without waiting for other, which wrote it"):
         footprint.read(tensor, compute)
     event = other.record_event()
     compute.wait_event(event)
@@ -126,7 +126,7 @@ def test_a_transfer_is_waited_for_without_those_behind_it(
     footprint.wait_for(arriving[0], compute)
     assert compute.time_ns == 10
     footprint.read(arriving[0], compute)
-    with pytest.raises(RehearsalFault, match="which other wrote"):
+    with pytest.raises(RehearsalFault, match="without waiting for other, which wrote it"):
         footprint.read(arriving[1], compute)
     footprint.wait_for(arriving[1], compute)
     footprint.read(arriving[1], compute)

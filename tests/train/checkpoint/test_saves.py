@@ -18,9 +18,9 @@ from wlb.train.checkpoint.saves import unsaved_remark
 def test_a_run_without_interval_says_what_an_abort_would_lose(tmp_path: Path) -> None:
     spec = load("demo", ["training.steps=5000"])
     said = unsaved_remark(spec, None)
-    assert lacks(said, "checkpoint.interval = 0", "Ctrl-C", "second Ctrl-C", "up to 5,000") == []
+    assert lacks(said, "checkpoint.interval = 0", "Ctrl-C", "is killed", "up to 5,000") == []
     (tmp_path / "run.json").write_text(json.dumps({"step": 1200, "spec": {"model": {}}}), "utf-8")
-    assert "up to 3,800) after step 1,200" in unsaved_remark(spec, tmp_path)
+    assert "after step 1,200 are lost (up to 3,800)" in unsaved_remark(spec, tmp_path)
     assert unsaved_remark(load("demo", ["checkpoint.interval=10"]), None) == ""
 
 

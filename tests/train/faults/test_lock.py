@@ -93,7 +93,7 @@ def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     gone[0].take()
     said = (
         "is on a file system that can lock files but not "
-        f"folders, such as NFS .* do not remove {gone[0].path}"
+        f"folders, such as NFS .* only {gone[0].path} is locked: do not remove this file"
     )
     assert re.search(said, gone[1].getvalue())
     gone[0].path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')

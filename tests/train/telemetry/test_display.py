@@ -202,7 +202,7 @@ def test_the_summary_warns_of_starved_steps() -> None:
     text = said(4000, 250, 4000, 999, 0, 5000)
     assert "starved steps" in text
     assert "warning: 2 of 5 steps are starved" in text
-    assert "4,000 tokens, 250 at least" in text
+    assert "4,000 tokens; the smallest has 250 tokens" in text
     assert "starved" not in said(4000, 1000, 4000)
 
 
