@@ -157,7 +157,7 @@ def test_settings_are_not_taken_for_an_output(
     for name in ("demo", str(mine)):
         assert main([*words, name, "--synthetic", "wlb_paper"]) == 2
         err = capsys.readouterr().err
-        assert f"as the file for results, but {name} is a preset or a TOML file; put" in err
+        assert f"takes {name} as the file to write, but {name} is a preset or a TOML" in err
     assert mine.read_text("utf-8") == "[data]\n"
     assert not Path("demo").exists()
 
@@ -234,7 +234,9 @@ def test_tuning_recommends_a_setting(
     # The first line says whether it is worth it, the table compares it with the present packing.
     first, priced, fits, *_ = out.splitlines()
     assert priced.startswith("Simulated for 7b_128k")
-    assert first.startswith("15 steps are too few to say whether another packing of 7b_128k saves")
+    assert first.startswith(
+        "15 steps are too few to say whether another packing of 7b_128k would save"
+    )
     assert re.fullmatch(
         r"The recommended packing fits in GPU memory: of 64 GPUs, the one that needs most memory "
         r"needs [\d.]+ GiB, and training may use [\d.]+ of its .+",

@@ -48,6 +48,6 @@ def test_numbers_that_do_not_divide_are_refused() -> None:
     ):
         assign_rounds(six, six, 4, 2)
     with pytest.raises(
-        ValueError, match="dp = 3, and dp must be a multiple of the 2 pipelines of an EP"
+        ValueError, match="dp = 3 must be a multiple of 2, the number of pipelines that share an EP"
     ):
         assign_rounds(six, six, 3, 2)

@@ -268,7 +268,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
         ({"history": [], "instruction": "x", "output": 3}, "output must be text, but is 3"),
         (
             {"history": [["a", "b"]], "instruction": "x", "output": "y"},
-            "the record has history = .*, but wlb does not train the key history",
+            "the record has history = .*, but wlb cannot show history to the model",
         ),
         (
             {"messages": [{"role": "assistant", "content": ""}]},

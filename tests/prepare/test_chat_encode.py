@@ -416,7 +416,7 @@ def test_a_jinja_template_and_what_it_cannot_render(tmp_path) -> None:
             "--tokenizer bpe works only with the built-in chat templates",
         ),
         ({"template": "ENDLESS"}, "which contains no special token of the tokenizer"),
-        ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be above 258, for 256"),
+        ({"tokenizer": "bpe", "vocab_size": 258}, "--vocab-size = 258 must be at least 259, for"),
     ],
 )
 def test_options_that_cannot_be(tmp_path, changes, message) -> None:

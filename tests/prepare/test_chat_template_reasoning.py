@@ -205,7 +205,7 @@ def test_a_turn_ends_with_all_special_tokens_that_follow_each_other() -> None:
     [
         (
             {"role": "user", "content": "x", "thinking": "y"},
-            "has thinking = 'y', but wlb does not train the key thinking",
+            "has thinking = 'y', but wlb cannot show thinking to the model",
         ),
         (
             {"role": "assistant", "content": "x", "thinking": "y", "reasoning": "z"},

@@ -118,7 +118,7 @@ def test_marks_are_obeyed(record, expected) -> None:
         ),
         (
             talk({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
-            r"message 1 has train_detail = \[.*, an unknown key that may decide",
+            r"message 1 has train_detail = \[.*, an unknown key that, by its name, may be",
         ),
         (talk({"noLoss": True}), "message 1 has noLoss = True, an unknown key that"),
         (talk({"is_masked": False}), "message 1 has is_masked = False, an unknown key that"),

@@ -248,8 +248,9 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 4, "packing__num_micro_batches": 9},
-            "9 micro-batches per pipeline cannot be divided into 2 equal rounds over pp = 4; set "
-            "packing.num_micro_batches to dp 1 times one of [5, 6, 7, 8, 10, 12]",
+            "each pipeline has 9 micro-batches per step, but pp.schedule = interleaved_1f1b with "
+            "parallel.pp = 4 processes them in 2 rounds, which must have equally many; set "
+            "packing.num_micro_batches to one of [5, 6, 7, 8, 10, 12]",
         ),
         (
             {"parallel__dp": 2, "data__num_windows": 3},
@@ -258,8 +259,9 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 2, "parallel__dp": 2, "data__num_windows": 10},
-            "5 micro-batches per pipeline cannot be divided into 2 equal rounds over pp = 2; set "
-            "data.num_windows to dp 2 times one of [3, 4, 6]",
+            "each pipeline has 5 micro-batches per step, but pp.schedule = interleaved_1f1b with "
+            "parallel.pp = 2 processes them in 2 rounds, which must have equally many; set "
+            "data.num_windows to one of [6, 8, 12]",
         ),
         (
             {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
@@ -293,8 +295,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"packing__queue_thresholds": [0.20001, 0.2, 0.3]}, "entry 1 must be above 0.20001"),
         (
             {"packing__queue_thresholds": [0.3, 0.50001, 0.50002]},
-            "packing.queue_thresholds = [0.3, 0.50001, 0.50002]: entries 1 and 2 are both 2049 "
-            "tokens of a window of 4096; remove one",
+            "packing.queue_thresholds = [0.3, 0.50001, 0.50002]: with data.context_window = 4096, "
+            "0.50001 and 0.50002 are both rounded up to 2049 tokens; remove one",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
@@ -327,11 +329,12 @@ def test_thresholds_must_be_finite(value: str) -> None:
 def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
     """N % max(1, N // pp) == 0 must hold per pipeline, as interleaved schedules need."""
     spec = changed(parallel__pp=4, parallel__dp=2, data__num_windows=2 * each)
-    others = {9: "[5, 6, 7, 8, 10, 12]", 11: "[7, 8, 10, 12, 15]"}
+    others = {9: "[10, 12, 14, 16, 20, 24]", 11: "[14, 16, 20, 24, 30]"}
     if each in others:
         message = refusal(spec)
-        assert f"{each} micro-batches per pipeline cannot be divided into 2 equal rounds" in message
-        assert f"set data.num_windows to dp 2 times one of {others[each]}" in message
+        assert f"each pipeline has {each} micro-batches per step, but" in message
+        assert "in 2 rounds, which must have equally many" in message
+        assert f"set data.num_windows to one of {others[each]}" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each
 

@@ -1,4 +1,4 @@
-"""`wlb tune packing`: search packing settings for given documents (Section 4.2); needs no torch.
+"""`wlb tune packing`: find good packing settings for given documents (Section 4.2), without torch.
 
 `wlb tune layout`, which searches parallel layouts, is in `wlb.cli.tune_layout`.
 """
@@ -47,13 +47,13 @@ def add_parser(commands: Any) -> None:
     """Add the parsers of `wlb tune packing` and `wlb tune layout` to the subparsers `commands`."""
     parser = commands.add_parser(
         "tune",
-        help="search packing settings for document lengths, or a parallel layout for a cluster",
+        help="find good packing settings for given documents, or a parallel layout for a cluster",
         description="Try settings on a sample of documents, and recommend the best setting.",
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     packing = what.add_parser(
         "packing",
-        help="search packing settings: queue thresholds, S_max, T and the price of delay",
+        help="find good packing settings: queue thresholds, S_max, T and the price of delay",
         description="Try combinations of queue thresholds, S_max (most tokens of a micro-batch) "
         "and T (most tokens of a step) for the policy var_len (the paper's Algorithm 1), and of "
         "S_max, T and packing.delay_price for the policy bounded. Recommends the setting with the "

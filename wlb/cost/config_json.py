@@ -107,14 +107,14 @@ class CountedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedWorkload(FlopsWorkload):
-    """The workload of a counted model's mean layer, in which one ns stands for one FLOP.
+    """The workload of a layer, averaged over a counted model's layers; one ns means one FLOP.
 
     Only ratios of times matter. `quadratic_ns` prices layers in which a query sees all keys before
     it. In layers with a window or chunks, W_a grows linearly once a document is longer than the
     window or chunk.
     """
 
-    # Costs of a query-key pair in the mean layer, one entry for each size of window or chunk.
+    # Costs of a query-key pair, averaged over all layers: one entry per size of window or chunk.
     windows: tuple[Pairs, ...] = ()
     # Time to send the summary of one span, averaged over all layers (`wlb.cost.SummaryPrices`).
     summary_ns: float = 0.0
@@ -193,7 +193,7 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
 
 
 def counted_workload(path: str | Path) -> CountedWorkload:
-    """Return the workload of the mean layer of the model that a config.json describes.
+    """Return the workload of a layer, averaged over the layers that a config.json describes.
 
     Args:
         path: Path of the config.json, or of its folder.

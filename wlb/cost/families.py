@@ -471,7 +471,14 @@ def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Return the costs of GPT-2's and GPT-NeoX's attention, with a KV head for each query head."""
+    """Return the costs of attention whose projections of Q, K and V are one matrix.
+
+    GPT-2 and GPT-NeoX have it. There are as many KV heads as query heads.
+
+    Args:
+        config: The model.
+        kind: Kind of the layer, as in `_softmax`.
+    """
     return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
 

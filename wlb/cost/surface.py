@@ -168,10 +168,12 @@ def _frozen(name: str, values: Any, ndim: int) -> FloatArray:
             f"{name} must be a non-empty array with {ndim} axes, but its shape is {array.shape}; "
             "measure the profile again"
         )
-    if not (np.isfinite(array) & (array > 0)).all():
+    bad = np.argwhere(~(np.isfinite(array) & (array > 0)))
+    if bad.size:
+        at = bad[0].tolist()
         raise UserError(
-            f"all entries of {name} must be finite and above 0, but they are {array.tolist()}; "
-            "measure the profile again"
+            f"entry {at} of {name} is {array[tuple(at)]}, but all entries must be finite and above "
+            "0; measure the profile again"
         )
     array.flags.writeable = False
     return array

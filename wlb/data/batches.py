@@ -43,8 +43,8 @@ State = dict[str, Any]
 BLOCK = 1 << 20
 """The most documents whose lengths are looked up in one call, which bounds the memory."""
 # Keys of a state. "epoch" and "position" say how many documents were read and "batch" says how many
-# global batches they filled. "surplus" is by how many tokens the documents that were read exceed
-# the tokens that these batches should have.
+# global batches they filled. "surplus" is the number of tokens that were read beyond those that
+# these batches should have together.
 _COUNTS = ("epoch", "position", "batch", "surplus")
 IDENTITY = "store"
 """The state's key for the identity of the corpus (`TokenStore.identity`)."""
@@ -507,7 +507,12 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
 
 
 def _difference(theirs: Any, ours: Any) -> str:
-    """Describe the first value that differs between two identities, for error messages."""
+    """Describe the first value in which two identities of data differ, for error messages.
+
+    Args:
+        theirs: Identity of the token stores in the checkpoint (`State`).
+        ours: Identity of this run's token stores.
+    """
     before, now = _values_of(theirs), _values_of(ours)
     for name in [*now, *before]:
         if before.get(name) != now.get(name):

@@ -336,7 +336,8 @@ def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segment
     """Raise UserError if shapes, dtypes or devices do not fit; `attend_op` checks the offsets."""
     if segments.key_rows is not None:
         raise UserError(
-            "attend does not support segments with key_rows; call the forward of a Backend instead"
+            "attend does not support segments with key_rows (indices of keys in a larger buffer); "
+            "make them without key_rows, or call the forward of a backend with takes_key_rows"
         )
     tensors = (q_THD, k_SGD, v_SGD)
     if any(tensor.dim() != 3 for tensor in tensors) or k_SGD.shape != v_SGD.shape:

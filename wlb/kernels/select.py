@@ -72,7 +72,10 @@ class Choice:
 
     @property
     def line(self) -> str:
-        """The line for the run's log, with a second line if a better kernel is not installed."""
+        """Text for the run's log: the kernel, and why it was chosen.
+
+        A second line names a better kernel if one could be installed.
+        """
         order = ", deterministic" if self.deterministic else ""
         line = f"attention kernel {self.backend}{order} ({self.reason})"
         return f"{line}\nWARNING: {self.better}" if self.better else line

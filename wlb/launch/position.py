@@ -80,7 +80,7 @@ class SeenPosition(NamedTuple):
 
 
 class Position:
-    """Records what this rank is doing in its slot; the training thread calls the methods.
+    """Writes to this rank's slot what the rank is doing. The training thread calls the methods.
 
     Args:
         buffer: Memory that contains the slot. None means memory of this process, which nobody else
@@ -155,7 +155,7 @@ class Position:
                 self._buffer.flush()
 
     def now(self) -> SeenPosition:
-        """Return what the rank is doing now, as recorded in the slot."""
+        """Return what the rank is doing now, as read from this rank's slot of the buffer."""
         return _seen(bytes(self._buffer[self._offset : self._offset + _SLOT_BYTES]))
 
     def _change(self) -> None:

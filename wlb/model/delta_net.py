@@ -21,8 +21,9 @@ from wlb.spec import LinearBackend, ModelSpec
 
 
 class Before(Protocol):
-    """Gives a layer what precedes each span in its document: a few rows, and the state.
+    """Gives a layer what it needs of the tokens before each span in the span's document.
 
+    This is the few rows that the convolution reads, and the recurrent state.
     A layer calls `rows` first and `states` later.
     """
 

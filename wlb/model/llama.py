@@ -112,7 +112,7 @@ class Rows:
 
 
 class Ops:
-    """Applies the weights of layers; `wlb.parallel` subclasses it for tensor parallelism."""
+    """Embeddings, norms and linear layers; `wlb.parallel` overrides them for tensor parallelism."""
 
     vocabulary: VocabularyShard = WHOLE  # part of the vocabulary on this process
     fused: bool = False  # compute norms, RoPE and gated MLPs with one Triton kernel each

@@ -218,7 +218,10 @@ class BoundedPacker(PolicyPacker):
         return max(2, self.max_delay // 2) * self.options.tokens_per_step
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` and the waiting documents; return plans of steps, and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of steps, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         limit = min(self.s_max, self.limits.step_tokens)
         check_fits(carry.pieces, limit, name="s_max or step_tokens")
         step = carry.next_step

@@ -69,7 +69,10 @@ class CapacityPacker(PolicyPacker):
         return self.options.context_window if self.capacity is None else self.capacity
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         check_fits(carry.pieces, self.bin_tokens, name="capacity")
         # Count the delay from the step in which a loader without packing would train this batch.
         # Such a loader would first make one step of each batch that waits.

@@ -45,7 +45,10 @@ class ExamplesPacker(PolicyPacker):
         return self.examples * self.num_micro_batches
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         check_fits(carry.pieces, self.options.context_window, name="data.context_window")
         arrived = self.options.arrived(batch, carry.next_step)
         pieces = Pieces.concat(carry.pieces, arrived)

@@ -78,7 +78,10 @@ class FixedPacker(PolicyPacker):
         convert_to_ints(self, window_batches=1)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         size = self.options.tokens_per_step * self.window_batches
         due = carry.next_step + carry.num_tokens // self.options.tokens_per_step
         stream = Pieces.concat(carry.pieces, self.options.arrived(batch, due))

@@ -46,7 +46,10 @@ class OriginalPacker(PolicyPacker):
     cut: WindowCut = WindowCut.ANYWHERE  # which documents may be cut (`packing.window_cut`)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of full steps, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         if self.cut == WindowCut.SHORT:
             return self._push_whole(batch, carry)
         window, num = self.options.context_window, self.num_micro_batches

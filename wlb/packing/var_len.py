@@ -122,7 +122,10 @@ class VarLenPacker(PolicyPacker):
             )
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Pack `batch` and the waiting documents; return plans of steps, and the new carry."""
+        """Pack `batch` and the waiting documents; return plans of steps, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         longest = min(self.s_max - self.literal, self.step_tokens or self.s_max)
         name = "s_max or step_tokens" if self.step_tokens else "s_max"
         check_fits(carry.pieces, longest, name=name)

@@ -576,11 +576,15 @@ def assign_rounds(
     Returns:
         The micro-batches of each pipeline, shape [dp, N / dp].
     """
-    if work_ns.size % dp or dp % pipelines_per_ep_group:
+    if work_ns.size % dp:
         raise UserError(
-            f"a step has {work_ns.size} micro-batches, which must be a multiple of dp = {dp}, and "
-            f"dp must be a multiple of the {pipelines_per_ep_group} pipelines of an EP group; "
-            "change one of these numbers"
+            f"a step has {work_ns.size} micro-batches, which must be a multiple of dp = {dp}, so "
+            "that all pipelines get equally many; change num_micro_batches or dp"
+        )
+    if dp % pipelines_per_ep_group:
+        raise UserError(
+            f"dp = {dp} must be a multiple of {pipelines_per_ep_group}, the number of pipelines "
+            "that share an EP group; change dp or ep"
         )
     rounds = np.argsort(-work_ns, kind="stable").reshape(-1, pipelines_per_ep_group)
     slowest, together = work_ns[rounds].max(1), tokens[rounds].sum(1)

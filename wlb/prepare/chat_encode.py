@@ -107,12 +107,16 @@ class ChatChoice(EncoderChoice):
         return [text for m in messages for text in (m.reasoning, m.content) if text]
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
-        """Return the special tokens of the built-in template, if they are to be added.
+        """Return the special tokens that must be added to the tokenizer for the chat template.
 
-        Without `add_tokens`, they are added only to a BPE that wlb trains.
+        These are the tokens of a built-in template. They are always added to a BPE that wlb trains,
+        and to an existing tokenizer only with `add_tokens`; otherwise the result is empty.
+
+        Args:
+            tokenizer: The option --tokenizer: "bpe" (wlb trains a BPE) or a path.
 
         Raises:
-            UserError: A BPE is to be trained, but the template is not built in.
+            UserError: Tokens are to be added, but the template is not built in.
         """
         if tokenizer != BPE and not self.add_tokens:
             return ()

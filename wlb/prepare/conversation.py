@@ -52,7 +52,8 @@ _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.ASSISTANT: (Role.USER, Role.TOOL),
     Role.TOOL: (Role.ASSISTANT, Role.TOOL),
 }
-# Keys of data that wlb cannot train. Records and messages in which they have a value are refused.
+# Keys of data that wlb cannot show to a model. Records and messages in which they have a value are
+# refused.
 _MORE = ("function_call", "functions", "history", "documents", "images", "audio", "videos")
 
 # Shapes of records with conversations. A record has a shape if it has all keys of the shape.
@@ -365,9 +366,9 @@ def _refuse_more(data: dict[str, Any], name: str, keys: Sequence[str] = ()) -> N
     for key in (*_MORE, *keys):
         if data.get(key):
             raise UserError(
-                f"{name} has {key} = {_short(data[key])}, but wlb does not train the key {key}; "
-                f"write its text into the content of a message, as the model should see it, or "
-                f"remove the key"
+                f"{name} has {key} = {_short(data[key])}, but wlb cannot show {key} to the model; "
+                f"write into the content of a message what the model should see of it, or remove "
+                f"the key"
             )
 
 

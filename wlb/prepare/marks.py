@@ -64,8 +64,8 @@ _ASKED = RecordMark(
 )
 _TOKENS = RecordMark(
     harmless=(),
-    remedy="but wlb cannot leave out single tokens of a message; mark whole messages with train = "
-    "false, or remove the key",
+    remedy="but wlb cannot leave out single tokens of a message; remove the key, and write "
+    '"train": false into messages that should not be trained',
 )
 _FACTOR = RecordMark(
     harmless=(1,),
@@ -195,8 +195,9 @@ def unread_keys(
                 )
         elif _may_be_about_training(key, value):
             raise UserError(
-                f"{name} has {key} = {_short(value)}, an unknown key that may decide what is "
-                f"trained; mark whole messages with train = false, or remove the key"
+                f"{name} has {key} = {_short(value)}, an unknown key that, by its name, may be a "
+                f'loss mask or weight; remove it, and write "train": false into messages that '
+                f"should not be trained"
             )
         else:
             yield shortened(key, 60)

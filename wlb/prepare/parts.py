@@ -293,8 +293,8 @@ def moved_record(
 ) -> tuple[int, int, range] | None:
     """Find the record that must move to the other store so that neither store is empty.
 
-    It is the record whose number from `draw` is closest to the held-out fraction. All its documents
-    move together.
+    Each record has a random number in [0, 1) (`draw`), and is held out if that is below `fraction`.
+    The record whose number is closest to `fraction` moves, with all its documents.
 
     Args:
         summaries: Summaries of all parts.
@@ -302,8 +302,8 @@ def moved_record(
 
     Returns:
         The record's shard, the store that it leaves (0 = training, 1 = held-out), and the indices
-        of its documents there. None if no record must move, or if there is only one record and it
-        is trained.
+        of its documents there. None if no record must move, or if only one record has documents and
+        it is trained: it stays, because a run cannot do without training documents.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:

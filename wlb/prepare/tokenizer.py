@@ -51,9 +51,9 @@ _RUN = re.compile(rf"[\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{1,{MOST_
 class PreparedTokenizer:
     """The tokenizer that `prepare_store` uses."""
 
-    path: str  # path of the tokenizer.json, "" for bytes
+    path: str  # path of the tokenizer.json; "" if tokens are bytes
     vocabulary: Vocabulary
-    checksum: str  # checksum of the tokenizer.json, "bytes" for bytes
+    checksum: str  # checksum of the tokenizer.json; "bytes" if tokens are bytes
     # Content of the tokenizer_config.json beside the user's tokenizer.json, empty if there is none.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -124,8 +124,8 @@ def _trained(
     size = options.vocab_size - len(names)
     if size <= 256:
         raise UserError(
-            f"--vocab-size = {options.vocab_size} must be above {256 + len(names)}, for 256 bytes "
-            f"and the special tokens {', '.join([END_OF_TEXT, *names])}"
+            f"--vocab-size = {options.vocab_size} must be at least {257 + len(names)}, for 256 "
+            f"bytes and {1 + len(names)} special tokens: {', '.join([END_OF_TEXT, *names])}"
         )
     # There may be files but no shards, because a Parquet file without row groups has no shard.
     if not shards:

@@ -70,7 +70,10 @@ def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_other_arguments(text: str) -> list[str]:
-    """Return variants of a JSON list of calls, in each of which one call has other arguments."""
+    """Return one variant of a JSON list of calls for each call in it.
+
+    In the variant, that call's arguments are replaced by {"wlb": "probe"}.
+    """
     calls: list[dict[str, Any]] = json.loads(text)
     changed: list[str] = []
     for i, call in enumerate(calls):

@@ -212,9 +212,9 @@ def collectives(
     """Return the costs of all collectives, and notes on costs that could not be fitted.
 
     A cost cannot be fitted if the collective was not measured, or if its times do not grow with
-    size because of noise. The collective then gets a cost from elsewhere, and its provenance says
-    so: on a CPU the cost of the same collective within a node, if that was fitted, and in all other
-    cases the cost in a profile that comes with wlb.
+    size because of noise. The collective then gets a substitute, which its provenance names. On a
+    CPU this is the cost of the same collective within a node, if that was fitted. In all other
+    cases it is the cost in a profile that comes with wlb.
 
     Args:
         records: Records of the sweep.

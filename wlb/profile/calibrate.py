@@ -58,7 +58,7 @@ class Scales:
 
     @property
     def by_term(self) -> dict[str, float]:
-        """Name of each term -> its factor."""
+        """Name of each term of predicted time -> its factor (measured / predicted)."""
         return {name: getattr(self, name) for name in TERMS}
 
     @property
@@ -68,7 +68,7 @@ class Scales:
 
     @property
     def relative(self) -> dict[str, float]:
-        """Name of each term -> its factor divided by the median of the other terms' factors."""
+        """Name of each term -> its factor (`by_term`), divided by the median of the others."""
         factors = self.by_term
         return {
             name: factor / median(f for other, f in factors.items() if other != name)

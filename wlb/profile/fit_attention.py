@@ -468,8 +468,9 @@ def _robust(
 ) -> FloatArray:
     """Return non-negative x for which features @ x has the smallest relative errors to `took`.
 
-    The robust loss gives outliers little weight. A factor keeps its value in `start` if random
-    batches have hardly any segments of the kind to which the factor applies.
+    The robust loss gives outliers little weight. The first entries of x are fixed costs of a call.
+    The others are factors for the times of its segments, one for each kind (`_features`). If random
+    batches have hardly any segments of a kind, its factor keeps the value in `start`.
 
     Args:
         features: Features of each call, shape [num_calls, num_features].
@@ -477,7 +478,8 @@ def _robust(
         weights: Weight of each call, shape [num_calls]. Random batches, and no other calls, have
             weight 1.
         start: Initial x, shape [num_features].
-        is_grouped: Whether to fit the cost of a group.
+        is_grouped: Whether the kernel processes similar segments in groups. Then x[1], the cost of
+            each group, is fitted too.
     """
     is_free = np.ones(start.size, bool)
     is_free[1] = is_grouped

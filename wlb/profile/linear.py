@@ -154,18 +154,19 @@ def linear_tasks(
 
     A task measures forward_ns and backward_ns (medians), *_low_ns and *_high_ns (10th and 90th
     percentile), *_host_ns (time of the host) and count (number of repeats). On a CPU it also
-    measures entry_ns, the overhead of a call of autograd, which backward_ns no longer contains.
+    measures entry_ns, the overhead of a call of autograd, and subtracts it from backward_ns.
 
     Args:
         model: Model of the sweep.
         tp_degrees: TP degrees to measure. At each degree, weights and activations have the shapes
             that they have on one rank.
-        tokens: Numbers of rows of a CP rank to measure.
+        tokens: Numbers of rows (tokens of a CP rank) for which operators and layers are measured.
         timer: Timer of the device.
         device: Device to measure.
         dtype: Data type of weights and activations.
         loss_chunk: Number of rows for which logits are computed at a time.
-        held_tokens: Numbers of rows of held-out layers.
+        held_tokens: Numbers of rows for which whole layers are also measured. These times are not
+            fitted, but only test the fit.
         budget_s: Seconds for the repeats of a task, both passes together.
 
     Raises:

@@ -150,7 +150,11 @@ class Allocator:
         return block
 
     def _take(self, size: int) -> None:
-        """Reserve `size` bytes of device memory. If too few are left, first give some back."""
+        """Reserve `size` bytes of device memory.
+
+        If that would exceed the limit, first return free segments to the device. Raise `_Full` if
+        this does not help.
+        """
         if self.reserved + size > self.limit:
             self.retries += 1
             self._give_back()

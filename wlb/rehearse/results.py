@@ -64,10 +64,11 @@ class RankResult:
     host_waits: tuple[HostWait, ...]  # in all steps and outside steps
     peak_bytes: int  # most bytes that were allocated at a time
     at_peak: dict[str, int]  # bytes of each kind of memory when `peak_bytes` were allocated
-    reserved: dict[
-        str, Reserved
-    ]  # by kind of segments: "expandable", or torch's default "segments"
-    copied: dict[int, int]  # number of steps before a checkpoint -> bytes of the checkpoint
+    # Memory that the allocator reserves, once with expandable segments (key "expandable") and once
+    # with torch's default (key "segments").
+    reserved: dict[str, Reserved]
+    # Number of steps before a checkpoint -> bytes that the checkpoint copied to the host.
+    copied: dict[int, int]
     calibration: str  # how the calibrated profile was fitted; "" = no profile was written
     faults: tuple[Fault, ...]  # cases of memory freed too early, then the error that ended the rank
     wall_s: float  # seconds that the rehearsal of this rank took

@@ -256,8 +256,8 @@ def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -
         pool: The remaining parts by descending work per token. Those that are taken are removed.
         room: Tokens that the rank can still take.
         heads: Predicts the work of the first tokens of a document.
-        longest_run: Documents of at most this many tokens are cut into consecutive tokens, longer
-            ones symmetrically.
+        longest_run: A document of at most this many tokens is cut so that each part has consecutive
+            tokens. A longer one is cut so that each part has tokens from both ends (`FillCut`).
 
     Returns:
         The parts that the rank gets.

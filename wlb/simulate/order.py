@@ -79,8 +79,9 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
                 f"but there are {n}; use more micro-batches, or lower parallel.pp"
             )
         raise UserError(
-            f"the number of micro-batches per pipeline, {n}, does not divide into {n // pp} equal "
-            f"rounds over parallel.pp = {pp} ranks; make it a multiple of parallel.pp"
+            f"an interleaved schedule with parallel.pp = {pp} processes the {n} micro-batches of a "
+            f"pipeline in {n // pp} rounds, which must have equally many; make the number of "
+            "micro-batches per pipeline a multiple of parallel.pp"
         )
     return tuple(_rank_order(pipeline, rank, pp, n) for rank in range(pp))
 

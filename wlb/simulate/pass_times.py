@@ -90,8 +90,8 @@ class StepPrices:
     """Everything from which the durations of the passes of some steps are computed.
 
     Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks. Times of attention and exchanges
-    are those of the model's mean layer. If the layers of a model differ in attention, `others`
-    corrects them for each stage.
+    are those of one layer, averaged over all layers of the model. If the layers differ in
+    attention, `others` corrects these times for each stage.
     """
 
     tokens: IntArray  # rows of all CP ranks together, padding included, [steps, dp, n]
@@ -117,7 +117,8 @@ class StepPrices:
     # The pipelines of an EP group share this work.
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
     # Times of a layer without full attention (with a window or linear attention). None if all
-    # stages have the same fraction of such layers, because then the mean layer suffices.
+    # stages have the same fraction of such layers, because then the average over all layers is
+    # right for every stage.
     others: LayerTimes | None = None
     more_others: tuple[float, ...] = ()  # `StageLayers.more_others` of each stage
 
@@ -204,7 +205,7 @@ class StepPrices:
         if self.others is None:
             return whole
         # `mean` is the price of a mixture of layers with and without full attention. If this stage
-        # has more layers without it, `more_others` mean layers are replaced by such layers.
+        # has more layers without it, `more_others` average layers are replaced by such layers.
         more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 
@@ -285,8 +286,8 @@ class StepPrices:
         The ranks of a group belong to several pipelines and CP ranks, and wait for each other at
         each all-to-all of the experts. The time of a rank is added up over all micro-batches. It
         includes attention and all work that is proportional to the rank's tokens, in forward and
-        backward of the model's mean layer, but no products of experts and no weight-gradient
-        passes.
+        backward of one layer (averaged over all layers of the model), but no products of experts
+        and no weight-gradient passes.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0

@@ -89,15 +89,19 @@ def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) ->
 def peak_held_bytes(
     order: Sequence[Action], stages: Sequence[PassBytes], gradients: Sequence[int] | None = None
 ) -> IntArray:
-    """Return the peak bytes that a pipeline rank stores while it runs its passes, shape [...].
+    """Return the peak bytes that a pipeline rank stores while it runs its passes.
 
     The bytes are those of activations, stage outputs, and gradients of stages that have run a
     backward pass.
 
     Args:
         order: The rank's passes in order.
-        stages: What passes store in each stage (`stage_bytes`), [..., n].
+        stages: What the passes of each micro-batch store in each stage (`stage_bytes`). Arrays have
+            shape [..., n]: any axes, such as steps, before an axis of n micro-batches.
         gradients: Bytes of each stage's gradients; None means that gradients do not count.
+
+    Returns:
+        The peak for each index of the axes before the last, shape [...].
     """
     held = np.zeros(stages[0].kept.shape[:-1], np.int64)
     peak = held

@@ -89,11 +89,13 @@ class ShardCosts:
     reduce_ns: tuple[int, ...]  # time to reduce all gradients of each stage
     norm_ns: int  # time of the gradient norm
     optimizer_ns: tuple[int, ...]  # time of AdamW on each pipeline rank
-    # Number of equal parts in which each stage is gathered: its number of layers if only the first
-    # part is exposed, because the others are gathered during a pass; otherwise 1.
+    # Number of equal parts in which each stage's parameters are gathered: its number of layers if
+    # passes wait only for the first part, because the others are gathered during a pass; otherwise
+    # 1.
     gather_parts: tuple[int, ...]
-    # Number of equal parts in which each stage is reduced: its number of layers if only the last
-    # part is exposed; otherwise 1.
+    # Number of equal parts in which each stage's gradients are reduced: its number of layers if the
+    # step waits only for the last part, because the others are reduced during backward; otherwise
+    # 1.
     reduce_parts: tuple[int, ...]
     layers: tuple[int, ...]  # number of layers of each stage, at least 1
     # ns of copies on the GPU for each stage: (during its gather, during its reduction).

@@ -306,9 +306,10 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
-        """Return the attention time of the slowest CP ranks in a step over that of mean CP ranks.
+        """Return the imbalance of attention between the CP ranks of a step.
 
-        Both times are added up over all micro-batches before the division.
+        This is the time of each micro-batch's slowest CP rank, divided by the mean over its CP
+        ranks. Both times are added up over all micro-batches before the division.
         """
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())

@@ -47,7 +47,8 @@ def write_trace(
         path: The file to write.
         simulation: The simulated steps.
         steps: Indices of the steps; None means all.
-        first_step: Number in the run of the first simulated step, for the names of steps.
+        first_step: Number that the first simulated step has in the run. The names of steps in the
+            trace count from it.
     """
     chosen = range(simulation.num_steps) if steps is None else steps
     _check(simulation, chosen)

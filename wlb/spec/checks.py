@@ -391,8 +391,9 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
         )
     good = [m for m in range(max(1, each - pp), each + pp + 1) if schedule.takes(m, pp)]
     raise UserError(
-        f"{each} micro-batches per pipeline cannot be divided into {each // pp} equal rounds over "
-        f"pp = {pp}; set {name} to dp {dp} times one of {good}"
+        f"each pipeline has {each} micro-batches per step, but pp.schedule = {schedule} with "
+        f"parallel.pp = {pp} processes them in {each // pp} rounds, which must have equally many; "
+        f"set {name} to one of {[dp * m for m in good]}"
     )
 
 

@@ -155,7 +155,10 @@ class PackingSection:
         at_most=10_000,
     )
     examples: int = key(
-        4, "number of documents per micro-batch (examples)", at_least=1, at_most=10**6
+        4,
+        "number of documents per micro-batch, used only by policy = examples",
+        at_least=1,
+        at_most=10**6,
     )
     layout: Layout = key(
         Layout.SEPARATE,
@@ -246,8 +249,9 @@ class PackingSection:
         for i in range(1, len(tokens)):
             if tokens[i] == tokens[i - 1]:
                 raise UserError(
-                    f"packing.queue_thresholds = {given}: entries {i - 1} and {i} are both "
-                    f"{tokens[i]} tokens of a window of {window}; remove one of them"
+                    f"packing.queue_thresholds = {given}: with data.context_window = {window}, "
+                    f"{given[i - 1]} and {given[i]} are both rounded up to {tokens[i]} tokens; "
+                    "remove one of them"
                 )
 
     @property

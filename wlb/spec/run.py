@@ -153,7 +153,10 @@ class ParallelSpec:
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that reduce the gradients of a stage together: dp x cp; dp = 0 counts as 1."""
+        """Ranks that reduce the gradients of a stage together: dp x cp.
+
+        An unknown dp (0) counts as 1.
+        """
         return self.cp * max(1, self.dp)
 
     @property
@@ -168,12 +171,15 @@ class ParallelSpec:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold a stage's experts, in all EP groups: dp x cp x tp; dp = 0 counts as 1."""
+        """Ranks that hold a stage's experts, in all EP groups: dp x cp x tp.
+
+        An unknown dp (0) counts as 1.
+        """
         return self.tp * self.fsdp_size
 
     @property
     def world_size(self) -> int:
-        """Ranks of the layout; dp = 0 counts as 1."""
+        """Ranks of the layout. An unknown dp (0) counts as 1."""
         return self.model_ranks * max(1, self.dp)
 
 
@@ -423,7 +429,10 @@ class RunSpec:
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which one copy of a stage's parameters is sharded; dp = 0 counts as 1."""
+        """Ranks over which one copy of a stage's parameters is sharded.
+
+        An unknown parallel.dp (0) counts as 1.
+        """
         return self.fsdp.shard_size or self.parallel.fsdp_size
 
     @property

@@ -134,7 +134,7 @@ def _device(spec: RunSpec) -> str:
     """Return the kind of device for which the figures are predicted, "cpu" or "cuda".
 
     In a dry run, run.device = auto means GPUs, because the run may be meant for another machine.
-    Only if cost.profile is auto too, and this machine has no GPU, run.device = auto means CPUs.
+    It means CPUs only if cost.profile is auto too and this machine has no GPU.
     """
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"

@@ -46,7 +46,8 @@ class StoredTensor:
 class HubTensors:
     """The tensors of a Hugging Face folder, as listed in the headers of the folder's files."""
 
-    # Where each tensor is. Names are those in a folder of the language model alone.
+    # Where each tensor is, by name. In the folder of a larger model, which for example also reads
+    # images, names are changed to those that the language model has in a folder of its own.
     tensors: dict[str, StoredTensor] = field(repr=False)
     # How many tensors are not read, by the part of the model to which they belong (`LEFT_OUT`).
     left_out: dict[str, int] = field(default_factory=dict[str, int])
@@ -141,8 +142,8 @@ def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTenso
 
     Returns:
         The language model's tensors by name, and the number of other tensors by the part of the
-        model to which they belong. Names are those in a folder of the language model alone. Stacks
-        of experts are split into one tensor per expert.
+        model to which they belong. Names are changed to those that the language model has in a
+        folder of its own. Stacks of experts are split into one tensor per expert.
     """
     found: dict[str, StoredTensor] = {}
     left_out: dict[str, int] = {}

@@ -32,7 +32,7 @@ class FusedChoice:
 
     @property
     def line(self) -> str:
-        """The line for the run's log."""
+        """Line for the run's log: whether fused kernels are used, and why."""
         how = "fused Triton kernels" if self.fused else "plain torch code"
         return f"RoPE, gated MLPs, RMSNorm and key gradients use {how} ({self.reason})"
 

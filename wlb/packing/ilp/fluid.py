@@ -51,7 +51,7 @@ class Items:
     # Indices of the short pieces of each class, in descending length.
     fluid: list[list[int]]
     shape: Shape  # the micro-batches to be filled
-    problem: Problem  # the data of the program
+    problem: Problem  # lengths, costs and limits of the integer linear program
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:

@@ -54,8 +54,9 @@ class IlpOptions:
     objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
     time_limit_s: float = 10.0  # most time that the solver may take for one packing
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
-    # Documents of fewer tokens are treated as a fluid that divides freely. Longer ones have a
-    # binary variable for each micro-batch. None = C // 16; 0 = all documents have such variables.
+    # The solver may divide documents of fewer tokens freely, and whole documents are placed
+    # afterwards. Longer ones have a binary variable for each micro-batch. None = C // 16; 0 = all
+    # documents have such variables.
     divisible_below: int | None = None
     threads: int = 1  # threads of the solver
     seed: int = 0  # seed of the solver's random decisions
@@ -86,19 +87,19 @@ class IlpReport:
     """The quality of a packing that the solver made of W global batches."""
 
     solver: Solver  # the solver that was used
-    # How the solver ended: "optimal" (within gap_limit, with short documents as a fluid),
-    # "feasible" (the time limit came first), "nothing_found", or "infeasible", which would be an
-    # error of the solver.
+    # How the solver ended: "optimal" (within gap_limit of the best packing in which short documents
+    # may be divided freely), "feasible" (the time limit came first), "nothing_found", or
+    # "infeasible", which would be an error of the solver.
     status: str
     objective_ns: int  # objective of the packing that was returned
-    # Lower bound on the objective of other packings of the same pieces. It holds for packings that
-    # cut at most num_micro_batches - 1 pieces, if none of these is more expensive than the most
-    # expensive piece that this packing cuts. If the greedy packing cuts a long document, its parts
-    # count as pieces.
+    # Lower bound on the objective of other packings of the same pieces. Only packings with many or
+    # expensive cuts may be below it: those that cut num_micro_batches or more pieces, or a piece
+    # that is more expensive than every piece that this packing cuts. If the greedy packing cuts a
+    # long document, its parts count as pieces.
     bound_ns: int
     greedy_objective_ns: int  # objective of the greedy packing
     # Whether the greedy packing was returned. This happens if the solver found no packing, or one
-    # that was no better once whole short documents were placed instead of the fluid.
+    # that was no better once short documents were placed whole instead of being divided freely.
     kept_greedy: bool
     num_binaries: int  # number of binary variables in the program
     time_s: float  # seconds that packing took

@@ -190,7 +190,11 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
 
 
 def tuning_figure(tuning: Tuning) -> Any:
-    """Return a figure of tuned settings: imbalance over delay and over variation of step tokens."""
+    """Return scatter plots of all settings that were tried, with imbalance on the y-axis.
+
+    The x-axes are the mean, 99th percentile and maximum of the delay, and the variation of the
+    number of tokens per step.
+    """
     figure, axes = new_figure(ncols=4, height=3.6, width=14.0)
     names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
     titles = (

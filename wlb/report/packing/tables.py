@@ -314,8 +314,8 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
 
     Args:
         tuning: Results of all settings that were tried.
-        rows: Most settings of the front to list. The recommended setting is always listed and is
-            marked.
+        rows: Largest number of settings of the front to list. The recommended setting is always
+            listed and is marked.
     """
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:

@@ -214,7 +214,10 @@ def _labels(spec: RunSpec) -> list[str]:
 
 
 def _pipeline_labels(spec: RunSpec) -> list[str]:
-    """Return the names of the families of a layout's schedule and recompute."""
+    """Return the families of all layouts with this layout's schedule, and with its recompute.
+
+    Without pipeline parallelism a layout has no schedule, so there is only the family of recompute.
+    """
     recompute = f"recompute {spec.training.recompute}"
     return [recompute] if spec.parallel.pp == 1 else [str(spec.pp.schedule), recompute]
 

@@ -61,7 +61,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
             f"--calibrate: {path.stem!r} is already the name of a profile that comes "
             "with wlb, so logs would be ambiguous; give another name"
         )
-    # lexists also finds a symbolic link to a missing file, which could not be replaced either.
+    # Unlike exists, lexists is true for a symbolic link to a missing file. Refuse such a link too.
     if os.path.lexists(path):
         raise UserError(
             f"--calibrate: {path} already exists, and --calibrate never overwrites a "
