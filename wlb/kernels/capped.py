@@ -83,7 +83,10 @@ def _of(mask: Tensor | None, some: slice) -> Tensor | None:
 def _scores(
     q_BHQD: Tensor, k_BHKD: Tensor, mask: Tensor | None, is_causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the capped and masked scores, [B, H, Q, K], and the cap's derivative at each score."""
+    """Return the capped and masked scores, [B, H, Q, K], and the cap's derivative at each score.
+
+    The arguments are those of `capped_forward`.
+    """
     wide = sum_dtype(q_BHQD)
     scores = q_BHQD.to(wide) @ k_BHKD.to(wide).mT * q_BHQD.shape[-1] ** -0.5
     share = (scores / softcap).tanh()

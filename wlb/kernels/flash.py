@@ -18,8 +18,8 @@ from wlb.kernels.flash_package import (
 from wlb.kernels.segments import Scores
 from wlb.spec import AttentionBackend
 
-# Arguments, besides those of every call, of the backward functions that write dq, dk and dv into
-# tensors that we pass.
+# Arguments of backward, besides those of every call, in FlashAttention-2 and 3. Their backward
+# functions write dq, dk and dv into tensors that we pass.
 _WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
 _FLASH2 = {**_NO_WINDOW, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}
@@ -139,7 +139,7 @@ class Flash4Backend(FlashBackend):
         return tuple((one, *rest) for one in dict.fromkeys(longest) for rest in ((), short))
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
-        """Return why the package does not support these scores on this GPU, or None if it does."""
+        """Return why the package cannot use this window or cap on this GPU, or None if it can."""
         if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):
             return (
                 "on compute capability 10.x, backward with heads of 256 supports neither sliding "

@@ -79,7 +79,8 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
 def _scores(q_qHD: Tensor, k_kGD: Tensor, segments: Segments) -> tuple[Tensor, Tensor | None]:
     """Return a segment's scores [G, R, q, k], and the derivative of the cap (None without a cap).
 
-    Scores of masked keys are minus infinity.
+    G is the number of key heads, and R the number of query heads per key head. Scores of masked
+    keys are minus infinity.
 
     Args:
         q_qHD: Queries of the segment.

@@ -1,10 +1,12 @@
 """Attention by torch's scaled_dot_product_attention: for the CPU, and for float32 on CUDA.
 
-Segments of similar lengths form a **class**; lengths below 512 are rounded up for this. The rows of
-a class are copied into one padded batch, which one call of torch computes. Masks hide the padding,
-so results are exact; padding adds at most 41% of work. With a sliding window, segments are cut into
-blocks of queries. A key row may be copied several times, for example for several blocks. The
-gradients of its copies are then added up in float32, in a fixed order.
+Segments of similar lengths form a **class**. Two lengths are similar if they round up to the same
+one of 8, 12, 16, 24, 32, 48, ..., 512 (`_rounded`); longer segments must have equal lengths. The
+rows of a class are copied into one padded batch, which one call of torch computes. Masks hide the
+padding, so results are exact. Padding adds less than 50% to the length of a segment of 8 or more
+rows. With a sliding window, segments are cut into blocks of queries. A key row may be copied
+several times, for example for several blocks. The gradients of its copies are then added up in
+float32, in a fixed order.
 
 Shapes: B segments of Q query and K key rows in a class; P rows of all padded batches; N source
 rows, which are the rows of the tensor of queries or keys that is copied into the batches.
@@ -116,7 +118,7 @@ class _Classes:
         return self._batch(padded, [c.num_queries for c in self.classes])
 
     def batch_lse(self, lse_HT: Tensor) -> list[Tensor]:
-        """Return the log-sum-exp of each class's padded queries, [B, H, Q]; padding has infinity.
+        """Return the log-sum-exp of padded queries, [B, H, Q], by class; padding has infinity.
 
         With infinity, the softmax weights of padded queries are zero in backward. Repeating the
         log-sum-exp of the segment's first row, as `pad` does, could make these weights infinite,
@@ -267,7 +269,7 @@ def _forward_elsewhere(
 
 
 def _backward_elsewhere(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Return the gradients of a class of segments on a device other than the CPU.
+    """Return the gradients of q, k and v for one class of segments, on other devices than the CPU.
 
     Autograd recomputes forward and differentiates it. The output's gradient must be zero for
     padding.

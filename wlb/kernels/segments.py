@@ -59,7 +59,7 @@ class Scores:
 
     @classmethod
     def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
-        """Return the `Scores` of layers with a sliding window if `slides`, else of the others."""
+        """Return window and cap of layers with a sliding window if `slides`, else of the others."""
         return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
 
     def __str__(self) -> str:

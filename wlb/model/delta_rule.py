@@ -62,8 +62,8 @@ class SpanLayout(NamedTuple):
         tokens = np.array(lengths, np.int64)
         chunks = -(-tokens // CHUNK)
         spans = [np.flatnonzero(chunks > i) for i in range(int(chunks.max(initial=0)))]
-        # Number the chunks step by step. A token's slot follows from its chunk's number and its
-        # position in the chunk.
+        # Number the chunks step by step. A token's index in the chunks (`slots_T`) follows from its
+        # chunk's number and its position in the chunk.
         chunk_of = np.zeros((len(spans), tokens.size), np.int64)
         done = 0
         for step, members in enumerate(spans):
@@ -114,7 +114,7 @@ class SpanLayout(NamedTuple):
         return ranges(begins[spans], ends[spans])
 
     def chunked(self, rows_T: Tensor) -> Tensor:
-        """Arrange rows of tokens [T, H, ...] in chunks [N, H, C, ...].
+        """Arrange rows of T tokens, [T, H, ...], in N chunks of C tokens, [N, H, C, ...].
 
         The rest of a span's last chunk is filled with zeros.
         """
@@ -196,7 +196,7 @@ class Chunks(NamedTuple):
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """Yield each step's chunks, of all spans of a layout or only of selected spans (`of`)."""
+        """Yield the first chunks of the spans of `of`, then all their second chunks, and so on."""
         chunks = self
         if isinstance(of, SpanMembers):
             # Selections are used only to compute states. States do not depend on queries, so leave
@@ -212,7 +212,7 @@ class Chunks(NamedTuple):
         """Return the states after the chunks, given the states before them.
 
         Args:
-            state_NHKV: State before each chunk.
+            state_NHKV: State before each of the N chunks.
             values: With False, leave out what the chunks' own values add to the state, so that the
                 result is linear in the given state.
         """

@@ -70,7 +70,7 @@ def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 
 class _AroundZero(torch.autograd.Function):
-    """`_around_zero` as an autograd function that saves the rows in x's dtype.
+    """RMSNorm times 1 + weight (`_around_zero`), with a backward that saves x in its own dtype.
 
     Plain autograd would save the rows in float32, which takes twice the memory of bfloat16.
     """

@@ -72,7 +72,11 @@ class Trip(Protocol):
         ...
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for the results that come back in a stage; returns them in `Way.order_N`'s order."""
+        """Wait for the results of a stage: one row for each row that this process has sent in it.
+
+        Rows are in the order of `Way.order_N`. The second tensor has the gradients of the rows'
+        scores, which come back in backward only; it is None in forward.
+        """
         ...
 
 
@@ -82,7 +86,7 @@ class Way(Protocol):
     counts_E: Tensor  # number of this process's rows that chose each expert
     # Order in which the N copies of rows are sent, stage by stage. Copy i copies row i // K.
     order_N: Tensor
-    # whether `back` is started by the layer's recomputation instead of by backward (`FirstPass`)
+    # whether the layer's recomputation, and not backward, starts the trip `back` (see `FirstPass`)
     starts_late: bool
 
     @property
@@ -97,7 +101,10 @@ class Way(Protocol):
 
     @property
     def ends_E(self) -> Tensor:
-        """For each of this process's experts, the index after its last row in the M rows, int32."""
+        """For each of this process's experts, the index after its last row, int32.
+
+        The index counts the M rows that arrive at this process, sorted by expert.
+        """
         ...
 
     def begin(self) -> None:
@@ -117,7 +124,7 @@ class Way(Protocol):
 
     @property
     def sent(self) -> Sequence[slice]:
-        """For each stage the slice of `order_N` with the rows to send; known after `begin`."""
+        """For each stage, the slice of `order_N` that is sent in it. Known after `begin`."""
         ...
 
     def again(self) -> "Way":
@@ -150,7 +157,10 @@ class LocalTrip:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Select the rows of x that the experts compute, sorted by expert."""
+        """Store copies of the rows x[rows_N], and their scores, until `whole` returns them.
+
+        The indices rows_N are sorted by the expert that computes the row.
+        """
         self._rows = [(x.index_select(0, rows_N), scores_N)]
 
     def start(self) -> None:
@@ -165,11 +175,11 @@ class LocalTrip:
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Store the results until `answers` returns them."""
+        """Store the experts' results for all rows until `answers` returns them."""
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return the stored results, and drop the reference to them."""
+        """Return the results that `answer` has stored, and drop the reference to them."""
         return self._rows.pop()
 
 
@@ -221,7 +231,7 @@ def sorted_by_expert(expert_TK: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of(order_N: Tensor) -> Tensor:
-    """Return the inverse of the permutation `order_N`."""
+    """Return the inverse of a permutation: the result at order_N[i] is i."""
     places = torch.arange(order_N.shape[0], device=order_N.device)
     return torch.empty_like(order_N).scatter_(0, order_N, places)
 
@@ -248,13 +258,13 @@ class FirstPass:
         self._chosen_TK: Tensor | None = None
 
     def keep(self, way: Way, chosen_TK: Tensor) -> None:
-        """Store the routing and the chosen experts, [T, K]."""
+        """Store the first pass's routing, and the numbers of the experts that it chose, [T, K]."""
         way.starts_late = not self.whole_layer
         # Save memory: int16 is enough, because a model has at most 4,096 experts.
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 
     def kept(self) -> tuple[Way, Tensor]:
-        """Return the routing for the recomputation, and the experts chosen by the first pass."""
+        """Return a routing for the recomputation, and the experts stored by `keep`, [T, K]."""
         assert self._way is not None
         assert self._chosen_TK is not None
         return self._way.again(), self._chosen_TK.long()

@@ -317,7 +317,7 @@ class MixtureMlp(nn.Module):
 
         Args:
             x_TC: Rows without padding.
-            rows: Says which rows are real, as in `forward`.
+            rows: Has the weight of rows in the auxiliary loss and the z-loss, as in `route`.
         """
         first = self._first
         if first is not None and first.is_over:

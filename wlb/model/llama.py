@@ -42,7 +42,7 @@ class Attend(Protocol):
         ...
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Any) -> tuple[Tensor, Any]:
-        """Return attention's output, [T, H, D], and what `add` takes as `attended`."""
+        """Return attention's output, [T, H, D], and a record to be passed to `add` (or None)."""
         ...
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: Any, /) -> Tensor:
@@ -66,7 +66,7 @@ class LocalAttend:
         return self.call(q_THD, k_TGD, v_TGD), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
-        """Return x_TC + y_TC."""
+        """Return x_TC + y_TC. `attended` is the None that `attend` returned, and is not used."""
         return x_TC + y_TC
 
 
@@ -91,7 +91,7 @@ class LinearRows(NamedTuple):
 class Rows:
     """Inputs of a micro-batch's forward pass besides its tokens or hidden states."""
 
-    # These three are for layers without a sliding window, as in `LayerRows`.
+    # RoPE tables and attention of layers without a sliding window (see `LayerRows`)
     cos: Tensor
     sin: Tensor
     attend: Attend
@@ -179,7 +179,7 @@ class Attention(nn.Module):
         self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
-        """Return attention's output, [T, C], and what `Attend.add` takes as `attended`."""
+        """Return attention's output, [T, C], and a record to pass to `Attend.add` (or None)."""
         # Do not bind q, k and v to names, so that they are freed when the call returns.
         gates: list[Tensor] = []
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows, gates))
@@ -305,7 +305,7 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """Return x_TC plus attention's output, and what `Attend.add` takes as `attended`.
+        """Return x_TC plus attention's output, and a record to be passed to `Attend.add` (or None).
 
         Args:
             x_TC: Residual stream.
@@ -334,7 +334,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             x_TC: Residual stream.
-            experts: Which rows are real, for a layer with experts.
+            experts: Which rows are real, for a layer with experts; None means all rows.
         """
         norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
         normed_TC = self.ops.norm(norm, x_TC)

@@ -83,7 +83,9 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
 def checked_collectives(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run an all-reduce, an all-gather and a reduce-scatter of each size in `_ROWS`.
+    """Run an all-reduce, an all-gather and a reduce-scatter, each with few and with many values.
+
+    NCCL makes other connections for large calls than for small ones. `_ROWS` has the sizes.
 
     Args:
         name: Name of the group, for messages.
@@ -108,7 +110,9 @@ def checked_collectives(
 def checked_all_to_all(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run an all-to-all of each size in `_ROWS`, so that each pair of ranks is connected.
+    """Run all-to-alls with few and with many values, so that each pair of ranks is connected.
+
+    `_ROWS` has the sizes.
 
     Args:
         name: Name of the group, for messages.
@@ -130,8 +134,9 @@ def checked_all_to_all(
 def _exchange(mesh: Mesh) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Exchange a value with each neighbour in the pipeline, in both directions.
 
-    A rank has at most one link of each kind, and all ranks use the kinds in the same order. The
-    send and the receive over a link are one batch, which NCCL starts as a whole.
+    A rank has at most one link of each kind (`wlb.parallel.grid.LINKS`), and all ranks use the
+    kinds in the same order. The send and the receive over a link are one batch, which NCCL starts
+    as a whole.
 
     Yields:
         The transfer's name, the value received and the expected value; both are float64 scalars on

@@ -184,7 +184,10 @@ class StagedTrip:
         self._back.append((back, None if scores is None else scores.dtype))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for the results of a stage that experts send back, and return them."""
+        """Wait for the results that experts send back in a stage.
+
+        Returns the rows, and in backward also the gradients of the rows' scores, else None.
+        """
         back, score_type = self._back.pop(0)
         return _apart(wait(back), score_type)
 
@@ -210,11 +213,12 @@ class _Choice:
     stages: list[StageRows] = field(default_factory=list[StageRows])
     order_M: Tensor | None = None  # the order that sorts arriving rows by expert
     inverse_M: Tensor | None = None  # the inverse of `order_M`
-    ends_E: Tensor | None = None  # for each of this rank's experts the index after its last row
+    # for each of this rank's experts, the index after its last row among the sorted arriving rows
+    ends_E: Tensor | None = None
 
     @property
     def known(self) -> RowsBetween:
-        """The numbers of rows (`between`), which the host must have read already."""
+        """Numbers of rows from and to each rank (`between`), which the host must have read."""
         assert self.between is not None, "rows may travel only after their numbers are read"
         return self.between
 
@@ -228,7 +232,7 @@ class _Choice:
         return _within(self.order_M[rows], rows)
 
     def inverse_of(self, stage: int) -> Tensor:
-        """Return the inverse permutation of `order_of`."""
+        """Return the order that undoes `order_of`: it sorts a stage's rows as they arrived."""
         assert self.inverse_M is not None
         rows = self.stages[stage].rows
         return _within(self.inverse_M[rows], rows)
@@ -312,7 +316,7 @@ class StagedWay:
 
     @property
     def sent(self) -> Sequence[slice]:
-        """For each stage the slice of `order_N` with the rows that this rank sends."""
+        """For each stage, the slice of `order_N` (copies of rows to send) that is sent in it."""
         return self._choice.sent
 
     @property
@@ -322,13 +326,16 @@ class StagedWay:
 
     @property
     def ends_E(self) -> Tensor:
-        """For each of this rank's experts, the index after its last row among the M rows, int32."""
+        """For each of this rank's experts, the index after its last row, int32.
+
+        The index counts the M rows that arrive at this rank, sorted by expert.
+        """
         assert self._choice.ends_E is not None
         return self._choice.ends_E
 
 
 def _within(places: Tensor, rows: slice) -> Tensor:
-    """Convert indices that count from the first of all rows to indices within the slice `rows`."""
+    """Convert indices among all rows to indices that count from the first row of `rows`."""
     return places - rows.start if rows.start else places
 
 

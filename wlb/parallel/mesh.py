@@ -134,7 +134,7 @@ class Mesh:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Names of the axes of `experts` other than pp. Only for a model with experts."""
+        """Names of the axes of the mesh `experts`, without pp. Only for a model with experts."""
         assert self.experts is not None
         return (self.experts.mesh_dim_names or ())[1:]
 

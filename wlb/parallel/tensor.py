@@ -156,7 +156,7 @@ class Products(NamedTuple):
         return start_reduce_scatter(dx_TC, self)
 
     def scattered(self, x_TF: Tensor, weight_CF: Tensor) -> Tensor:
-        """Return x_TF times the transposed weight, summed over TP ranks and scattered: [S, C]."""
+        """Return x_TF times the transposed weight, reduce-scattered over TP ranks: [T / tp, C]."""
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,7 +349,7 @@ class TensorParallelOps(Ops):
             yield _FanProduct.apply(fan, i, gathered, x_TC.detach(), weight.detach())  # pyright: ignore[reportReturnType]
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply a row-parallel linear layer, and reduce-scatter the sum over ranks: [S, C]."""
+        """Apply a row-parallel linear layer; its reduce-scatter leaves [T / tp, C] on each rank."""
         return product(
             x_TC,
             local_tensor(linear.weight),
@@ -403,8 +403,8 @@ class TensorParallelOps(Ops):
 
         Args:
             parameters: The weights.
-            rows: This rank's rows of the tensor that `compute` takes. The rows of all ranks are
-                gathered first.
+            rows: This rank's rows of the tensor that `compute` takes. Before `compute` is called,
+                the rows of all ranks are gathered.
             compute: Returns the gradient of each weight, given all ranks' rows.
         """
 

@@ -80,8 +80,9 @@ def gather_rows(
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
     """Return x_TC times the transposed weight, [T, F].
 
-    slot_TF is the slot that `gather_rows` made for this product. In backward the gradient of the
-    product becomes the gradient of the slot.
+    slot_TF is a tensor without memory, made for this product by `gather_rows`. In backward the
+    gradient of the product becomes the gradient of slot_TF, and so reaches the backward of
+    `gather_rows`, which computes the gradients of the input and of the weight.
     """
     return x_TC @ weight_FC.t()
 
@@ -96,7 +97,7 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def begin_backward(
     grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Run `Products.begin_backward` for the last of several layers with the same input.
+    """Start the backward of several layers with the same input: the last layer's part.
 
     Args:
         grad_TF: Gradient of the last layer's output.
@@ -116,7 +117,9 @@ def begin_backward(
 def early_product(
     x_TC: Tensor, weight_FC: Tensor, slots: list[Tensor], x_SC: Tensor, n: int, group_name: str
 ) -> Tensor:
-    """Return the last layer's product, [T, F]; its backward starts early (see `_begins_early`).
+    """Return the product of the last of several layers with the same input, [T, F].
+
+    Its backward does not wait for the gradients of the other layers (see `_begins_early`).
 
     Args:
         x_TC: All ranks' rows.
@@ -150,7 +153,7 @@ early_product.register_autograd(_differentiate_early, setup_context=_keep_early)
 def gathered_backward(
     grads_TF: list[Tensor], x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradient of x_SC, and the gradient of each weight.
+    """Return the gradient of x_SC and of each weight, for several layers with the same input.
 
     Args:
         grads_TF: Gradient of each layer's output, followed by the two results of `begin_backward`
@@ -184,7 +187,7 @@ def _scattered_like(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) ->
 
 @custom_op("product_scatter", fake=_scattered_like)
 def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """Return x_TF times the transposed weight, summed over TP ranks and scattered: [S, C]."""
+    """Return x_TF times the transposed weight, reduce-scattered over TP ranks: [T / tp, C]."""
     return Products(num_ranks, group_name).scattered(x_TF, weight_CF)
 
 
@@ -225,5 +228,5 @@ class TracedTensorParallelOps(TensorParallelOps):
             yield early_product(gathered, weights[-1].detach(), slots[-3:], x_TC.detach(), *where)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply a row-parallel linear layer, and reduce-scatter the sum over ranks: [S, C]."""
+        """Apply a row-parallel linear layer; its reduce-scatter leaves [T / tp, C] on each rank."""
         return product_scatter(x_TC, local_tensor(linear.weight), *self.products)

@@ -5,7 +5,7 @@ never reach Triton. All ops compute in float32 and round once at the end, wherea
 rounds after every operation.
 
 Shapes: T rows, H heads, D head size, C channels, F width of the MLP, K keys, R gathered rows, G
-key/value heads, U most keys that are copied from one row.
+key/value heads, U the largest number of keys that are copied from any one row.
 """
 
 from typing import Any

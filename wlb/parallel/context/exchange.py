@@ -119,7 +119,7 @@ def flatten(
 
 
 def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Tensor | None]:
-    """Restore the stages and `RankExchange.returned` (None for an all-gather) from the flat form.
+    """Restore a rank's stages inside a custom op, from two arguments that `flatten` has made.
 
     Reads only shapes, so it also works on fake tensors.
 
@@ -128,7 +128,8 @@ def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Te
         layout: Each stage's kind of transfer (`FlatExchange.layout`).
 
     Returns:
-        The stages in the order of their attention calls, and `RankExchange.returned`.
+        The stages in the order of their attention calls, and `RankExchange.returned` (None for an
+        all-gather).
     """
     cp, *transfers = layout.split()
     left, stages = list(tensors), list[DeviceStage]()

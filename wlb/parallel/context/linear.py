@@ -27,12 +27,12 @@ _collectives = torch.ops._c10d_functional
 class _SharedRows(NamedTuple):
     """Index tensors of an exchange of rows between CP ranks: `RowsOf` on the device.
 
-    A span finds the rows that it needs in a **pool** of rows: first the local rows that any span
-    needs, then the rows received from other ranks.
+    A span finds the rows that it needs in a **pool** of rows: first the local rows that a span
+    of any rank needs, then the rows received from other ranks.
     """
 
     kept: Tensor  # indices of the local rows that are in the pool
-    # for each rank, which entries of `kept` are sent to it; none is sent twice
+    # for each rank, the indices of the entries of `kept` that are sent to it; none twice
     sent: tuple[Tensor, ...]
     received: list[int]  # number of rows that come from each rank
 

@@ -324,7 +324,7 @@ def segment_keys(
 
 
 def reads_buffer(segments: Segments, backend: str) -> bool:
-    """Return whether the kernel looks up keys in the buffer of rows, so that no keys are copied."""
+    """Return whether the kernel looks up keys in the buffer of K and V rows, so none are copied."""
     return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
 
 
@@ -347,7 +347,7 @@ def gradients_by_row(
     shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
     total = dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
     for i, grad_KGD in enumerate((dk_KGD, dv_KGD)):
-        # Rows from which no key (or no further key) was copied read an appended row of zeros.
+        # Append a row of zeros: inverse_UR has its index where a row has fewer than U copies.
         used = torch.cat([grad_KGD, grad_KGD.new_zeros((1, *grad_KGD.shape[1:]))])
         total[:, i] = used.index_select(0, inverse_UR[0])
         for index_R in inverse_UR[1:]:
@@ -370,7 +370,7 @@ def _merge(
     # The denominator of the softmax over all keys is the sum of both calls' denominators.
     before_HT = lse_HT.index_select(1, query_rows)
     both_HT = torch.logaddexp(before_HT, other_HT)
-    # Average the outputs, each weighted with its call's share of that denominator.
+    # Average the outputs, each weighted with its call's share of the denominator.
     share = (other_HT - both_HT).exp().t()[..., None]
     before_THD = out_THD.index_select(0, query_rows)
     merged = torch.lerp(before_THD.to(share.dtype), other_THD.to(share.dtype), share)

@@ -238,7 +238,7 @@ def _uses(index: IntArray, *, num_rows: int) -> IntArray:
 def _inverse(
     spans: RankSpans, kv_index: IntArray, num_keys: IntArray, *, num_rows: int
 ) -> IntArray:
-    """Compute `RankStage.inverse`: for each row the keys that are copied from it, shape [U, R].
+    """Return for each row the indices of the keys copied from it (`RankStage.inverse`), [U, R].
 
     U is the largest number of spans of one piece on this rank, because each of these spans copies
     the piece's rows once.
@@ -246,7 +246,7 @@ def _inverse(
     Args:
         spans: The rank's spans.
         kv_index: Row of each key, span by span, then the rows of padding.
-        num_keys: Number of keys of each span in this call, shape [num_spans].
+        num_keys: Number of keys of each span in this attention call, shape [num_spans].
         num_rows: R, the number of rows from which the call copies its keys.
     """
     order = np.lexsort((spans.start, spans.piece))
