@@ -383,7 +383,7 @@ def _show(
 
     Args:
         options: The parsed command line.
-        first: Sentences that answer the question, which are printed first.
+        first: Sentences on what the best policy saves and what to do, which are printed first.
         facts: Lines about the documents.
         setting: Layout and prices (`_setting`).
         runs: Results of all policies.

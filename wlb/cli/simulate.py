@@ -134,21 +134,22 @@ def run(options: argparse.Namespace) -> int:
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Return the run with the values that training fills in, and with planner.baseline = false.
 
-    The planner need not plan steps of the usual loader, because `gain_of` compares with it.
+    The planner need not plan steps of the usual loader, because `gain_of` packs with it later.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
-    """Return the configurations of a system, with the parallel layout of the run.
+    """Return configurations with which wlb trains as another system would, such as Megatron-LM.
 
-    A system may have several alternatives, of which the fastest is used.
+    They have the run's parallel layout. A system may have several alternative configurations, of
+    which the fastest is used.
 
     Args:
         options: The parsed command line.
         spec: The run.
-        system: Name of the system.
+        system: Name of the system (`wlb.spec.systems`).
     """
     return [
         replace(
@@ -165,16 +166,16 @@ def _fastest(
     batches: Sequence[GlobalBatch],
     label: str,
 ) -> RunSimulation:
-    """Simulate the alternatives of a system, and return the fastest one that fits in memory.
+    """Simulate configurations, and return the simulation of the fastest that fits in memory.
 
     Args:
         options: The parsed command line.
-        alternatives: Configurations of the system.
+        alternatives: Configurations of one system, such as Megatron-LM, or that of the run.
         batches: Global batches to simulate.
-        label: Name of the system in the output.
+        label: Name of the system in the output; "run" for the run.
 
     Raises:
-        UserError: No alternative can be simulated. The message says why not the first one.
+        UserError: None of them can be simulated. The message says why the first one cannot.
     """
     fits: list[RunSimulation] = []
     refused: list[UserError] = []

@@ -1,4 +1,4 @@
-"""The option `--system NAME`: replace it with the values of --set that the system stands for."""
+"""The option `--system NAME`: settings of another training system, such as Megatron-LM."""
 
 import sys
 from dataclasses import replace
@@ -9,11 +9,12 @@ from wlb.spec import RunSpec, load, system_choices
 
 
 def with_system(name: str, overrides: list[str], system: str) -> list[str]:
-    """Return the overrides KEY=VALUE of a system, followed by the overrides of the user.
+    """Return the overrides KEY=VALUE of a training system, followed by the overrides of the user.
 
-    Later overrides replace earlier ones, so the user's overrides have priority. A system may have
-    several alternatives, of which the first one that leaves enough memory for packing is used. If
-    this is not alternative 1, a line on stderr says so.
+    With the system's overrides, wlb trains as this system would, for example Megatron-LM. Later
+    overrides replace earlier ones, so the user's overrides have priority. A system may have several
+    alternatives, of which the first one that leaves enough memory for packing is used. If this is
+    not alternative 1, a line on stderr says so.
 
     Args:
         name: Preset or TOML file of the run.

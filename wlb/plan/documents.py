@@ -246,7 +246,7 @@ class Pieces(_Columns):
         return cls._of_valid([d.id, start, d.length, d.num_targets, d.source, arrived])
 
     def to_json(self) -> dict[str, list[int]]:
-        """Return a dictionary of lists, whose keys are the names of the columns in files."""
+        """Return {name: list of values} of all columns, with the names that files use."""
         return {name: column.tolist() for name, column in self.file_columns().items()}
 
     @classmethod
@@ -255,7 +255,7 @@ class Pieces(_Columns):
         return cls.from_file_columns({n: int_array(n, values) for n, values in data.items()})
 
     def file_columns(self) -> dict[str, IntArray]:
-        """Return a dictionary of arrays, whose keys are the names of the columns in files."""
+        """Return {name: array of values} of all columns, with the names that files use."""
         return {_NAMES_IN_FILES.get(name, name): column for name, column in self.columns().items()}
 
     @classmethod

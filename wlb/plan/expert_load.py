@@ -78,11 +78,14 @@ class ExpertLoads:
     # predicted attention time of the slowest CP rank divided by the mean over CP ranks, summed over
     # steps
     attention: float = 0.0
-    # for each layer number, `ExpertLoad.expert` summed over steps
+    # for each layer number: rows of the most loaded expert divided by the mean over experts
+    # (`ExpertLoad.expert`), summed over steps
     expert: dict[int, float] = field(default_factory=dict[int, float])
-    # for each layer number, `ExpertLoad.rank` summed over steps
+    # for each layer number: rows of the most loaded EP rank divided by the mean over EP ranks
+    # (`ExpertLoad.rank`), summed over steps
     rank: dict[int, float] = field(default_factory=dict[int, float])
-    # for each EP rank, `ExpertLoad.ranks` summed over the last `rank_steps` steps
+    # for each EP rank: its rows divided by the mean over EP ranks (`ExpertLoad.ranks`), summed over
+    # the last `rank_steps` steps
     ranks: dict[int, float] = field(default_factory=dict[int, float])
 
     def add(self, load: ExpertLoad, *, attention: float) -> None:

@@ -331,5 +331,5 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
 
 
 def degrees_of(metrics: StepMetrics) -> tuple[float, ...]:
-    """Return the imbalance of each step that `merge` added into this record."""
+    """Return the imbalance of each step of a record, which may be several steps' (`merge`)."""
     return metrics.degrees or (metrics.imbalance,)

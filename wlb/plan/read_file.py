@@ -145,7 +145,8 @@ def parse_json(
         wide: Whether to accept integers of more than 64 bits.
 
     Raises:
-        UserError: The text is not JSON, or exceeds the limits.
+        UserError: The text is not JSON, has more than `MOST_BYTES` bytes, is nested too deeply, or
+            has something that `unique` or `wide` refuses.
     """
     if len(text) > MOST_BYTES:
         raise UserError(
@@ -182,7 +183,8 @@ def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = 
             1000000000000000019884624838656.
 
     Raises:
-        UserError: The file is not JSON, has a key twice in an object, or exceeds a limit.
+        UserError: The file is not JSON, has a key twice in an object, is too large, is nested too
+            deeply, or has an integer that `wide` refuses.
         OSError: The file does not exist or cannot be read.
     """
     _check_size(path, remedy)
@@ -389,7 +391,10 @@ class Fields:
     def whole(
         self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = 2**62
     ) -> int:
-        """Return the value of the key `name`, which must be an integer in [at_least, at_most]."""
+        """Return the value of the key `name`, which must be an integer in [at_least, at_most].
+
+        If the key is missing or null, return `default`; with default = None that is an error.
+        """
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -400,7 +405,10 @@ class Fields:
         return value
 
     def real(self, name: str, default: float | None = None, *, at_most: float = 1e30) -> float:
-        """Return the value of the key `name`, a number of at most `at_most` in magnitude."""
+        """Return the value of the key `name`, a number of at most `at_most` in magnitude.
+
+        If the key is missing or null, return `default`; with default = None that is an error.
+        """
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -410,7 +418,10 @@ class Fields:
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return the value of the key `name`, which must be text without NUL characters."""
+        """Return the value of the key `name`, which must be text without NUL characters.
+
+        If the key is missing or null, return `default`; with default = None that is an error.
+        """
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or "\0" in value:

@@ -29,7 +29,7 @@ class BalanceGain(NamedTuple):
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
-        """Return a dictionary with the fields and `saved`."""
+        """Return a dictionary with the keys "usual", "ours" and "saved"."""
         return {**self._asdict(), "saved": self.saved}
 
     def __str__(self) -> str:
@@ -280,8 +280,9 @@ class Tally:
             until: Tally at the earlier step.
 
         Returns:
-            A copy of `until` with the present `saves`, `refused` and `rows`, because these events
-            have happened even if their steps are repeated.
+            A copy of `until`, except that it has today's counts of checkpoints (`saves`) and of
+            steps with a non-finite loss or gradient (`refused`), and today's further lines of the
+            summary (`rows`): these events have happened, even if their steps are repeated.
         """
         kept = ("saves", "refused", "rows")
         return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})

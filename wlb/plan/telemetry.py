@@ -65,7 +65,7 @@ class Moments:
 
     @property
     def _spread(self) -> tuple[float, float, float, float, float]:
-        """Mean predicted time, mean measured time, variance of each, and their covariance."""
+        """Over samples: mean predicted and measured time, variance of each, and covariance."""
         n = self.num_cells
         x, y = self.predicted_s / n, self.measured_s / n
         variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y
@@ -134,22 +134,22 @@ class Work:
 
     @property
     def tflops(self) -> float:
-        """Mean TFLOP/s of a rank, from `model_flops`."""
+        """Model TFLOP/s of a rank, with attention only within documents; mean over ranks."""
         return self.model_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """`model_flops` divided by the devices' peak FLOPs; None if the peak is unknown."""
+        """Model FLOPs / peak FLOPs, with attention only within documents; None if unknown."""
         return self.model_flops / self.peak_flops if self.peak_flops else None
 
     @property
     def window_tflops(self) -> float:
-        """Mean TFLOP/s of a rank, from `window_flops`."""
+        """Like `tflops`, but counts attention over whole context windows, as Megatron-LM does."""
         return self.window_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
 
     @property
     def window_mfu(self) -> float | None:
-        """`window_flops` divided by the devices' peak FLOPs; None if the peak is unknown."""
+        """Like `mfu`, but counts attention over whole context windows, as Megatron-LM does."""
         return self.window_flops / self.peak_flops if self.peak_flops else None
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Telemetry:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of a step in which a rank loads inputs, waits for plans or writes records."""
+        """Seconds of a step for inputs, waiting for plans, and records; mean over ranks."""
         return self.loading_s + self.planning_s + self.records_s
 
     @property

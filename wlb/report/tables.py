@@ -57,7 +57,7 @@ class BlockTable(Table):
             yield Text(str(self.caption), style="table.caption")
 
     def _blocks(self, width: int) -> Iterator[list[Column]]:
-        """Yield the columns of each block, with those of the labels first.
+        """Yield the columns of each block of the table; every block begins with the label columns.
 
         Args:
             width: Width of the terminal in characters.
@@ -114,7 +114,7 @@ def new_table(
     """Return a table without rows that has columns for labels, texts and numbers, in this order.
 
     Args:
-        title: Title above the table.
+        title: Title above the table; None = no title.
         labels: Headings of the label columns, which are repeated in every block of a wide table. If
             there are none, the first text column is repeated.
         texts: Headings of columns whose cells may be broken into lines.

@@ -254,7 +254,7 @@ class _Bars(NamedTuple):
     stop: FloatArray  # end time of each node in the unit of the time axis, shape [nodes]
 
     def box(self, i: int, node: Node) -> Box:
-        """Return the bar of the node with index `i`."""
+        """Return the bar of node number `i` of the graph, in the row of the rank `node.rank`."""
         spec = self.simulation.simulator.spec
         chunk, chunks = 0, 1
         if node.kind == NodeKind.PASS:

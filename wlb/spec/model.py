@@ -66,7 +66,7 @@ class RopeScaling:
 
     @property
     def is_on(self) -> bool:
-        """Whether frequencies are scaled."""
+        """Whether RoPE frequencies are scaled."""
         return self.factor != 1.0
 
     @property
@@ -81,14 +81,18 @@ class RopeScaling:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The two numbers of `turns`, or the defaults of the kind if `turns` is empty."""
+        """Limits (low, high) for the turns of a channel pair, between which it is scaled in part.
+
+        They count full turns of RoPE within the original context. They are `turns` or, if `turns`
+        is empty, the defaults of YaRN or Llama 3.
+        """
         if not self.turns:
             return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)
         low, high = self.turns
         return low, high
 
     def check(self) -> None:
-        """Raise UserError unless `turns` is empty or has two increasing numbers."""
+        """Raise UserError unless the key `turns` is empty or has two increasing numbers above 0."""
         if not self.turns:
             return
         if len(self.turns) != 2 or not 0 < self.turns[0] < self.turns[1]:
@@ -344,7 +348,7 @@ class ModelSpec:
 
     @property
     def active_ffn_size(self) -> int:
-        """Intermediate size of a layer's MLP, or summed over the experts that process a token."""
+        """Intermediate size of the MLP; with experts, summed over those that process a token."""
         return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
 
     @property

@@ -32,7 +32,8 @@ class WindowCut(StrEnum):
     """Which documents the policy `original` may cut at the end of a window."""
 
     ANYWHERE = "anywhere"  # any document
-    # Documents of at most C / 8 tokens, and longer documents only while 4 N windows are open.
+    # A document that fits in no open window, if it has at most C / 8 tokens or if 4 N windows are
+    # already open.
     SHORT = "short"
 
 

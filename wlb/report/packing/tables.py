@@ -169,7 +169,7 @@ FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "most\
 
 
 def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list[list[str]]:
-    """Return the rows of the short table: a policy's name, and a cell for each of `FEW_COLUMNS`.
+    """Return a row of texts for each policy: its name, and a cell for each of `FEW_COLUMNS`.
 
     Args:
         summaries: Results of all policies.
@@ -243,7 +243,10 @@ def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] |
 
 
 def _describe_cutting(row: PackingSummary) -> str:
-    """Return a clause about a loader: ", which cuts documents where a window ends (original),"."""
+    """Return a clause that says which documents a loader cuts.
+
+    For example: ", which cuts documents where a window ends (original),".
+    """
     is_anywhere = loader_of(row) == ANYWHERE
     cut = "documents where a window ends" if is_anywhere else "only documents shorter than a window"
     return f", which cuts {cut} ({row.label}),"
@@ -257,7 +260,7 @@ def _hours(share: float) -> str:
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
-    """Return whether labels of the longest documents have clearly more or less weight than others.
+    """Return whether the loss gives labels of the longest documents clearly more or less weight.
 
     Args:
         summary: Result of the policy.
@@ -363,7 +366,7 @@ class SourceFacts(PlainRecord):
 
     @property
     def lines(self) -> tuple[str, str]:
-        """Two sentences that state the statistics."""
+        """Two sentences that state the statistics of the documents."""
         first = (
             f"{self.name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens; lengths: "
             f"median {self.median:,}, p99 {self.p99:,}, longest {self.longest:,}."

@@ -108,7 +108,7 @@ def spoken(name: str) -> str:
 
 
 def terms_figure(terms: TermCurves) -> Any:
-    """Return the paper's Figure 7: the time of each part of the model over the document length.
+    """Return the paper's Figure 7: time of each part of the model against document length.
 
     Times on the left axis are relative to attention at `TermCurves.normal_length`. The right axis
     has absolute times.
@@ -220,9 +220,9 @@ def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, wh
 def _fitted(
     table: AttentionTable, samples: Sequence[PlottedSample]
 ) -> tuple[IntArray, tuple[FloatArray, FloatArray]]:
-    """Return fitted times of attention over the number of query rows.
+    """Return fitted times of attention for many numbers of query rows.
 
-    The times are for every number of rows up to `DENSE_ROWS`, and above it for measured numbers.
+    The numbers of rows are all numbers up to `DENSE_ROWS` and, above it, the measured ones.
     The fit also depends on the number of segments of a call, which is taken from the measured call
     with the next larger number of rows.
 
@@ -256,7 +256,7 @@ def _draw(axes: Any, marker: str, colour: str, measured: Any, fitted: Any, *, la
 
 
 def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
-    """Return a figure of predicted over measured times of attention calls that were not fitted.
+    """Return a figure of predicted against measured times of attention calls that were not fitted.
 
     A grey band marks errors of up to 10%. The left panel is forward, the right one backward.
     """
@@ -291,7 +291,7 @@ def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
 
 
 def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Return a figure of the throughput of matrix products over the number of tokens.
+    """Return a figure of the throughput of matrix products against the number of tokens.
 
     Args:
         profile: The kernel profile.
@@ -317,7 +317,7 @@ def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any
 
 
 def elementwise_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Return a figure of the bytes per second of element-wise operators over the bytes of a call.
+    """Return a figure of element-wise operators: bytes per second against bytes of a call.
 
     Args:
         profile: The kernel profile.
@@ -352,7 +352,7 @@ def layer_figure(
     held: Sequence[PlottedSample],
     operators: Sequence[PlottedSample],
 ) -> Any:
-    """Return a figure of the time of whole layers without attention, over the number of tokens.
+    """Return a figure of the time of layers without attention, against the number of tokens.
 
     Filled markers are measurements that were not used for the fit, empty markers those that were
     used. Dotted lines are the sum of the layer's operators.
@@ -400,7 +400,7 @@ def _times(
 
 
 def collective_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Return a figure of the time of collectives over the bytes of the whole buffer.
+    """Return a figure of the time of collectives against the bytes of the whole buffer.
 
     There is one panel for collectives within a node, and one for collectives between nodes.
 

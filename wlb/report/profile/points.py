@@ -84,7 +84,7 @@ def _sample(record: Record, fitted_ns: Iterable[float], **more: Any) -> PlottedS
 
 
 def layout_of(table: AttentionTable) -> dict[str, int]:
-    """Return the numbers of heads and the head size of an attention table, by their record keys."""
+    """Return num_heads, num_kv_heads and head_dim of an attention table by these names."""
     return {name: getattr(table, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
 
 
@@ -289,7 +289,7 @@ def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermCurves:
-    """Data of Figure 7: times of all layers over the document length, forward plus backward."""
+    """Data of the paper's Figure 7: times of all layers, forward plus backward."""
 
     lengths: IntArray  # document lengths in tokens, shape [n]
     # for each part, such as "attention": predicted time in nanoseconds at each length, shape [n]
@@ -318,7 +318,9 @@ def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
 
 
 def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:
-    """Return the data of Figure 7, for the document lengths that the attention table covers.
+    """Return the data of the paper's Figure 7: times of parts of the model, by document length.
+
+    The lengths are those that the attention table of the cost model covers.
 
     Args:
         work: The cost model.

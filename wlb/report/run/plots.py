@@ -75,9 +75,9 @@ def rate_figure(records: RunRecords) -> Any:
 
 
 def ratio_figure(records: RunRecords) -> Any:
-    """Return a figure of the ratio of measured to predicted time over steps.
+    """Return a figure of measured / predicted time at each step.
 
-    It has a line for each of `wlb.plan.TERMS`.
+    It has four lines: attention and everything else in decoder layers, each forward and backward.
     """
     figure, (axes,) = new_figure(height=3.4)
     found = records.telemetry
@@ -211,7 +211,9 @@ def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> An
 
 
 def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> Any:
-    """Return a heat map of how slow each rank is over time (`RankTable.over_median`).
+    """Return a heat map of how slow each rank was in the course of the run.
+
+    The values are `RankTable.over_median`.
 
     Args:
         tables: Tables of all ranks' times, in order of steps. Each table is a column.

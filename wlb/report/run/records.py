@@ -63,7 +63,8 @@ class RunRecords:
     evaluations: list[tuple[int, float]]
     tables: list[RankTable]  # tables of all ranks' times
     timelines: list[MeasuredTimeline]  # timelines of the passes of a few ranks
-    # lines of metrics.jsonl of the kinds `EVENT_KINDS`
+    # lines of metrics.jsonl about checkpoints, about losses or gradients that are not finite or are
+    # unusually large, and about early stops (`EVENT_KINDS`)
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     since_start: frozenset[int] = frozenset()  # numbers of the steps since the last start
     num_replaced: int = 0  # number of steps that were trained more than once
@@ -87,7 +88,7 @@ class RunRecords:
 
     @property
     def restarts(self) -> list[int]:
-        """Number of steps executed before each restart, of restarts whose line has this number."""
+        """Steps executed before each restart; restarts that did not record this are left out."""
         found = [resumed_at(start) for start in self.starts[1:]]
         return [at for at in found if at is not None]
 
@@ -254,19 +255,21 @@ _BY_STEP = ("step", "evaluation", "ranks", "timeline")
 class _Reading:
     """Collects the lines of metrics.jsonl while it is read.
 
-    A later line replaces an earlier one of the same kind and step. `RunRecords` explains the
-    fields.
+    A later line replaces an earlier one of the same kind and step.
     """
 
+    # lines about starts of the run
     starts: list[_Line] = field(default_factory=list[_Line])
     # for each kind in `_BY_STEP`: its lines by the number of their step
     by_step: dict[str, dict[int, _Line]] = field(
         default_factory=lambda: {kind: {} for kind in _BY_STEP}
     )
+    # numbers of the steps since the last start
     since_start: set[int] = field(default_factory=set[int])
-    events: list[_Line] = field(default_factory=list[_Line])
-    num_replaced: int = 0
-    num_unreadable: int = 0
+    events: list[_Line] = field(default_factory=list[_Line])  # lines of the kinds `EVENT_KINDS`
+    num_replaced: int = 0  # number of steps that were trained more than once
+    num_unreadable: int = 0  # number of lines that are not JSON
+    # seconds of each phase of the run since the last start; empty before the run's end
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     def take(self, lines: Iterable[bytes], path: Path) -> None:
@@ -287,7 +290,7 @@ class _Reading:
                 self._add(Fields(object_of(line, where), where))
 
     def _add(self, of: Fields) -> None:
-        """Add a line; unknown kinds of lines, which later versions may write, are ignored."""
+        """Add a line of metrics.jsonl; ignore unknown kinds, which later versions may write."""
         line = dict(of.values)
         kind = of.text("kind")
         if kind in _LINES:
