@@ -81,7 +81,7 @@ class DealtSteps:
     Args:
         planner: The planner. No document may be longer than its context window.
         num_documents: Number of rows of the dataset.
-        num_steps: Most steps to plan; None means all steps to the end of the data.
+        num_steps: Largest number of steps to plan; None means all steps to the end of the data.
     """
 
     def __init__(self, planner: Planner, num_documents: int, num_steps: int | None = None) -> None:

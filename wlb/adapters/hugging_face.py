@@ -283,8 +283,8 @@ class BalancedTrainer(PlannedTrainer):
             names = ("cp", "strategy", "exchange", "cost")
             options = {name: getattr(balance, name) for name in names}
             self.context = context_of_trainer(self, **options)
-            # No probe is needed: attention over CP ranks reads document boundaries from the plan,
-            # and only tested model families are accepted.
+            # No probe is needed, because attention over CP ranks reads document boundaries from the
+            # plan, and only tested model families are accepted.
             self._is_to_be_checked = False
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:

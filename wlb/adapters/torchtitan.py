@@ -182,8 +182,8 @@ class BalancedDataLoader(BaseDataLoader):
         for step in self._loader:
             after = self._loader.state_dict()
             for i in range(skip, len(step.micro_batches)):
-                # Advance before the yield: when torchtitan saves a checkpoint, the micro-batch that
-                # is yielded here has been trained.
+                # Advance before the yield, because when torchtitan saves a checkpoint, the
+                # micro-batch that is yielded here has been trained.
                 self._num_returned = i + 1
                 if self._num_returned == len(step.micro_batches):
                     self._before, self._num_returned = after, 0

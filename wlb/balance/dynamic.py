@@ -162,9 +162,9 @@ def _place(
         degree = np.repeat([*blocks, 1], [*blocks.values(), left]).astype(np.float64)
         block_of = _fill(units, need, degree, rules.cap, level)
         if isinstance(block_of, int):
-            # `_fill` returned the degree of a unit that found no room: add a block of this degree.
-            # For degree 1 this is impossible, because all other ranks are blocks of one rank
-            # already.
+            # `_fill` returned the degree of a unit that found no room, so add a block of this
+            # degree. For degree 1 this is impossible, because all other ranks are blocks of one
+            # rank already.
             if block_of == 1:
                 return None
             blocks[block_of] += 1

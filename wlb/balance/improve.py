@@ -106,8 +106,8 @@ def improve(
         excess = waiting.excess(loads)
         top, low = waiting.pairs(excess, turn)
         if not top.size:
-            # No exchange is possible: each rank has a single bin, and units must stay on their
-            # ranks.
+            # No exchange is possible, because each rank has a single bin, and units must stay on
+            # their ranks.
             break
         rounds = min(MOST_ROUNDS, max(16, MOST_PAIRS // top.size))
         spare = None if rules.counts is None else _spare(bins, rules, top, low)

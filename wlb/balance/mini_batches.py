@@ -42,7 +42,7 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
     if equal_counts and held.min() < held.max():
         raise UserError(
             f"equal_counts requires {samples.sum() / num:g} samples in each mini-batch, but groups "
-            f"or atoms would give {held.min():.0f} to {held.max():.0f}; give groups of equal size, "
-            f"whose number is a multiple of mini_batches = {num}"
+            f"and atoms, which stay whole, would give {held.min():.0f} to {held.max():.0f}; give "
+            f"groups of equal size, whose number is a multiple of mini_batches = {num}"
         )
     return out

@@ -76,7 +76,10 @@ def print_written(console: Console, *paths: str | None) -> None:
 
 
 def check_figure(path: str | None) -> None:
-    """Raise a UserError if matplotlib cannot write the picture format of a file's suffix."""
+    """Raise a UserError if matplotlib cannot write the picture format of a file's suffix.
+
+    A path without suffix, or None, is accepted.
+    """
     suffix = Path(path or "").suffix.removeprefix(".")
     if not suffix:
         return

@@ -207,8 +207,8 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, planned_gib=planned_gib(own))
-        # Check the present packing: effective_caps raises UserError if memory allows too few tokens
-        # in a step to train documents that waited.
+        # effective_caps raises UserError if memory allows the present packing too few tokens in a
+        # step to train documents that waited.
         effective_caps(own)
         return own, ""
     except UserError as error:

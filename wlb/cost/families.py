@@ -456,7 +456,7 @@ def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
 
 
 def _heads(config: ConfigFields, kind: str) -> Mixer:
-    """Return the costs of grouped-query attention."""
+    """Return the costs of grouped-query attention in a layer of a kind (`_softmax`)."""
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
     weights = config.hidden * dim * 2 * (heads + kv)
     # QK^T and PV take one multiply-add each per head dimension.
@@ -464,7 +464,7 @@ def _heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Return the costs of grouped-query attention whose output has elementwise gates."""
+    """Return the costs of `_heads` with elementwise gates of attention's output."""
     made = _heads(config, kind)
     gate = config.hidden * config.heads * config.head_dim
     return made._replace(weights=made.weights + gate)

@@ -166,7 +166,7 @@ class BatchStream(ABC):
         """Return the batch after `state` and the new state, or None at the end of the data."""
 
     def iterate(self, state: State | None = None) -> Iterator[tuple[GlobalBatch, State]]:
-        """Yield each batch with the state after it, from `state` (or the start) to the end."""
+        """Yield each batch with the state after it, from `state` (None = the start) to the end."""
         item = self.next(self.start() if state is None else state)
         while item is not None:
             yield item

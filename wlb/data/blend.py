@@ -145,7 +145,8 @@ class BlendedStore:
     ) -> npt.NDArray[np.bool_]:
         """Return whether each of the tokens [start, stop) of a document is trained.
 
-        The arguments are those of `TokenStore.trained`; `document` is an index into the blend.
+        The arguments are those of `TokenStore.trained` (stop = None means the document's end), but
+        `document` is an index into the blend.
         """
         store, row = self._find(document)
         return store.trained(row, start, stop)

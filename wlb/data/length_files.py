@@ -179,7 +179,7 @@ def _text(name: str, data: bytes, suffix: str) -> _Found:
     first = next((line.strip() for line in _lines(data) if line.strip()), "")
     if suffix == ".json" or (first[:1] == "[" and suffix != ".jsonl"):
         return _json(name, text)
-    # Free the decoded copy: the other formats are read from `data` line by line.
+    # Free the decoded copy, because the other formats are read from `data` line by line.
     del text
     _refuse_more(name, data.count(b"\n"), "lines")
     if suffix == ".jsonl" or first[:1] == "{":
@@ -245,7 +245,7 @@ def _json(name: str, text: str) -> _Found:
 
 def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
     chosen = ""
-    # Split only at newlines: str.splitlines also splits at characters that strings may contain.
+    # Split only at newlines; str.splitlines would split at characters that strings may contain.
     for i, line in enumerate(_lines(data, "\n"), 1):
         if not line.strip():
             continue

@@ -90,8 +90,8 @@ def is_named(descriptor: int, path: Path, folder: int | None = None) -> bool:
     Args:
         descriptor: File descriptor of the file or folder.
         path: The path that was opened.
-        folder: For a lock file, the file descriptor of its folder. The name is then looked up in
-            that folder, without following links.
+        folder: For a lock file, the file descriptor of its folder, in which the name is then looked
+            up without following links. None means that `path` itself is looked up.
     """
     try:
         if folder is None:

@@ -368,7 +368,7 @@ class TokenStore:
         path = store_path(self.prefix, ".targets")
         expected = self.info.targets if self.info else None
         if path.is_file() != (expected is not None):
-            # Refuse: without the right `.targets` file, training would silently train all tokens.
+            # Without the right `.targets` file, training would silently train all tokens.
             problem = "is missing, so wlb cannot know which tokens to train"
             if expected is None:
                 problem = f"belongs to another store, as {self.prefix}.json has no checksum for it"

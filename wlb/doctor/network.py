@@ -244,7 +244,8 @@ def _axis_finding(
     """Judge the communicators of one axis of the mesh, given all ranks' measurements `found`.
 
     The verdict is fail if a result was wrong. On GPUs it is warn if the slowest communicator's
-    bandwidth is far below the profile's (`LEAST_OF_PROFILE`).
+    bandwidth is far below the profile's (`LEAST_OF_PROFILE`). With profile = None the bandwidth is
+    not judged.
     """
     check, groups = f"communicator {axis}", {timing.ranks for timing in found}
     wrong = {timing.ranks for timing in found if not timing.is_right}

@@ -74,8 +74,8 @@ class Flash3Backend(FlashBackend):
         supported="flash-attn-3 3.0.0",
         install=f"pip install --no-deps flash-attn-3 --index-url {wheel_index(torch.version.cuda)}",
         functions=(
-            # Do not split keys over thread blocks: this helps only decoding, and results would
-            # depend on the number of splits.
+            # Do not split keys over thread blocks, because this helps only decoding, and results
+            # would depend on the number of splits.
             FlashFunction(
                 "_flash_attn_forward", (), _NO_WINDOW | {"causal": True, "num_splits": 1}
             ),

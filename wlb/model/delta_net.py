@@ -140,8 +140,8 @@ class GatedDeltaNet(nn.Module):
         spans = rows_TD.split(list(layout.lengths))
         parts = [part for pair in zip(latest, spans, strict=True) for part in pair]
         if not parts:
-            # There are no rows, but let the result depend on both tensors: all ranks must run the
-            # same backward pass.
+            # There are no rows, but let the result depend on both tensors, because all ranks must
+            # run the same backward pass.
             return torch.cat([rows_TD, latest.flatten(0, 1)])
         made = conv1d(torch.cat(parts).t()[None], weights_DL[:, None], groups=width)[0].t()
         # Drop the results at the inserted rows, because they mix two spans.

@@ -265,7 +265,7 @@ def chunks_of(
 class ChunkedRule(NamedTuple):
     """The gated delta rule in plain PyTorch.
 
-    It computes most of the work for all chunks at once, and then the states step by step.
+    It computes most of the work for all chunks at once, and then the states chunk after chunk.
     """
 
     chunks: Chunks
@@ -304,8 +304,8 @@ class ChunkedRule(NamedTuple):
             parts.append(of_step.own_NHCV + of_step.reads_NHCK @ before)
             state_SHKV = state_SHKV.index_copy(0, spans, of_step.after(before))
         if not parts:
-            # There are no rows, but let the result depend on the inputs: all ranks must run the
-            # same backward pass.
+            # There are no rows, but let the result depend on the inputs, because all ranks must run
+            # the same backward pass.
             return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
         rows = torch.cat(parts).transpose(1, 2).reshape(-1, heads, values)
         return rows.index_select(0, layout.slots_T)

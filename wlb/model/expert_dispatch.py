@@ -260,7 +260,7 @@ class FirstPass:
     def keep(self, way: Way, chosen_TK: Tensor) -> None:
         """Store the first pass's routing, and the numbers of the experts that it chose, [T, K]."""
         way.starts_late = not self.whole_layer
-        # Save memory: int16 is enough, because a model has at most 4,096 experts.
+        # Store int16 to save memory. It is enough, because a model has at most 4,096 experts.
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 
     def kept(self) -> tuple[Way, Tensor]:

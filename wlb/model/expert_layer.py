@@ -150,8 +150,8 @@ class _GroupedSwiGlu(torch.autograd.Function):
                 dhidden_PF.mul_(up_PF), gate_PF, grad_input=dgate_MF[rows]
             )
             del product_PF, dhidden_PF
-            # Argument 4 is `under_way`, which stands for the rows: compute their gradients if
-            # needed.
+            # Argument 4 is `under_way`, which stands for the rows. Compute their gradients if they
+            # are needed.
             if ctx.needs_input_grad[4]:
                 dx_PC = grouped_mm(dgate_MF[rows], gate[experts], offs=ends)
                 dx_PC.add_(grouped_mm(dup_MF[rows], up[experts], offs=ends))
@@ -407,7 +407,10 @@ class MixtureMlp(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Update `balance` from the last step's `load`; call this after the optimiser's update."""
+        """Update `balance` (the experts' biases or shares) from the `load` of the last step.
+
+        Call this after the optimiser's update.
+        """
         if self.load is None or self.spec.balance == ExpertBalance.NONE:
             return
         load = self.load.double()

@@ -216,7 +216,7 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     nth = np.arange(each.size) - np.repeat(offsets_of(num_visits)[:-1], num_visits)
     bin_of = np.repeat(start, num_visits) + nth
     taken = offsets_of(each)[:-1]
-    # bincount sums in float64, which is exact here: the sums are integers far below 2^53.
+    # bincount sums in float64, which is exact here, as the sums are integers far below 2^53.
     offsets = offsets_of(np.bincount(bin_of, weights=each).astype(np.int64))
     tokens = np.bincount(bin_of, weights=each * in_turn[taken]).astype(np.int64)
     places = np.repeat(offsets[bin_of] + np.repeat(filled, num_visits) - taken, each)

@@ -738,11 +738,11 @@ def _holding(
     spare = (limits.step_tokens - limits.tokens_per_step) / batch
     delay = limits.price * (delayed / batch + backlog * backlog / (2 * spare))
     # (b) The shortfall. Consider the later step that will train the held document with most work.
-    # If all other documents that are held now cannot raise the mean micro-batch of that step to the
-    # work of this document, the step will be unbalanced. The missing work counts more, the older
-    # the document is. Without this term a rare long document would be trained without others that
-    # balance it, when it reaches the maximum delay. A size class is sorted by age, so its first
-    # held document is its oldest.
+    # If all other documents that are held now cannot raise the mean work of that step's
+    # micro-batches to the work of this document, the step will be unbalanced. The missing work
+    # counts more, the older the document is. Without this term a rare long document would be
+    # trained without others that balance it, when it reaches the maximum delay. A size class is
+    # sorted by age, so its first held document is its oldest.
     first, end, tail = candidates.first, candidates.end, candidates.tail
     tallest_held = np.where(first > 0, 0, end)
     is_held = (first > 0) | (tail > end)
@@ -758,7 +758,7 @@ def _holding(
     stop_below = np.searchsorted(sum_tokens, np.minimum(cap, sum_tokens[first]), "right") - 1
     company = sum_work[stop_below] + np.maximum(0, sum_work[stop] - sum_work[end])
     # Assume that at most 1.2 global batches of ordinary documents will be trained with it. The
-    # result hardly depends on this number or on the factor 1.02 below: without both, imbalance
+    # result hardly depends on this number or on the factor 1.02 below. Without both, imbalance
     # differs by at most 0.002 and delay by 0.03 steps (LOG, "the way from lengths to loss").
     fill = np.minimum(limits.step_tokens - cap, limits.tokens_per_step * 6 // 5)
     reached = (company + fill * waiting.density) / limits.num_micro_batches

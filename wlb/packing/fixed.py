@@ -175,8 +175,8 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # At least one document is longer than the surplus: the one in which the first `size`
-            # tokens end.
+            # At least one document is longer than the surplus, namely that in which the first
+            # `size` tokens end.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])
@@ -299,7 +299,7 @@ class _LeastWorkFirst:
                 yield 0, j
                 return
             heapq.heappush(self.parked, (-self.room[j], j))
-        # No micro-batch has room for the whole document: cut it.
+        # No micro-batch has room for the whole document, so cut it.
         order = sorted((j for _, j in self.parked), key=lambda j: (self.work[j], j))
         for begin, j, tokens in parts_that_fill(length, self.room, order):
             self._put(j, tokens, -(-work * tokens // length))

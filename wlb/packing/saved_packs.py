@@ -288,7 +288,10 @@ class SavedPacker(PolicyPacker):
     packs: Packs  # the saved packs of the run
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Return the plan of the saved step to which `batch` belongs, and an empty carry."""
+        """Return the plan of the saved step to which `batch` belongs, and an empty carry.
+
+        At the end of the data `batch` is None, and there is no plan, because nothing waits.
+        """
         if len(carry.pieces):
             raise UserError(
                 f"{len(carry.pieces)} documents still wait from a run with packing.policy = "

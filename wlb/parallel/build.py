@@ -66,7 +66,7 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 
 
 def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
-    """Return the implementation of linear attention's recurrence, and a line for the log.
+    """Return the implementation of linear attention's recurrence, and a line that says why.
 
     Raises:
         UserError: The configured implementation cannot compute the run.
@@ -164,8 +164,8 @@ def recompute_layers(stage: Llama, recompute: Recompute) -> None:
         # timer have added, then do not run a second time in backward.
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
-            # The mixture must know what is recomputed: with FULL, the gradients of the experts'
-            # outputs travel while attention is recomputed.
+            # The mixture must know what is recomputed, because with FULL the gradients of the
+            # experts' outputs travel while attention is recomputed.
             passes = partial(layer.mlp.passes, whole_layer=recompute == Recompute.FULL)
             call = partial(call, context_fn=passes)
         setattr(layer, method, call)

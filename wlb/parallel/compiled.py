@@ -70,9 +70,9 @@ def _compile_attention(layer: Any, backend: str) -> None:
     """Compile the first half of a layer with experts: its norm and attention.
 
     In backward, the gather of K and V then starts at the end of this half instead of the end of the
-    layer, so the gather is inside the compiled graph. This is necessary: the gathered rows are
-    passed to attention as gradients while they are still in transfer, and torch may copy gradients
-    that enter a graph.
+    layer, so the gather is inside the compiled graph. This is necessary, because the gathered rows
+    are passed to attention as gradients while they are still in transfer, and torch may copy
+    gradients that enter a graph.
     """
     first_half = layer.first_half
 
@@ -132,8 +132,8 @@ def _compiled(
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         _mark_residual(x_TC)
-        # Mark the tables here instead of in the thread that makes them: while this thread compiles,
-        # mark_static would have another meaning in that thread.
+        # Mark the tables here instead of in the thread that makes them, because mark_static would
+        # have another meaning in that thread while this thread compiles.
         cos, sin, _ = rows.of(slides=layer.slides)
         for table in (cos, sin):
             mark_static(table, [1, 2])

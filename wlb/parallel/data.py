@@ -80,7 +80,7 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
 
     FSDP treats each stage as a root module with four CUDA streams of its own. torch's caching
     allocator does not reuse memory across streams, so separate streams would need more memory.
-    torch's `share_comm_ctx` cannot be used: it makes new streams whenever another root begins, and
+    torch's `share_comm_ctx` cannot be used, as it makes new streams if another root begins, and
     it also shares the recorded order of forward passes. One stage's last backward pass clears that
     order while other stages still need it to prefetch.
     """

@@ -203,8 +203,8 @@ class Pieces(_Columns):
     def __post_init__(self) -> None:
         self._freeze()
         check_minimum("Pieces.start", self.start, 0)
-        # Check `stop` first: for a very negative one, stop - start would overflow 64 bits and
-        # become positive.
+        # Check `stop` first, because with a very negative one stop - start would overflow 64 bits
+        # and become positive.
         check_minimum("Pieces.stop", self.stop, 1)
         check_minimum("Pieces.stop - start", self.stop - self.start, 1)
 

@@ -49,5 +49,5 @@ def process_status(pid: int | str) -> list[str]:
     Of the returned fields, 0 is the state (one letter), 11 and 12 are user and system time, and 19
     is the start time.
     """
-    # Split at the last bracket: the name is in brackets and may itself contain brackets and spaces.
+    # Split at the last bracket, because the name before it may itself contain brackets and spaces.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

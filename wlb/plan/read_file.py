@@ -233,7 +233,7 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
         )
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        # Refuse keys with many parts (a.b.c...) first: tomllib takes quadratic time for them.
+        # Refuse keys with many parts (a.b.c...), because tomllib takes quadratic time for them.
         if (found := _LONG_KEY.search(decoded)) is not None:
             raise UserError(
                 f"{where}: the key {shortened(found[0], 60)!r} has more than {MOST_DEPTH} parts; "

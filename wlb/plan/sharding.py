@@ -230,8 +230,8 @@ class ShardingPlan(RankTimes):
 
     def digest(self) -> int:
         """Return a 60-bit hash of the plan. Ranks compare it to detect that their plans differ."""
-        # Leave an all-gather out of the hash: earlier versions had no other exchange, and their
-        # digests must stay valid.
+        # Leave an all-gather out of the hash, because earlier versions had no other exchange, and
+        # their digests must stay valid.
         exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
         spans = (self.piece, self.start, self.stop, self.rank_offsets)
         return digest(self.strategy, self.lengths, *spans, *exchange)

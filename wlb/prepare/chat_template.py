@@ -160,7 +160,7 @@ class ChatTemplate(TemplateSource):
         found = self._marked_text(conversation, asked)
         if special is not None:
             self._check_copies(conversation, found, special)
-        # Step 2: find where turns end. Render the messages up to the end of a turn: the turn ends
+        # Step 2: find where turns end. Render the messages up to the end of a turn. The turn ends
         # where this text ends. If it is not a prefix of the whole text, the end is unknown.
         ends = {
             i: stop

@@ -46,7 +46,7 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
         name: "chatml", "llama3", the folder of a model (with chat_template.jinja, or with a
             tokenizer_config.json that has a chat_template), a tokenizer_config.json, or a file with
             a Jinja template.
-        variables: Values of other variables of the template, such as date_string.
+        variables: Values of other variables of the template, such as date_string. None = no values.
 
     Raises:
         UserError: There is no such template, or it cannot be used.

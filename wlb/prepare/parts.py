@@ -303,7 +303,7 @@ def moved_record(
     Returns:
         The record's shard, the store that it leaves (0 = training, 1 = held-out), and the indices
         of its documents there. None if no record must move, or if only one record has documents and
-        it is trained: it stays, because a run cannot do without training documents.
+        it is trained. It stays, because a run cannot do without training documents.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:

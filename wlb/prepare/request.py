@@ -135,7 +135,7 @@ def report_of(
 
     Args:
         train: The training store.
-        heldout: The held-out store, if there is one.
+        heldout: The held-out store; None if there is none.
         num_files: Number of input files.
         num_bytes: Bytes of all input files.
     """

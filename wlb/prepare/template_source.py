@@ -161,7 +161,8 @@ class TemplateSource:
 
         Args:
             message: The message.
-            marks: Marks to put into the content and reasoning, and the number of the message.
+            marks: Marks to put into the content and reasoning, and the number of the message. None
+                means no marks.
             whole: If not "", it replaces the whole content and reasoning.
         """
 

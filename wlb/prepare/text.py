@@ -128,7 +128,7 @@ def list_folder(
         root: The folder.
         description: What the files are, for messages.
         suffix: List only files whose names end with this.
-        without: Names of folders to leave out without counting them.
+        without: Names of folders to leave out without counting them. None = no such folders.
     """
     skipped: Counter[Skip] = Counter()
     examples: list[str] = []

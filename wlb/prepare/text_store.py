@@ -57,7 +57,7 @@ def prepare(
         heldout_fraction: Share of the documents that are held out.
         seed: Decides which documents are held out, and which text the BPE is trained on.
         sample_bytes: Bytes of text on which the BPE is trained.
-        progress: Called during encoding.
+        progress: Called during encoding; None = no calls.
 
     Raises:
         UserError: An argument is out of range, or no document has UTF-8 text.
@@ -162,7 +162,7 @@ def _write(
         prefix: Path of the stores without "-train" and "-heldout".
         job: Settings of the encoding.
         fingerprint: Hash of the inputs and arguments, which the stores record.
-        progress: Called during encoding.
+        progress: Called during encoding; None = no calls.
     """
     *prefixes, tokenizer = _paths(prefix)
 

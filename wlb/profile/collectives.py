@@ -250,7 +250,7 @@ def _sweep_of_world(
     scopes = _scopes([node for node, _ in of_ranks])
     places: dict[Scope, _Place] = {}
     for scope, members in scopes.items():
-        # new_group is collective: ranks outside the group must call it too.
+        # new_group is collective, so ranks outside the group must call it too.
         group = dist.new_group(list(members))
         if isinstance(group, dist.ProcessGroup):
             places[scope] = _Place(group=group, device=device, dtype=dtype, repeats=repeats)

@@ -193,7 +193,7 @@ def _on_shared_rows(
 
     Args:
         surfaces: Throughput of each pass.
-        reach: `_Rates.reach` for the nodes of forward's surface.
+        reach: `_Rates.reach` (or None) for the nodes of forward's surface.
     """
     forward_rows = surfaces["forward"].axis0
     rows = np.union1d(forward_rows, surfaces["backward"].axis0)

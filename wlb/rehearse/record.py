@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
             name: Name of the operator.
             args: Arguments of the operator.
             ins: Tensors that the operator sends, or sends and receives.
-            outs: Tensors that the operator only receives.
+            outs: Tensors that the operator only receives. None if there are no such tensors.
         """
         op = name.split("::")[1]
         if name.startswith("c10d::"):

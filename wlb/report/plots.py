@@ -180,8 +180,8 @@ def draw_means(
         steps: x coordinate of each step.
         values: y coordinate of each step.
         weights: Weight of each step in the running mean.
-        most: Most points to draw. If there are more steps, only every k-th is drawn. None draws
-            all.
+        most: Largest number of points to draw. If there are more steps, only every k-th is drawn.
+            None draws all.
         alpha: Opacity of the points. None chooses it by the number of steps.
         **style: Style of the line (`color`, `ls`, `label`).
     """

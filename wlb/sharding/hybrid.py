@@ -66,7 +66,7 @@ def _best_thresholds(
         pieces: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.
         cost: Predicts the times of attention.
-        num: Most plans to return.
+        num: Largest number of plans to return.
     """
     # 1. Sort from long to short. Then the long documents of any threshold are the first ones.
     order = np.argsort(-pieces, kind="stable")

@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
 The path is found backwards from the end of the step: before each event on the path comes the event
-for which it waited. The time of a pass is divided into terms: the attention time of the mean CP
-rank, the additional attention time of the slowest CP rank, and the kinds of work besides attention.
+for which it waited. The time of a pass is divided into terms: the mean attention time of its CP
+ranks, the additional attention time of the slowest CP rank, and the other kinds of work.
 """
 
 from collections.abc import Hashable, Iterable
@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 SHARDS = "sharded parameters"
 """Name of the time that a pass loses because it gathers parameters and reduces gradients."""
 CP_IMBALANCE = "attention, slowest CP rank"
-"""Name of the time by which the attention of the slowest CP rank exceeds the mean rank's."""
+"""Name of the time by which attention of the slowest CP rank exceeds the mean over CP ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def _terms(
         ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
         # A pass takes as long as its slowest CP rank. The time by which this rank exceeds the mean
-        # rank is a separate term.
+        # over CP ranks is a separate term.
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
     out[KEYS] = float(prices.exchange_ns(kind, stage)[step, pipeline, i]) * 1e-9

@@ -81,7 +81,7 @@ class RunSimulation:
 
     @property
     def imbalance(self) -> float:
-        """Predicted work of the slowest micro-batches, divided by that of mean micro-batches.
+        """Predicted work of the steps' slowest micro-batches, divided by the mean of micro-batches.
 
         The work of each step's slowest micro-batch is added up over all steps, and so is the mean
         work of each step's micro-batches.
@@ -126,7 +126,7 @@ def sharded_steps(
     Args:
         planner: Packs and shards the run.
         dp: Number of pipelines.
-        most: Most steps to yield; None means all.
+        most: Largest number of steps to yield; None means all.
         plans: Steps that are packed already; None means that the planner packs them.
     """
     for plan in islice(planner.steps() if plans is None else plans, most):
@@ -156,7 +156,7 @@ def simulate_run(
         cost: Prices of the run's model and layout.
         batches: The global batches.
         label: Name of the run in tables.
-        steps: The sharded steps of these batches, if they are planned already.
+        steps: The sharded steps of these batches. None means that they are planned here.
         wires: Which sends and receives between pipeline ranks share a communicator.
         fsdp: How the trainer gathers, reduces and updates parameters.
 

@@ -28,7 +28,8 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
     Args:
         name: Name of a preset, or path of a TOML file.
-        overrides: Values of `--set` options, such as "parallel.tp=4". Later ones win.
+        overrides: Values of `--set` options, such as "parallel.tp=4". Later ones win. None = no
+            overrides.
 
     Raises:
         UserError: For an unknown preset, invalid TOML, an unknown key or a wrong value.

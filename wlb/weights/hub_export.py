@@ -167,8 +167,8 @@ def stops_of(run: dict[str, Any], found: FoundTokenizer) -> tuple[int, ...]:
     if found.chat is not None:
         return tuple(dict.fromkeys((*found.chat.ends.values(), *eos_ids)))
     # An imported model may have several such tokens: one that ends a text, and others that end a
-    # turn. Keep all of them, unless the store's documents end with another token: the model has
-    # then learned to end with that token.
+    # turn. Keep all of them, unless the store's documents end with another token, because the model
+    # has then learned to end with that token.
     return (found.eos_id,) if found.eos_id not in (None, *eos_ids) else eos_ids
 
 
@@ -182,8 +182,8 @@ def _write_configs(
     run = saved.run
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
-    # Take the larger of the imported model's context and the training's context window: training
-    # on shorter documents does not shorten the context.
+    # Take the larger of the imported model's context and the training's context window, because
+    # training on shorter documents does not shorten the context.
     window = 0
     if (data := run["spec"].get("data")) is not None:
         trained = apply(RunSpec(), {"data": data}, source=checkpoint.RUN, is_stored=True)

@@ -90,7 +90,7 @@ class _CachedAttention:
         return self.attention(q_THD, k_SGD, v_SGD, segments), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
-        """Add the layer's output to the residual stream."""
+        """Return x_TC + y_TC. `attended` is the None that `attend` returned, and is not used."""
         return x_TC + y_TC
 
 
@@ -129,7 +129,7 @@ class LoadedModel:
 
         Args:
             tokens: Ids of the text so far.
-            most: Most tokens to return.
+            most: Largest number of tokens to return.
             stops: Ids of tokens that end generation. None means the model's `stops`; () means that
                 only `most` ends generation.
         """

@@ -80,7 +80,8 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
 
     Args:
         run: Contents of the checkpoint's run.json.
-        chat: A chat template that replaces the store's, so that the store's is not read.
+        chat: A chat template that replaces the store's, so that the store's is not read. None means
+            the store's.
 
     Raises:
         UserError: The stores of a blend were prepared with different chat templates.
@@ -102,7 +103,8 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
     except (UserError, OSError) as error:
         return FoundTokenizer(why=f"the run's token store cannot be opened: {error}")
     stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
-    # Take the first store's values: opening a blend checks that all stores have the same tokenizer.
+    # Take the first store's values. The others are equal, because opening a blend checks that all
+    # stores have the same tokenizer.
     infos = [(store, store.info) for store in stores if store.info is not None]
     eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
     arguments: list[dict[str, Any]] = [i.preparation.get("arguments", {}) for _, i in infos]

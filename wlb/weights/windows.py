@@ -178,7 +178,7 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         # Older versions of transformers read sliding_window_pattern instead of layer_types.
         period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
         return {"sliding_window": window, "layer_types": types} | period
-    # Write both keys: transformers reads layer_types, other programs read max_window_layers.
+    # Write both keys, because transformers reads layer_types, and others read max_window_layers.
     config = {"use_sliding_window": window is not None, "sliding_window": window}
     first = types.index(_SLIDING) if window else spec.num_layers
     return config | {"max_window_layers": first, "layer_types": types}

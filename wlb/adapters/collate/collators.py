@@ -78,8 +78,8 @@ class PaddingFreeCollator(FlatOptions):
 
         Args:
             features: The examples.
-            return_tensors: Used instead of the field `return_tensors`, if given.
-            separator_id: Used instead of the field `separator_id`, if given.
+            return_tensors: Used instead of the field `return_tensors`, unless None.
+            separator_id: Used instead of the field `separator_id`, unless None.
         """
         options = self if separator_id is None else replace(self, separator_id=separator_id)
         columns = _columns(features)
@@ -91,7 +91,7 @@ class PaddingFreeCollator(FlatOptions):
 
         Args:
             flat: The documents, for example from `flatten_micro_batch`.
-            return_tensors: Used instead of the field `return_tensors`, if given.
+            return_tensors: Used instead of the field `return_tensors`, unless None.
         """
         out: dict[str, Any] = {"input_ids": flat.input_ids[None], "labels": flat.labels[None]}
         if self.return_position_ids:
@@ -133,7 +133,7 @@ class PaddedCollator(PadOptions):
 
         Args:
             features: The examples.
-            return_tensors: Used instead of the field `return_tensors`, if given.
+            return_tensors: Used instead of the field `return_tensors`, unless None.
         """
         columns = _columns(features)
         _refuse_packed(columns)
@@ -145,7 +145,7 @@ class PaddedCollator(PadOptions):
 
         Args:
             made: The padded rows.
-            return_tensors: Used instead of the field `return_tensors`, if given.
+            return_tensors: Used instead of the field `return_tensors`, unless None.
         """
         out: dict[str, Any] = {
             "input_ids": made.input_ids,

@@ -131,9 +131,10 @@ def rearrange_micro_batches(
         max_token_len: Most tokens of a micro-batch.
         dp_group: Data-parallel group. The m-th micro-batches of all its ranks take nearly equal
             time.
-        num_batches_divided_by: The number of micro-batches must be a multiple of this.
+        num_batches_divided_by: The number of micro-batches must be a multiple of this. None = any
+            number.
         same_micro_num_in_dp: Whether all ranks of the group get equally many micro-batches.
-        min_num_micro_batch: Fewest micro-batches.
+        min_num_micro_batch: Fewest micro-batches; None = no such limit.
         use_dynamic_bsz_balance: Whether micro-batches with little work come first and last, which
             shortens pipeline bubbles. If False, micro-batches are sorted by descending work.
         force_group_size: Number of consecutive samples that stay in one micro-batch.

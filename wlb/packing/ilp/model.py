@@ -41,8 +41,8 @@ class Objective(StrEnum):
     """What the program minimises."""
 
     # The cost of the slowest of all micro-batches that are packed together, as Eq. 1 and Eq. 2 are
-    # printed. If one document costs more than the mean micro-batch, nearly every packing is optimal
-    # by this objective.
+    # printed. If one document costs more than micro-batches do on average, nearly every packing is
+    # optimal by this objective.
     MAX = "max"
     # The sum over steps of the cost of the slowest micro-batch: the time that the steps take.
     SUM_OF_STEP_MAX = "sum_of_step_max"

@@ -317,7 +317,10 @@ class IlpVarLenPacker(PolicyPacker):
         check_s_max(self.s_max, self.options)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
-        """Collect W batches, then pack them; return the plans, if any, and the new carry."""
+        """Collect W batches, then pack them; return the plans, if any, and the new carry.
+
+        At the end of the data `batch` is None, and everything that waits is packed.
+        """
         step, num_batches = carry.next_step, int(carry.slot.max(initial=LEFTOVER))
         arrived = self.options.arrived(batch, step + num_batches)
         num_batches += len(arrived) > 0

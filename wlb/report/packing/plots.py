@@ -117,7 +117,7 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
 
 def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
-    """Return a figure with a point for each policy: imbalance over mean delay, as SVG.
+    """Return a figure, as SVG, of imbalance against mean delay, with a point for each policy.
 
     Args:
         summaries: Results of all policies.
@@ -228,7 +228,7 @@ def tuning_figure(tuning: Tuning) -> Any:
 
 
 def _wait(summary: PackingSummary) -> float:
-    """Return by how many percent the slowest micro-batch takes longer than the mean micro-batch.
+    """Return by how many percent slowest micro-batches take longer than the mean of their step.
 
     The result is at least 0.01, because it is drawn on a logarithmic axis.
     """

@@ -182,7 +182,7 @@ def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> li
         at, numbers = record["point"], record["numbers"]
         op = Elementwise(at.get("op", Elementwise.EMBEDDING))
         if record["kind"] == "embedding":
-            # Count bytes as `elementwise_values` does: forward reads and writes a row; backward
+            # Count bytes as `elementwise_values` does. Forward reads and writes a row. Backward
             # reads a row and adds it to another one, which is a further read and a write.
             values = at["tokens"] * at["hidden"] * value_bytes
             sizes = (2 * values, 3 * values)

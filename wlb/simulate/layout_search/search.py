@@ -54,17 +54,21 @@ class Tuned:
 
     name: str  # name of the layout
     best: Trial | None  # fastest trial within the delay limit; None if no trial is within it
-    packed: tuple[Trial, ...]  # fastest trial of each policy at depth `packed`
-    # fastest trial of each policy at depth `packed` whose mean delay is within the limit
+    packed: tuple[Trial, ...]  # fastest unsharded trial of each policy: CP ranks have equal work
+    # fastest unsharded trial of each policy whose mean delay is within the limit
     in_time: tuple[Trial, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Results of a search so far. Dicts have the candidates that passed a depth, by name."""
+    """Results of a search so far: one dict for each depth, by name of the layout.
+
+    The search evaluates layouts at several depths, each of which is more exact and more expensive
+    than the one before. A dict has the layouts that were evaluated at its depth.
+    """
 
     layouts: Layouts  # all candidates and impossible layouts
-    # depth `work`: a lower bound of the time, from the work of the mean pipeline rank
+    # depth `work`: a lower bound of the time, from the work of a pipeline rank without bubbles
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
     # depth `even`: a higher lower bound, from simulating one step with equal micro-batches
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
@@ -100,7 +104,7 @@ class Tuner:
     progress: Progress = lambda what, more: None  # called after each group of trials
 
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
-        """Search through all depths, and return the results.
+        """Search the fastest layouts, first with rough and then with more exact simulations.
 
         Args:
             layouts: The candidates.
@@ -140,7 +144,9 @@ class Tuner:
         return known
 
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Simulate candidates with their first packing choice, and add the results to `known`.
+        """Simulate candidates with one packing each, and add the results to `known`.
+
+        The packing is the first of `PackingChoices.first` with which the layout fits into memory.
 
         Returns:
             Times of the candidates that fit into memory.
@@ -151,7 +157,9 @@ class Tuner:
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Try every packing of candidates, shard the fastest, and add the results to `known`.
+        """Simulate candidates with every packing, and add the results to `known`.
+
+        The fastest packing within the delay limit is also simulated with sharding.
 
         Returns:
             Times of the candidates that have a packing within the delay limit.
@@ -183,9 +191,9 @@ class Tuner:
 
         Args:
             candidates: The candidates.
-            known: Bounds by name of the candidate.
-            is_walked: Whether the bound comes from simulating a mean step (depth `even`) rather
-                than from adding up the work (depth `work`).
+            known: Bounds by name of the candidate, which is changed.
+            is_walked: Whether to simulate one step whose micro-batches are all equal. Otherwise the
+                bound is the work of a pipeline rank, added up without bubbles, which is lower.
         """
         what = "walked" if is_walked else "priced"
         found = self._run(candidates, TrialRunner.outline, what, is_walked)
@@ -210,7 +218,7 @@ class Tuner:
             layouts: The candidates.
             evaluate: Evaluates the candidates of a block and returns their times.
             block: Number of candidates in a block.
-            most: Most candidates to evaluate; None means no limit.
+            most: Largest number of candidates to evaluate; None means no limit.
 
         Returns:
             Whether the search stopped because of `most`.
@@ -237,7 +245,7 @@ class Tuner:
     def _run(
         self, items: Sequence[Any], function: Callable[..., Any], what: str, *arguments: Any
     ) -> list[Any]:
-        """Call a function for each item on the workers, and return the results.
+        """Call a function for each item on the worker processes, and return the results.
 
         Items with equal prices form one task and share a `TrialRunner`. Results are grouped by
         task, so they may not be in the order of `items`.
@@ -245,7 +253,7 @@ class Tuner:
         Args:
             items: Runs, candidates or tuned layouts.
             function: Called as `function(runner, item, *arguments)`.
-            what: Name of the depth for `progress`.
+            what: What is done with the items, for example "tuned"; `progress` gets it.
             *arguments: Further arguments of the function.
         """
         groups: dict[Any, list[Any]] = {}
@@ -279,7 +287,14 @@ GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...
 
 
 def _run_group(task: GroupTask) -> list[Any]:
-    """Run a task, and return `function(runner, item, *arguments)` for each of its items."""
+    """Call a function for each of some items with equal prices, which share a `TrialRunner`.
+
+    Args:
+        task: (sample, function, items, further arguments of the function).
+
+    Returns:
+        `function(runner, item, *arguments)` for each item.
+    """
     sample, function, items, arguments = task
     runner = TrialRunner.of(_spec_of(items[0]), sample)
     return [function(runner, item, *arguments) for item in items]
