@@ -27,7 +27,8 @@ from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
-# Most query heads that are tested, to save time. A larger group of query heads is tested whole.
+# Most query heads that are tested, to save time. If more query heads share one key-value head, all
+# of these are tested.
 MOST_HEADS = 4
 # The allowed root mean square error (MEAN_TIMES) and the allowed largest error (MAX_TIMES) of a
 # kernel, as multiples of the error that the definition of attention has in the same dtype.
@@ -76,7 +77,8 @@ class Deviation(NamedTuple):
 def kernels(patient: Patient) -> list[Finding]:
     """Check the attention kernel that the run would use on this device.
 
-    A full examination also checks every other attention kernel that can compute the run here.
+    Unless `Patient.is_quick` is true, every other attention kernel that can compute the run on this
+    device is checked too.
 
     Returns:
         A finding that names the run's kernel and why it is used, then one finding per checked
@@ -155,7 +157,7 @@ def examine_kernel(
 def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) -> list[Scores]:
     """Return the changes of attention scores to test: a sliding window and a softcap.
 
-    Those that the kernel does not support are left out. A quick examination also leaves out those
+    Those that the kernel does not support are left out. If `Patient.is_quick` is true, so are those
     that no layer of the run uses.
     """
     model = patient.spec.model

@@ -71,7 +71,7 @@ class Patient:
 
     @property
     def facts(self) -> Facts:
-        """This rank's entry of `everyone`."""
+        """The facts about this rank."""
         return self.everyone[self.world.rank]
 
     @property

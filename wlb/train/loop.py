@@ -1,4 +1,4 @@
-"""The training loop of one rank: plan, load, forward and backward, reduce, update (Figure 2).
+"""The training loop of one rank: plan, load, forward and backward, reduce, update.
 
 In each step, the host waits for the device once, in the all-reduce of `StepReducer`. Everything
 that measures, records, evaluates or saves is a hook (`wlb.train.hooks`); `wlb.train.watchers` lists

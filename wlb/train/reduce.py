@@ -90,8 +90,8 @@ class StepReducer:
         self._num_layers = model.num_layers if model is not None and model.experts.num else 0
         ep = mesh.parallel.ep
         self._num_loads = num_load_values(self._num_layers, ep) if self._num_layers else 0
-        # Slot 0 has the digest of the packing, which is the same for all ranks. Each further slot
-        # has the digest of one pipeline's sharding.
+        # Number of digests in the vector: that of the packing, which all ranks have, and that of
+        # each pipeline's sharding. `_ranks` is the number of ranks that have each digest.
         self._slots = 1 + mesh.parallel.dp
         self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.parallel.dp
 
@@ -180,12 +180,12 @@ class StepReducer:
         """Return the counts of an executed step that this rank adds to the sums over ranks.
 
         One rank of each pipeline counts for the whole pipeline, and the other ranks return zeros.
-        `done` is the pipeline's plan of the step.
+        `done` is the pipeline's plan of the step. With None nothing is counted.
 
         Returns:
             Sums over the pipeline's micro-batches: the predicted attention time (ns) of the slowest
-                CP rank, that of the mean CP rank, the three numbers of `KeyRows`, and for each
-                sharding strategy the number of micro-batches that it divided.
+                CP rank, the mean of that time over CP ranks, the three numbers of `KeyRows`, and
+                for each sharding strategy the number of micro-batches that it divided.
         """
         out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
@@ -203,9 +203,9 @@ class StepReducer:
     def _digests(self, ahead: Plans) -> FloatArray:
         """Return the digests of the plans `ahead`, in a form that a sum over ranks can compare.
 
-        Each chunk x of 15 bits is stored as x and x^2 (see the module docstring). The first slot
-        has the packing, and all ranks fill it. Each further slot has the sharding of one pipeline,
-        and only the ranks of that pipeline fill it. The slots of other pipelines are zero.
+        A digest takes 8 numbers: x and x^2 for each of its four chunks x of 15 bits (see the module
+        docstring). The first 8 numbers are the digest of the packing. Then follow 8 for the digest
+        of each pipeline's sharding, which are zero except for this rank's own pipeline.
         """
         out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0

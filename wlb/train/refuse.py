@@ -215,7 +215,7 @@ def priced_by(planner: Planner) -> str:
 
 
 def priced_workload(planner: Planner) -> ProfiledWorkload:
-    """Return the workload model that prices a run's plans, which always has a kernel profile."""
+    """Return the model that prices a run's plans. In training it always has a kernel profile."""
     assert isinstance(planner.cost, ProfiledWorkload)
     return planner.cost
 

@@ -122,7 +122,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
 
 def _docstring_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the options of `prepare_docstrings`, on which the name of the store also depends."""
+    """Return the keyword arguments of `prepare_docstrings`, which also decide the store's name."""
     data = spec.data
     return {
         "vocab_size": data.bpe_vocab_size,

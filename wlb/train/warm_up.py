@@ -54,7 +54,7 @@ class CompileAttention(Hook):
     """
 
     def begin(self, run: RunContext) -> None:
-        """Compile each variant of the kernel by calling it once with few tokens."""
+        """Compile each needed variant of the attention kernel by one call with few tokens."""
         device = run.mesh.device
         backend = BACKENDS[kernel_of(run.spec, device).kernel]
         if not isinstance(backend, FlashBackend):
@@ -134,7 +134,7 @@ class CollectGarbage(Hook):
         self._is_frozen = False
 
     def begin(self, run: RunContext) -> None:
-        """Freeze the objects that exist now, and switch automatic collection off."""
+        """Switch automatic garbage collection off, and freeze all present objects (`gc.freeze`)."""
         if gc.isenabled():
             gc.collect()
             gc.freeze()
@@ -148,7 +148,7 @@ class CollectGarbage(Hook):
             gc.collect()
 
     def close(self) -> None:
-        """Switch automatic collection on again, if `begin` has switched it off."""
+        """Switch automatic garbage collection on again, if `begin` has switched it off."""
         if self._is_frozen:
             gc.unfreeze()
             gc.enable()

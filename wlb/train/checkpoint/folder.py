@@ -209,7 +209,11 @@ def resolve(folder: Path, option: str) -> Path:
 
 
 def list_aside(directory: Path) -> list[Path]:
-    """Return the checkpoints that `prepare_for_resume` renamed. Runs never remove them."""
+    """Return the checkpoints in `directory` that were renamed to `aside-...`.
+
+    A resumed run renames the checkpoints that are later than the one from which it resumes. Runs
+    never remove renamed checkpoints.
+    """
     return sorted(directory.glob("aside-*"))
 
 
@@ -320,7 +324,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """Read a checkpoint's manifest.json, and check that it can belong to a complete checkpoint.
 
     Returns:
-        The `manifest_entry` of each file, by file name.
+        The size and the checksum of each file (`manifest_entry`), by file name.
 
     Raises:
         DamagedCheckpoint: If manifest.json is absent, unreadable or damaged, or does not list all

@@ -142,7 +142,7 @@ class CheckpointReader:
 
     @contextmanager
     def _readable(self) -> Generator[None]:
-        """Replace errors of torch and safetensors in the block by the error of `_refusal`."""
+        """Replace errors of torch and safetensors in the block by DamagedCheckpoint or RunError."""
         try:
             yield
         except CheckpointException as error:
@@ -154,7 +154,10 @@ class CheckpointReader:
             raise self._refusal(error) from error
 
     def _refusal(self, cause: BaseException) -> Exception:
-        """Return the exception to raise instead of `cause`, with a message of one line."""
+        """Return the error to raise instead of `cause`, with a message of one line.
+
+        It is a RunError if `cause` is an OSError, else a DamagedCheckpoint.
+        """
         if isinstance(cause, OSError):
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(

@@ -522,8 +522,8 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
         if group is not None:
             all_damaged = [None] * group.size()
             dist.all_gather_object(all_damaged, is_damaged, group=group)
-        # Only if every rank found damage or no problem is the checkpoint called damaged. If a node
-        # cannot read a file, for example, the checkpoint itself may be sound.
+        # Call the checkpoint damaged, unless any rank failed for another reason. If a node cannot
+        # read a file, for example, the checkpoint itself may be sound.
         if all(all_damaged):
             raise checkpoint.DamagedCheckpoint(str(error)) from error
         raise

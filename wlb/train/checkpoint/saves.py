@@ -53,12 +53,12 @@ class SaveCheckpoints(Hook):
         self.saver = saver
         self._reported: Saved | None = None
         self._failed_in_a_row = 0
-        # The sums of the run's summary at each checkpoint to which a rollback may return. The key
-        # is the number of updates.
+        # The totals that the run prints when it ends (`Tally`), as they were at each checkpoint to
+        # which a rollback may return. The key is the number of updates.
         self._tallies: dict[int, Tally] = {}
 
     def begin(self, run: RunContext) -> None:
-        """Remember that the sums of the summary are zero now, in case a rollback returns here."""
+        """Note that the run's totals (`Tally`) are zero now, in case a rollback returns here."""
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
@@ -84,7 +84,11 @@ class SaveCheckpoints(Hook):
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Set the sums of the summary to the values that they had when `saved_in` was saved."""
+        """Reset the totals that the run prints when it ends, because `saved_in` was loaded again.
+
+        They get the values that they had when `saved_in` was saved, except the counts of saves and
+        of steps that were not finite, and rows that hooks have added.
+        """
         run.saved = run.progress
         run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
 
@@ -128,9 +132,10 @@ class SaveCheckpoints(Hook):
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
-        """Start to save the current state, and return the result of `CheckpointSaver.save`.
+        """Start to save the current state, and return a list with the result of the previous save.
 
-        `began_s` is the value of time.perf_counter when training began to wait.
+        The list is empty if there was none, or if its result was returned before. `began_s` is the
+        value of time.perf_counter when training began to wait.
         """
         assert run.progress is not None
         if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
@@ -161,8 +166,8 @@ class SaveCheckpoints(Hook):
         """
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)
-            # A rollback returns to the newest complete checkpoint, so the sums at older checkpoints
-            # are not needed any more.
+            # A rollback returns to the newest complete checkpoint, so the totals that were noted at
+            # older checkpoints are not needed any more.
             if not saved.error:
                 for step in [s for s in self._tallies if s < saved.step]:
                     del self._tallies[step]

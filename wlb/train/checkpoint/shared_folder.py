@@ -27,9 +27,9 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 
 
 def remove_left_tokens(directory: Path) -> None:
-    """Remove marker files that killed processes have left in the run's folder `directory`.
+    """Remove files of `refuse_unshared` that killed processes have left in the folder `directory`.
 
-    On a file system without locks, marker files are left alone, because they may be in use.
+    On a file system without locks, these files are left alone, because they may be in use.
     """
     for path in directory.glob(".token-*"):
         if _TOKEN.fullmatch(path.name):
@@ -38,7 +38,7 @@ def remove_left_tokens(directory: Path) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a marker file unless another process has locked it."""
+    """Remove a file that `_make_locked_token` created, unless another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if lock(descriptor):
@@ -48,9 +48,9 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _make_locked_token(path: Path) -> int:
-    """Create a marker file, lock it, and return its descriptor.
+    """Create the file for which all ranks will look, lock it, and return its descriptor.
 
-    Closing the descriptor releases the lock.
+    The file is empty. Closing the descriptor releases the lock.
     """
     for _ in attempts(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

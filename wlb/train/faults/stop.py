@@ -59,7 +59,7 @@ class StoppedEarly(BaseException):
 class Signals:
     """Context manager that handles SIGINT, SIGTERM and SIGUSR1 in the main thread.
 
-    In a block of `early`, a signal raises StoppedEarly. Elsewhere a signal only sets the flag
+    Inside `with early()`, a signal raises StoppedEarly. Elsewhere a signal only sets the flag
     `came`, but a second SIGINT raises KeyboardInterrupt, and a third one kills the process, in case
     the process runs code that Python cannot interrupt. SIGINT stays ignored if it was ignored
     before, as in a job under nohup.
@@ -93,7 +93,7 @@ class Signals:
             signal.signal(kind, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. Set `came`, and in a block of `early` raise StoppedEarly."""
+        """Handle a signal: set the flag `came`, and inside `with early()` raise StoppedEarly."""
         del frame
         self.came = True
         if number == signal.SIGINT:
@@ -126,7 +126,7 @@ class Signals:
 
     @property
     def _ends_at_once(self) -> bool:
-        """Whether a signal raises StoppedEarly now: in a block of `early` before the first step."""
+        """Whether a signal raises StoppedEarly: inside `with early()`, before the first step."""
         file = self._signal_file
         return self._is_early and not (file is not None and file.with_name(BEGAN).exists())
 

@@ -131,11 +131,15 @@ class VerifyStores(Hook):
             self._is_reported = True
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Report the result once all stores are read. Raise UserError if a store is damaged."""
+        """When all stores are read, say that they are intact; raise UserError if one is damaged."""
         self._report_if_done(run)
 
     def end(self, run: RunContext) -> None:
-        """Report the result, or print a warning if not all stores are read yet."""
+        """Say that all stores are intact, or warn that not all are read yet.
+
+        Raises:
+            UserError: If a store is damaged.
+        """
         check = self._check
         if check is None or self._is_reported:
             return
@@ -161,7 +165,7 @@ class VerifyStores(Hook):
             raise InterruptedError
 
     def _report_if_done(self, run: RunContext) -> None:
-        """Report the result if the thread has ended. Raise UserError if a store is damaged."""
+        """If the reading thread has ended, say that all stores are intact, or raise UserError."""
         if self._is_reported or self._thread.is_alive():
             return
         self._is_reported = True

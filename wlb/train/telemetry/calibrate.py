@@ -71,7 +71,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
 
 
 class Calibration:
-    """Collects the times of a run's steps after the warm-up, and fits a kernel profile to them."""
+    """Collects measured times of a run's steps, and fits a kernel profile to them."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
@@ -151,8 +151,8 @@ class WriteProfile(Hook):
         self.calibration, self.path, self.meter = calibration, path, meter
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Collect the times of a step, unless the step belongs to the warm-up."""
-        # In steps of the warm-up, `own_ns` is None.
+        """Collect the times of a step, except in the first telemetry.warmup_steps steps."""
+        # In the first telemetry.warmup_steps steps, `own_ns` is None.
         if step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
@@ -191,7 +191,9 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
 
 
 def _print_ratios(scales: Scales, threshold: float, profile: str, console: Console) -> None:
-    """Print each term's ratio of measured to predicted time, and whether the term drifted.
+    """Print the ratio of measured to predicted time for each term, such as attention forward.
+
+    A term whose ratio differs too much from that of the other terms is said to have drifted.
 
     `threshold` is `DRIFT_THRESHOLD`. `profile` is the name of the profile that predicted the times.
     """

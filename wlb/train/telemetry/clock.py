@@ -73,22 +73,22 @@ class StepSpans(NamedTuple):
 
 
 class WallMarks:
-    """Makes marks of wall time. The other kinds of marks are subclasses.
+    """Reads the clock that times the passes of a step. This class reads wall time.
 
-    A mark is a point in time, and `between_ns` returns the time between two marks. Marks of wall
-    time are used on a CPU if operators compute in several threads, because the CPU time of the main
-    thread does not include the work of the other threads.
+    A reading is called a mark, and `between_ns` returns the time between two marks. Subclasses read
+    the CPU time of a thread, or record CUDA events. Wall time is read on a CPU if operators compute
+    in several threads, because the CPU time of one thread does not include the work of the others.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Prepare for a new step. Marks of earlier steps must not be read afterwards."""
+        """Prepare to time a new step. What `now` returned in earlier steps becomes invalid."""
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
-        """Return a mark of computing time. In this class, computing time is wall time."""
+        """Read the clock that times passes. In this class it shows wall time, in ns."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "a part of a step ran in another thread than the one whose time is measured; this "
@@ -97,33 +97,33 @@ class WallMarks:
         return time.perf_counter_ns()
 
     def wall_now(self) -> Any:
-        """Return a mark of wall time, for measuring the wall time of the whole step."""
+        """Read the clock that times the whole step. It shows wall time in all subclasses."""
         return time.perf_counter_ns()
 
     def wall_of(self, point: Any) -> Any:
-        """Return the mark of wall time for `point`, a mark that `now` has just returned."""
+        """Convert `point`, which `now` has just returned, to a point in wall time."""
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
-        """Return the time in ns from one mark to a later one of the same kind."""
+        """Return the ns from `start` to `stop`, two results of `now` or two points in wall time."""
         return stop - start
 
 
 class ThreadMarks(WallMarks):
-    """Makes marks of the CPU time of the thread that runs the step, and of wall time for steps."""
+    """Times passes by the CPU time of the thread that runs them, and whole steps by wall time."""
 
     def now(self) -> int:
-        """Return a mark: the CPU time of this thread, in ns."""
+        """Return the CPU time of this thread, in ns."""
         super().now()
         return time.thread_time_ns()
 
     def wall_of(self, point: int) -> int:
-        """Return the present wall time, because a CPU time cannot be converted to wall time."""
+        """Return the present wall time, because `point`, a CPU time, cannot be converted."""
         return time.perf_counter_ns()
 
 
 class EventMarks(WallMarks):
-    """Makes marks with CUDA events on the current stream.
+    """Times passes and steps with CUDA events on the current stream.
 
     Every step reuses the events of earlier steps. New events are created only if a step needs more.
     """
@@ -133,11 +133,11 @@ class EventMarks(WallMarks):
         self._num_used = 0
 
     def reset(self) -> None:
-        """Prepare for a new step, which reuses all events."""
+        """Prepare to time a new step, which records the CUDA events of earlier steps anew."""
         self._num_used = 0
 
     def now(self) -> torch.cuda.Event:
-        """Record a CUDA event on the current stream, and return it as a mark."""
+        """Record a CUDA event on the current stream, and return it."""
         if self._num_used == len(self._pool):
             self._pool.append(torch.cuda.Event(enable_timing=True))
         event = self._pool[self._num_used]
@@ -148,7 +148,7 @@ class EventMarks(WallMarks):
     wall_now = now
 
     def between_ns(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> int:
-        """Return the time in ns between two events, which the device must have reached already."""
+        """Return the ns between two CUDA events, which the device must have reached already."""
         return round(start.elapsed_time(stop) * 1e6)
 
 
@@ -163,7 +163,7 @@ class StepClock:
     are not.
 
     Args:
-        marks: Makes the marks, in the way that suits this rank's device.
+        marks: Reads the time, in the way that suits this rank's device.
     """
 
     def __init__(self, marks: WallMarks) -> None:
@@ -188,7 +188,7 @@ class StepClock:
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
-        """Return a clock with the kind of marks that suits a device."""
+        """Return a clock for a device: by CUDA events on a GPU, by CPU or wall time on a CPU."""
         if device.type == "cuda":
             return cls(EventMarks())
         # If operators compute in several threads, the CPU time of one thread says neither how much
@@ -273,7 +273,7 @@ class StepClock:
 
     @property
     def marks_ns(self) -> int:
-        """Estimated CPU time (ns) that making the last step's marks took."""
+        """Estimated CPU time (ns) that the clock itself needed to time the last step."""
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:

@@ -181,7 +181,7 @@ class Display:
             self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show the held-out loss after `step` updates, beside the first one of this run."""
+        """Show the held-out loss after `step` updates, beside the first one since the start."""
         note = f"held-out loss {loss:.3f} after {step} steps"
         self._first_note = self._first_note or note
         self._note = note if note == self._first_note else f"{self._first_note}   {note}"
@@ -216,7 +216,7 @@ class Display:
 
 
 def _loads(m: MeasuredStep) -> str:
-    """Return the text for the column `_LOADS`: CP imbalance, and imbalance of EP ranks."""
+    """Return two ratios as text: imbalance of CP ranks in attention, and of EP ranks in tokens."""
     return "-" if m.experts is None else f"{m.cp_imbalance:.2f}, {m.experts.mean_rank:.2f}"
 
 
@@ -277,7 +277,7 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
     Args:
         table: The summary.
         loads: For each step, the tokens of the most loaded expert over those of the mean expert.
-        sums: Loads of layers and ranks, summed over steps.
+        sums: Loads by layer and by EP rank, summed over steps.
     """
     if not loads:
         return
@@ -299,9 +299,10 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
 
 
 def _most(sums: ExpertLoads, name: str) -> str:
-    """Return the number of the most loaded layer or rank, and its load, such as "3 (1.25)".
+    """Return the layer or EP rank with the highest load as text, such as "3 (1.25)" for number 3.
 
-    `name` is the field of `ExpertLoads` that has the loads.
+    The load is divided by the mean load of experts or EP ranks, and averaged over steps. `name` is
+    the field of `ExpertLoads` that has the loads.
     """
     worst, ratio = sums.worst(name)
     return f"{worst} ({ratio:.2f})"

@@ -30,7 +30,7 @@ class TellStop(Hook):
 
 
 class ShowSummary(Hook):
-    """Prints the summary on rank 0, and records the wall time of each phase.
+    """Prints the run's summary on rank 0, and records the wall time of each phase.
 
     A run that was stopped before its first step has no summary.
     """
@@ -41,7 +41,7 @@ class ShowSummary(Hook):
         run.report.write("wall", steps_done=run.steps_done, seconds=seconds)
 
     def finished(self, run: RunContext) -> None:
-        """Print the summary."""
+        """Print the run's summary: balance, losses, speed, time, and what went wrong."""
         if run.report.display is not None and (run.tally.ours.steps or not run.stop):
             files = {
                 "metrics": run.report.path,

@@ -10,7 +10,7 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 class CountGraphs(Hook):
     """Counts the graphs of decoder layers that torch.compile has compiled on this rank.
 
-    The summary shows rank 0's number, and the largest number of any rank.
+    The summary that the run prints shows rank 0's number, and the largest number of any rank.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CountGraphs(Hook):
             )
 
     def finished(self, run: RunContext) -> None:
-        """Add the numbers of compiled graphs to the summary."""
+        """Add the numbers of compiled graphs to the summary that the run prints."""
         most = torch.tensor(num_graphs() - self._num_before)
         all_reduce_hosts(most, "max")
         if self._num_reported:

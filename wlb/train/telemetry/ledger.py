@@ -81,15 +81,15 @@ class RecordLedger(Hook):
         self.ledger = ledger
 
     def begin(self, run: RunContext) -> None:
-        """Record the step with which training begins."""
+        """Write the number of the step with which training begins to the ledger."""
         self.ledger.begin(run.progress.next_step if run.progress else 0)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Record which tokens the step trained."""
+        """Write to the ledger which tokens the step trained."""
         self.ledger.add(step.plan, updated=step.updated)
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Record the step with which training continues after a rollback to `saved_in`."""
+        """Write the number of the step with which training continues to the ledger."""
         self.begin(run)
 
     def close(self) -> None:
@@ -106,12 +106,14 @@ class Count:
 
     once: int  # number of tokens trained once
     never: int  # number of tokens that were not trained and do not wait either
-    repeated: int  # number of tokens trained more than once
+    repeated: int  # number of tokens trained more than once, or trained although they still wait
     waiting: int  # number of tokens that wait for later steps
     skipped: int  # number of tokens in steps that did not update the weights
-    num_steps: int  # number of steps before the checkpoint
+    num_steps: int  # number of steps before the newest checkpoint
     num_begun: int  # number of starts of training: the first start, resumes and rollbacks
-    num_undone: int  # number of recorded steps that do not count
+    # Number of steps in the ledger that do not count: they came after the newest checkpoint, or
+    # training later returned to a checkpoint before them.
+    num_undone: int
     num_lost: int = 0  # number of steps that were trained but whose lines could not be written
 
     @property
@@ -246,10 +248,11 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
 
 
 def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
-    """Return the length of each document that the loader had read at `state`, by (source, id).
+    """Return the length of each document that was read before `state` was saved, by (source, id).
 
-    The last batch is cut at the read position in `state`, because an earlier start of the run may
-    have read batches of another size.
+    Documents are read in batches of the size that the run has now, which may have been another when
+    `state` was saved. So documents of the last batch that are behind the read position are left
+    out.
     """
     found: dict[tuple[int, int], int] = {}
     end = _position(state.corpus)
@@ -267,10 +270,12 @@ def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int]
 
 
 def _position(corpus: dict[str, Any]) -> int:
-    """Return how many documents were read from a source, or, for ready-made packs, how many steps.
+    """Return how far a source of documents was read, as one number.
+
+    The number counts documents, or steps if the source has ready-made packs.
 
     Args:
-        corpus: The source's read position, in the form in which planner states store it.
+        corpus: The read position of the source, as the planner's state has it.
     """
     if _IN_STEPS in corpus:
         return corpus[_IN_STEPS]

@@ -44,7 +44,7 @@ class MeasureSteps(Hook):
         step.telemetry = replace(reduced, work=self.work.take())
         is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
         self._num_recorded += reduced.num_steps
-        # Steps of the warm-up are slower, so the summary leaves them out.
+        # The first telemetry.warmup_steps steps are slower, so the run's totals leave them out.
         if is_warm:
             step.own_ns = own_ns
             run.tally.telemetry.add(step.telemetry)
@@ -69,9 +69,10 @@ class MeasureSteps(Hook):
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
     """Return how many tokens' expert work this rank's measured times include, by micro-batch.
 
-    The number is the mean over the pipelines that share the EP group, times the relative load of an
-    EP rank (its load over the mean rank's load). On a CPU this is the load of this rank. On CUDA it
-    is the load of the most loaded rank, because the measured times include waits for that rank.
+    If all EP ranks have equal loads, the number is that of the rows of a micro-batch, averaged over
+    the pipelines that share the EP group. Otherwise it is this average times the load of this rank
+    over the mean load of EP ranks. On CUDA the load of the most loaded EP rank is taken instead,
+    because the measured times include waits for that rank.
 
     Args:
         step: The executed step.

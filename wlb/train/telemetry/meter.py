@@ -69,8 +69,8 @@ class TelemetryMeter:
         self.cost = workload_for(spec, mesh.device.type)
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
         self._experts_ns = experts_ns_per_token(self._priced)
-        # `StragglerWatch` compares ranks by the terms whose time does not include waits for other
-        # ranks. These are all terms if CPU time of one thread is measured, else only attention.
+        # `StragglerWatch` compares ranks by those of `TERMS` whose times do not include waits for
+        # other ranks: all if the CPU time of one thread is measured, else only attention.
         excludes_waits = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if excludes_waits or t.startswith("attention")]
         self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
@@ -96,8 +96,9 @@ class TelemetryMeter:
     def own_ns(self) -> np.ndarray:
         """This rank's times (ns), summed over the steps since the last `reduce`; int64 [5].
 
-        The first two are the measured and the predicted time of the terms by which stragglers are
-        found. The others are the times of computing, of bubbles and of waiting for inputs.
+        The first two are the measured and the predicted time of the work by which stragglers are
+        found (`StragglerWatch`): decoder layers, or only attention kernels. The others are the
+        times of computing, of pipeline bubbles and of waiting for inputs.
         """
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
@@ -227,10 +228,11 @@ class TelemetryMeter:
         """Build the record from the sums and maxima over ranks.
 
         Args:
-            total: Sums over ranks. First come the fields of each term's `Moments`, and then the
-                times `_SUMMED`.
-            peaks: Maxima over ranks. First comes a code for each of `_SPREADS` (see `reduce`), and
-                then the forward times of each step, micro-batch and stage.
+            total: Sums over ranks: the fields of `Moments` for each of `TERMS`, then the times
+                `_SUMMED`.
+            peaks: Maxima over ranks: for each of the times `_SPREADS` an integer that encodes the
+                time and its rank (see `reduce`), then for each step, micro-batch and stage the
+                three times of `_forward_ns`.
         """
         steps = self.num_steps
         width = len(_COLUMNS)
@@ -260,11 +262,12 @@ class TelemetryMeter:
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
-        """Return a time's mean over ranks, the largest time, and its rank, all for one step.
+        """Return a time's mean over ranks, its maximum, and the rank with the maximum, per step.
 
         Args:
             mean_s: Mean time over ranks and steps, in seconds.
-            code: Largest time (ns), summed over the steps, and its rank in one integer (`reduce`).
+            code: An integer that encodes the largest time (ns) of a rank, summed over the steps,
+                and the number of this rank (see `reduce`).
             steps: Number of steps.
         """
         time_ns, behind = divmod(code, self.mesh.world_size)

@@ -43,8 +43,9 @@ class StragglerWatch:
     """Finds stragglers: ranks that are slower than others at the same work.
 
     A rank is a straggler if its ratio of measured to predicted time exceeds the median rank's by
-    the share `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables of ranks in a row. The rank is a
-    straggler until the first table in which its ratio does not exceed this limit.
+    the share `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables in a row. It then stays a
+    straggler until the first table in which its ratio does not exceed this limit. A table has the
+    times of all ranks, summed over `RANKS_INTERVAL` steps.
 
     On a CPU with one thread per rank, times of decoder layers are compared. Otherwise only times of
     attention kernels are compared, because the rest of a layer includes waits for slower TP and CP
@@ -62,7 +63,7 @@ class StragglerWatch:
         self._named: tuple[Straggler, ...] = ()
 
     def update(self, table: RankTable) -> tuple[Straggler, ...]:
-        """Return the present stragglers, slowest first, given the run's next table of ranks."""
+        """Add a table of all ranks' times, and return the present stragglers, slowest first."""
         if table.num_steps < LEAST_SHARE * RANKS_INTERVAL:
             return self._named
         over = table.over_median
@@ -106,14 +107,15 @@ class RankMeter:
         """Add the times of one or more steps of this rank.
 
         Args:
-            own_ns: The times of `TelemetryMeter.own_ns`, summed over the steps, int64 [5].
+            own_ns: The five times of `TelemetryMeter.own_ns`, summed over the steps; int64 [5]. The
+                first two are the measured and the predicted time of the same work.
             num_steps: Number of steps.
         """
         self._own_ns = self._own_ns + own_ns
         self._num_steps += num_steps
 
     def is_table_due(self, *, is_last: bool) -> bool:
-        """Return whether a table is due: after every `RANKS_INTERVAL` steps, and at the end.
+        """Return whether `table` is due: after every `RANKS_INTERVAL` steps, and at the end.
 
         `is_last` is true after the run's last step.
         """
@@ -188,9 +190,9 @@ class RankMeter:
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """Return the ranks whose passes a timeline shows.
 
-    A timeline shows the ranks with TP rank 0 in the first pipelines, in as many pipelines as have
-    at most `MOST_TIMED` such ranks together. If a single pipeline has more such ranks, only its
-    ranks with CP rank 0 are shown.
+    These are the ranks with TP rank 0 of the first pipelines. If a pipeline has more than
+    `MOST_TIMED` of them, only those with CP rank 0 are taken. As many pipelines are taken as have
+    at most `MOST_TIMED` such ranks together, but at least one.
     """
     # The ranks with TP rank 0, in shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
@@ -235,14 +237,14 @@ def timeline_of(
 
 
 class RecordRanks(Hook):
-    """Writes tables of ranks and timelines when they are due, and reports new stragglers."""
+    """Writes tables of all ranks' times and timelines of passes, and reports new stragglers."""
 
     def __init__(self, meter: RankMeter, clock: StepClock) -> None:
         self.meter, self.clock = meter, clock
         self._stragglers: dict[int, Straggler] = {}
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Write a table of ranks if one is due, and a timeline if one is due."""
+        """Write a table of all ranks' times and a timeline of passes, each if it is due."""
         meter, number = self.meter, step.plan.step
         if step.own_ns is not None and step.telemetry is not None:
             meter.add(step.own_ns, step.telemetry.num_steps)

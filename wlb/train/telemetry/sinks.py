@@ -38,7 +38,7 @@ class Sink(Protocol):
     """A destination of a run's records, such as a file or TensorBoard."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record."""
+        """Write one record of the run, a dictionary that has its kind in the entry "kind"."""
 
     def close(self) -> None:
         """Release files and connections."""
@@ -109,7 +109,11 @@ class JsonLines:
             self._file.write("\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record as a line, unless tables and timelines would exceed `MOST_TABLE_BYTES`."""
+        """Write a record as a line.
+
+        A table or timeline of ranks is left out if all of them together would exceed
+        `MOST_TABLE_BYTES`.
+        """
         text = json.dumps(record)
         if record["kind"] in _TABLES:
             if self._tables_left < len(text):

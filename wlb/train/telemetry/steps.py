@@ -19,7 +19,7 @@ from wlb.train.telemetry.display import StepFigures
 
 
 class RecordSteps(Hook):
-    """Writes a record of each step, shows the step, and adds it to the sums of the summary."""
+    """Writes a record of each step, shows the step, and adds it to the run's totals (`Tally`)."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         """Record and show an executed step."""

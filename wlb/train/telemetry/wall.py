@@ -62,7 +62,7 @@ class WallTimes:
 
 
 def wall_line(seconds: dict[Phase, float], *, before_ranks_s: float) -> str:
-    """Return the wall time of all phases in one line, for the summary.
+    """Return the wall time of all phases in one line, for the summary that a run prints.
 
     Args:
         seconds: Seconds of each phase.
