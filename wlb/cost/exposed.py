@@ -41,7 +41,7 @@ def waits_ns(
             moves; None means that there is no padding.
         overlaps: Whether to apply `cp.overlap_stages` if it is set. Layers with a sliding window
             never overlap attention with the exchange. If the exchange has several stages, these
-            layers are assumed to wait for as many rows as the mean layer.
+            layers are assumed to wait for as many rows as all layers do on average.
 
     Returns:
         Waits in forward and in backward, in all layers of a pipeline rank, shape [cp] each.

@@ -222,9 +222,9 @@ def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
 
 
 def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
-    """Count the rows of K and V that CP rank i reads from rank j in the mean layer, shape [cp, cp].
+    """Count the rows of K and V that CP rank i reads from rank j in one layer, shape [cp, cp].
 
-    The mean is over layers with and without a sliding window, in the model's proportion.
+    If some layers have a sliding window, the counts are averages over all layers of the model.
     """
     if not isinstance(cost, SlidingLayers) or not cost.sliding_share:
         return rows_moved(plan)

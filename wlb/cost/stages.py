@@ -40,9 +40,10 @@ class StageLayers:
 
     counts: tuple[int, ...]  # number of layers of each kind in `ModelSpec.layer_kinds`
     with_experts: int = 0  # number of layers with experts
-    # How many mean layers have to be replaced by layers without full attention (those with a window
-    # or with linear attention) to get the layers of this stage. Negative if the stage has more full
-    # attention than the mean stage; 0 if all stages have the same fraction of full attention.
+    # How many layers at the model's average price have to be replaced by layers without full
+    # attention (those with a window or with linear attention) to get the price of this stage.
+    # Negative if the stage has more full attention than the model has on average; 0 if all stages
+    # have the same fraction of full attention.
     more_others: float = 0.0
 
     @classmethod
@@ -106,9 +107,9 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
     """Return the predicted times of a stage's layers for each micro-batch of a pipeline's plan."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)
     if stage.more_others:
-        # `cost` prices a mean layer: a mixture of layers with and without full attention. If this
-        # stage has more layers without full attention than that, add `more_others` such layers and
-        # subtract as many mean layers.
+        # `cost` prices the average over all layers of the model, with and without full attention.
+        # If this stage has more layers without full attention than average, add `more_others` such
+        # layers and subtract as many average layers.
         for priced, sign in ((cost.of_other_layers, 1), (cost, -1)):
             more = _of_layers(plan, priced, sign * stage.more_others)
             forward, backward, over = forward + more[0], backward + more[1], over + more[2]
@@ -128,7 +129,7 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
 def _of_layers(
     plan: PipelinePlan, cost: ProfiledWorkload, layers: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the times of n micro-batches in `layers` layers, each at the price of the mean layer.
+    """Return the times of n micro-batches in `layers` layers, at the average price of all layers.
 
     Args:
         plan: The n micro-batches of a pipeline.

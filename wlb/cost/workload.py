@@ -166,8 +166,8 @@ class ProfiledWorkload:
 
     def _attention_of_pieces(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Compute the forward and backward parts of W_a for pieces of d tokens, in ns."""
-        # Per-sequence sharding: one rank computes the whole piece, so the mean time of a rank is
-        # the time of the piece divided by cp.
+        # With per-sequence sharding one rank computes the whole piece, so the mean time of a rank
+        # is the time of the piece divided by cp.
         forward, backward = self._times(d, d)
         cp = self.parallel.cp
         if cp == 1:
@@ -223,7 +223,7 @@ class ProfiledWorkload:
             (whole_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64)
         )
 
-    # Parts and sums of W, for reports and metrics
+    # Parts of the work W_a + W_l, and sums of parts, for reports and metrics
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
         """Return the forward part of W of pieces with these lengths, in ns, shape [n]."""
@@ -261,7 +261,7 @@ class ProfiledWorkload:
         """
         return np.rint(sum(self.linear.routed_ns_per_token) * tokens).astype(np.int64)
 
-    # Attention of segments, as they are sharded
+    # Attention time of the segments that a sharding makes
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         """Return forward and backward kernel ns of segments with q query rows and kv keys each."""
@@ -514,9 +514,9 @@ class LinearCost:
     # W_l: matrix products
 
     def _products_with_load_ns(self) -> Work:
-        """Return the ns of one token's matrix products in the mean layer.
+        """Return the ns of one token's matrix products in a layer, averaged over all layers.
 
-        The products of routed experts are multiplied by `expert_load`.
+        The time of routed experts is multiplied by `expert_load`.
         """
         balanced, routed = self.products_ns(), self._routed_ns()
         forward, backward, recomputed = (
@@ -525,7 +525,7 @@ class LinearCost:
         return forward, backward, recomputed
 
     def products_ns(self, matrices: range = range(7), *, with_attention: bool = False) -> Work:
-        """Return the time of one token's matrix products in the mean layer, in ns.
+        """Return the ns of one token's matrix products in a layer, averaged over layers.
 
         All EP ranks are assumed to have equally many rows.
 
@@ -575,7 +575,7 @@ class LinearCost:
     def _mean(
         self, work_of: Callable[[ModelSpec], Work], kinds: Sequence[LayerKind] | None = None
     ) -> Work:
-        """Return the time of the mean layer, in ns.
+        """Return the time of one layer, averaged over the layers of the model, in ns.
 
         Args:
             work_of: Returns the time of a layer of a model in which all layers are equal.
@@ -588,7 +588,11 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _in_layer(self, work: Work) -> Work:
-        """Scale times of operators measured alone to their longer times inside a layer."""
+        """Scale times of operators that were measured alone to their longer times in a layer.
+
+        Args:
+            work: ns in forward, in backward, and of what backward recomputes.
+        """
         (forward, backward, recomputed), layer = work, self.profile.layer
         in_forward = layer.forward_factor
         return forward * in_forward, backward * layer.backward_factor, recomputed * in_forward
@@ -673,7 +677,7 @@ class LinearCost:
     # W_l: experts
 
     def _routed_ns(self) -> Work:
-        """Return the time of routed experts' products for one token in the mean layer.
+        """Return the ns of routed experts' matrix products for one token, averaged over all layers.
 
         Layers without experts count as 0. All EP ranks are assumed to have equally many rows.
         """

@@ -31,7 +31,7 @@ def layer_kinds(spec: RunSpec) -> list[tuple[RunSpec, tuple[int, ...]]]:
 
 
 def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
-    """Return for each stage the sum of a size over its layers.
+    """Add up a size, such as a number of parameters, over the layers of each stage.
 
     Args:
         spec: The run.
@@ -46,12 +46,13 @@ def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int
 
 
 def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec], int]) -> int:
-    """Return the sum of a size over the layers of some stages.
+    """Add up a size, such as a number of parameters, over all layers of the given stages.
 
     Args:
         spec: The run.
         stages: Indices of the stages.
-        of_layer: Returns the size of one layer; see `sums_by_stage`.
+        of_layer: Returns the size of one layer. Its argument is a run whose model has only layers
+            of one kind (`layer_kinds`).
     """
     sums = sums_by_stage(spec, of_layer)
     return sum(sums[stage] for stage in stages)

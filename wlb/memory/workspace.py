@@ -109,10 +109,15 @@ def most_attention_workspace_bytes(
 
 
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
-    """Yield, for each number of copies of dQ, the most segments that a call with it can have.
+    """Yield the numbers of segments at which FlashAttention-2 may need the most memory.
 
-    Among calls with equally many copies, those with more segments need more memory. So to find the
-    most memory, it suffices to consider these numbers of segments.
+    In deterministic mode it adds up several copies of dQ, fewer if a call has more segments
+    (`deterministic_copies`). Among calls with equally many copies, those with more segments need
+    more memory. So the result has, for each number of copies, the most segments with which a call
+    has this number.
+
+    Args:
+        call: The largest sizes of a call.
     """
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):

@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def mfu(self) -> float | None:
-        """Predicted MFU, with the model FLOPs of documents; None if the peak is unknown."""
+        """Predicted MFU, from the FLOPs of documents; None if the device's peak is unknown."""
         peak = self.peak_tflops
         return self.simulation.mfu(peak_tflops=peak) if peak else None
 
@@ -162,7 +162,7 @@ def batches_to_compare(spec: RunSpec) -> int:
 
 
 def steps_to_simulate(spec: RunSpec) -> int:
-    """Return how many global batches to pass to `forecast` at first."""
+    """Return how many global batches a dry run plans and simulates at first (2 to 8)."""
     return min(8, max(2, SIMULATED_MICRO_BATCHES // spec.num_micro_batches))
 
 

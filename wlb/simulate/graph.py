@@ -23,14 +23,14 @@ class NodeKind(StrEnum):
     """Kinds of events in a step."""
 
     PASS = "pass"
-    MESSAGE = "message"
-    GATHER = "gather"
-    PREFETCH = "prefetch"
-    REDUCE_AHEAD = "reduce ahead"
-    REDUCE = "reduce"
-    NORM = "norm"
-    OPTIMIZER = "optimizer"
-    OVERHEAD = "overhead"
+    MESSAGE = "message"  # activations or gradients that are sent to another stage
+    GATHER = "gather"  # FSDP all-gathers parameters before passes that wait for them
+    PREFETCH = "prefetch"  # FSDP all-gathers parameters of later layers during a pass
+    REDUCE_AHEAD = "reduce ahead"  # FSDP reduce-scatters gradients of layers during a pass
+    REDUCE = "reduce"  # FSDP reduce-scatters gradients after a pass
+    NORM = "norm"  # gradient norm
+    OPTIMIZER = "optimizer"  # AdamW
+    OVERHEAD = "overhead"  # time at the end of a step, as a fraction of the time in passes
 
 
 JOINT = (
@@ -45,7 +45,7 @@ JOINT = (
 
 
 class Node(NamedTuple):
-    """One event of a step."""
+    """A node of the graph of a step: one event, such as a pass or a collective."""
 
     kind: NodeKind
     rank: int  # pipeline rank; of a message the receiving rank; -1: all ranks

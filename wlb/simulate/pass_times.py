@@ -45,11 +45,11 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPrices:
-    """The time of a pass without attention, divided into terms such as "gemm" or "tp_comm"."""
+    """The time of a pass without attention, by kind of work ("term"): "gemm", "tp_comm", ..."""
 
     # ns for each token of a micro-batch, by term
     per_token: dict[str, float] = field(default_factory=dict[str, float])
-    # constant ns for each micro-batch, by term
+    # ns for each micro-batch, however many tokens it has, by term
     per_call: dict[str, float] = field(default_factory=dict[str, float])
 
     def times(self, layers: int) -> "TermPrices":
@@ -61,12 +61,12 @@ class TermPrices:
 
     @property
     def token_ns(self) -> float:
-        """Time for each token in ns, all terms together."""
+        """Time for each token in ns: the sum of `per_token`."""
         return sum(self.per_token.values())
 
     @property
     def call_ns(self) -> float:
-        """Constant time for each micro-batch in ns, all terms together."""
+        """Time of a micro-batch that does not depend on its tokens, in ns: sum of `per_call`."""
         return sum(self.per_call.values())
 
 
@@ -131,8 +131,8 @@ class StepPrices:
     def stage_key(self, stage: int) -> tuple[float, ...]:
         """Return a key that is equal for stages whose passes take equal times.
 
-        The key consists of the number of layers of each kind, `more_others`, and whether the stage
-        is the first or the last.
+        The key consists of the numbers of layers of each kind, of the stage's entry in
+        `more_others`, and of whether the stage is the first or the last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
@@ -194,10 +194,10 @@ class StepPrices:
                 return self._of_layers("exchange_backward_ns", stage)
 
     def _of_layers(self, name: str, stage: int) -> IntArray:
-        """Return one of the times of `LayerTimes` for all layers of a stage.
+        """Return one of the times in `LayerTimes`, added up over the layers of a stage, in ns.
 
         Args:
-            name: Field of `LayerTimes`.
+            name: Field of `LayerTimes`, whose shape the result has.
             stage: The stage.
         """
         mean: IntArray = getattr(self, name)
@@ -281,13 +281,14 @@ class StepPrices:
 
     @property
     def layer_wait(self) -> float:
-        """Time of the slowest rank of each EP group over the mean of its ranks; 1: no rank waits.
+        """Time of the slowest ranks of EP groups over that of all their ranks; 1: no rank waits.
 
         The ranks of a group belong to several pipelines and CP ranks, and wait for each other at
-        each all-to-all of the experts. The time of a rank is added up over all micro-batches. It
-        includes attention and all work that is proportional to the rank's tokens, in forward and
-        backward of one layer (averaged over all layers of the model), but no products of experts
-        and no weight-gradient passes.
+        each all-to-all of the experts. For each group, micro-batch and pass, the longest and the
+        mean time of a rank are computed. Both are added up before they are divided. The time of a
+        rank is that of one layer (averaged over all layers of the model). It includes attention and
+        all work that is proportional to the rank's tokens, except the products of experts.
+        Weight-gradient passes do not count.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0
@@ -354,9 +355,9 @@ class StepPrices:
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
-    """Concatenate several records along the axis of steps.
+    """Join the prices of several groups of steps into one record with all steps, in order.
 
-    All records must be prices of the same layout.
+    All of them must be prices of the same layout.
     """
 
     def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -597,13 +598,13 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]
 def _end(
     cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
 ) -> TermPrices:
-    """Return prices to which exposed TP collectives are added.
+    """Return the prices of embedding or head, with their TP collectives added.
 
-    No computation hides these collectives at the ends of the model.
+    No computation hides these collectives.
 
     Args:
         cost: Prices.
-        per_token: ns for each token without collectives, by term.
+        per_token: ns for each token without collectives, by kind of work.
         gathers: Number of all-gathers of [tokens, hidden].
         scatters: Number of reduce-scatters of [tokens, hidden].
     """

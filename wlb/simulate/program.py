@@ -126,7 +126,7 @@ def step_graph(
 
 
 def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
-    """Return the program of each pipeline rank for a step, up to the gradient norm.
+    """Return the instructions that each pipeline rank runs in a step, up to the gradient norm.
 
     Args:
         schedule: The pipeline schedule.
@@ -180,12 +180,15 @@ def _receiver_of(action: Action, num_stages: int) -> int | None:
 
 
 def _posted_early(programs: Sequence[Program]) -> list[Program]:
-    """Add sends, receives and waits to programs of an interleaved schedule, as torch does.
+    """Add sends, receives and waits to the instructions of an interleaved schedule.
 
-    The ranks are simulated in turns, one instruction a turn. A rank skips its turn while the input
-    of its next pass has not been sent. When a pass sends its output, the send is added to this
-    rank's program, and the receive is added to the peer's program. So a peer may post a receive
-    long before the pass that needs it.
+    torch adds them in the same way: The ranks are simulated in turns, one instruction a turn. A
+    rank skips its turn while the input of its next pass has not been sent. When a pass sends its
+    output, the send is added to this rank's instructions, and the receive to the peer's. So a peer
+    may post a receive long before the pass that needs it.
+
+    Args:
+        programs: The instructions of each rank, in order.
     """
     pp = len(programs)
     num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
@@ -218,7 +221,9 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """Return an instruction, after the wait for its input; [] if the input is not sent yet.
+    """Return [wait for the input, instruction]; [] if the input is not sent yet.
+
+    Only passes have inputs, and not all of them. Without an input there is no wait.
 
     Args:
         instruction: The next instruction of a rank.
@@ -289,7 +294,10 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
-    """Add FSDP's gathers to the start, and a reduction to the end, of a program with one stage."""
+    """Add FSDP's collectives to the instructions of a rank with one stage.
+
+    Parameters are gathered before the first pass, and gradients are reduced at the end.
+    """
     first = next(k for k, i in enumerate(program) if isinstance(i, RunPass))
     return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
 
@@ -307,7 +315,7 @@ def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Builder:
-    """Collects nodes and their predecessors while programs are read."""
+    """Collects the nodes of a graph and their predecessors from the ranks' instructions."""
 
     nodes: list[Node] = field(default_factory=list[Node])  # the nodes so far
     # Indices of the predecessors of each node.
@@ -355,7 +363,14 @@ class _Builder:
 
 
 def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
-    """Return the graph of a step: all ranks' programs, then gradient norm, AdamW and overhead."""
+    """Return the graph of a step's events: those of all ranks' instructions, and those after them.
+
+    After the instructions come the gradient norm, AdamW and the overhead of a step.
+
+    Args:
+        programs: The instructions of each pipeline rank.
+        wires: Which transfers share a communicator.
+    """
     builder, pp = _Builder(), len(programs)
 
     def wire_of(message: Action) -> int:
@@ -374,12 +389,14 @@ def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
 def _read(
     builder: _Builder, rank: int, program: Sequence[Instruction], wire_of: Callable[[Action], int]
 ) -> set[int]:
-    """Add the nodes of one rank's program to the graph, and return those that end the program.
+    """Add the events of one rank's instructions to the graph.
+
+    The result has the indices of the nodes for which the end of the step waits.
 
     Args:
         builder: Collects the nodes.
         rank: The pipeline rank.
-        program: The rank's instructions.
+        program: The rank's instructions, in order.
         wire_of: Returns the communicator of a transfer.
     """
     # State while the program is read:

@@ -34,7 +34,7 @@ TermSeconds = dict[str, float]
 
 
 def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
-    """Return the seconds that the mean pipeline rank spends in passes, by kind of work.
+    """Return the seconds that a pipeline rank spends in passes on average, by kind of work.
 
     Args:
         prices: Prices of one step of one pipeline.
@@ -103,7 +103,10 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 
 def mean_prices(prices: StepPrices) -> StepPrices:
-    """Return prices of one step of one pipeline, in which each micro-batch is the mean of all."""
+    """Average prices over all steps, pipelines, micro-batches and CP ranks.
+
+    The result has the prices of one step of one pipeline, in which all micro-batches are equal.
+    """
     first = (slice(1), slice(1), slice(None), slice(1))
     return prices.evened((0, 1, 2, 3)).changed(lambda x: x[first[: x.ndim]])
 

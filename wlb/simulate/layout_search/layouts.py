@@ -38,7 +38,10 @@ class LayoutChoices:
     recompute: tuple[Recompute, ...] = tuple(Recompute)  # kinds of recompute
 
     def check(self, gpus: int) -> None:
-        """Raise UserError if one of the degrees does not divide the number of devices."""
+        """Raise UserError if a degree of parallelism does not divide the number of devices.
+
+        A number of virtual stages below 1 is an error too.
+        """
         for axis in (*AXES, EP):
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:

@@ -73,8 +73,8 @@ class PackingChoices:
     def first(self, candidate: Candidate) -> list[PackingSection]:
         """Return one packing of each policy, to compare layouts before all packings are tried.
 
-        This packing has the largest S_max, and the largest T for that S_max. If several packings of
-        a policy have both, it is the first of them.
+        It is the packing with the largest S_max, and the largest T for that S_max. If several
+        packings of a policy have both, it is the first of them.
         """
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
@@ -84,7 +84,7 @@ class PackingChoices:
         return list(best.values())
 
     def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """Yield the run with more micro-batches than windows in a step.
+        """Yield the run with each number of micro-batches in `micro_batches`, all larger than N.
 
         Nothing is yielded if pp = 1, or if the policy packs windows of C tokens.
         """
@@ -99,7 +99,10 @@ class PackingChoices:
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """Yield the run with longer delays of zero-bubble's weight-gradient passes."""
+        """Yield the run with each delay of zero-bubble's weight-gradient passes to try.
+
+        Nothing is yielded if the schedule does not split backward.
+        """
         for delay in self.weight_delays if spec.splits_backward else ():
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 

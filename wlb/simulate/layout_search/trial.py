@@ -64,7 +64,7 @@ class Outline:
     """A lower bound of a layout's time."""
 
     name: str  # name of the layout
-    terms: TermSeconds  # seconds per global batch, by term
+    terms: TermSeconds  # seconds per global batch, by kind of work
 
     @property
     def time_s(self) -> float:
@@ -92,7 +92,7 @@ class Trial:
     tokens_per_s: float  # tokens per second, all ranks together
     mfu: float  # model FLOPs utilization, from the FLOPs of the documents
     bubble: float  # mean fraction of time that pipeline ranks spend outside passes
-    imbalance: float  # predicted work of the slowest micro-batches over that of mean micro-batches
+    imbalance: float  # predicted work of each step's slowest micro-batch / mean of micro-batches
     mean_delay: float  # mean delay of a token in steps
     max_delay: int  # longest delay of a token in steps
     peak_memory_bytes: int  # peak memory of the fullest pipeline rank
@@ -140,7 +140,7 @@ class Trial:
         return out + (f" price {section.delay_price:.2g}" if section.delay_price else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "layout": self.layout,
             "packing": self.packing,
@@ -180,8 +180,8 @@ class TrialRunner:
 
         Args:
             candidate: The layout.
-            is_walked: Whether the bound comes from simulating a mean step (depth `even`) rather
-                than from adding up the work (depth `work`).
+            is_walked: Whether to simulate one step whose micro-batches are all equal. Otherwise the
+                bound is the work of a pipeline rank, added up without bubbles, which is lower.
         """
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)
@@ -192,15 +192,19 @@ class TrialRunner:
         return Outline(name=candidate.name, terms=terms)
 
     def packed(self, spec: RunSpec) -> Trial | None:
-        """Run a trial of depth `packed`; None if the run does not fit into memory."""
+        """Pack and simulate the sample with equal work on all CP ranks; None if it does not fit.
+
+        No sharding is computed, which saves time. A run does not fit if it needs more memory than
+        plans may use.
+        """
         return self._within_memory(spec, is_sharded=False)
 
     def sharded(self, spec: RunSpec) -> Trial | None:
-        """Run a trial of depth `sharded`; None if the run does not fit into memory."""
+        """Pack, shard and simulate the sample; None if the run does not fit into memory."""
         return self._within_memory(spec, is_sharded=True)
 
     def as_it_is(self, spec: RunSpec) -> Trial:
-        """Run a trial of depth `sharded` without a memory limit."""
+        """Pack, shard and simulate the sample, even if the run does not fit into memory."""
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
@@ -281,7 +285,7 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
-    """Return the prices of a mean step: one step of one pipeline with equal micro-batches."""
+    """Return the prices of one step of one pipeline whose micro-batches share all work equally."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
     # The tokens and the attention of the whole sample are divided evenly over all micro-batches.
     num = len(sample.batches) * spec.num_micro_batches

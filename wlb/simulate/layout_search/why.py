@@ -43,15 +43,21 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loser:
-    """A family of layouts to which the fastest layout (the winner) does not belong."""
+    """A family of layouts to which the fastest layout (the winner) does not belong.
 
-    label: str  # name of the family
+    A family is all layouts with the same degree of TP, CP, PP or EP, the same schedule or the same
+    recompute. The layout of the user's run is a family of its own.
+    """
+
+    label: str  # name of the family, for example "tp 8"
     why: str  # why the family's best layout is slower, or why no layout fits into memory
     trial: Trial | None = None  # the family's best layout; None if no layout fits into memory
-    behind: float = 0.0  # (time of `trial` - winner's time) / winner's time, at the same depth
+    # (time of `trial` - winner's time) / winner's time. If `trial` is not sharded, the winner's
+    # time is that of its own trial without sharding.
+    behind: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "family": self.label,
             "why": self.why,
@@ -62,17 +68,18 @@ class Loser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The results of the fastest layout with other policies and strategies, at depth `sharded`."""
+    """The fastest layout, simulated with each packing policy and with each sharding strategy."""
 
     policies: tuple[Trial, ...]  # the best trial of each packing policy
     strategies: tuple[Trial, ...]  # one trial of each sharding strategy
 
 
 def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) -> list[Loser]:
-    """Return the families to which the fastest layout (the winner) does not belong.
+    """Compare the fastest layout (the winner) with each family to which it does not belong.
 
-    If the search has not simulated the best candidate of a family, it is simulated here. The run's
-    own layout is also tuned.
+    A family is all layouts with the same degree of TP, CP, PP or EP, the same schedule or the same
+    recompute. If the search has not simulated the best candidate of a family, it is simulated here.
+    The run's own layout is also simulated with all packings.
 
     Args:
         tuner: Runs the missing trials.
@@ -127,7 +134,12 @@ def references_of(tuner: Tuner, winner: Trial) -> References:
 
 
 def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
-    """Return by how many seconds each kind of work takes longer in the loser, largest first."""
+    """Return how many more seconds each kind of work takes in the slower layout, largest first.
+
+    Args:
+        loser: Seconds of the slower layout, by kind of work.
+        winner: Seconds of the faster layout, by kind of work.
+    """
     names = dict.fromkeys([*winner, *loser])
     found = {name: loser.get(name, 0.0) - winner.get(name, 0.0) for name in names}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -155,10 +167,12 @@ def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
 
 
 def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
-    """Return the readable name of a kind of work, with the property that explains the difference.
+    """Return the readable name of a kind of work, and perhaps why it takes longer in one layout.
+
+    An example is "TP communication (groups over 2 nodes)".
 
     Args:
-        name: Name of the kind of work.
+        name: Name of the kind of work, for example "tp_comm".
         loser: The slower layout.
         winner: The faster layout.
         node: Number of ranks of a node.
@@ -177,9 +191,10 @@ def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
 
 
 def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[str, list[Candidate]]:
-    """Return the candidates of each family to which the winner does not belong.
+    """Return the candidates of each family to which the winner does not belong, by family.
 
-    If no layout of a family fits into memory, its list is empty.
+    A family is all layouts with the same degree of TP, CP, PP or EP, the same schedule or the same
+    recompute. If no layout of a family fits into memory, its list is empty.
 
     Args:
         layouts: All layouts.
@@ -208,7 +223,7 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 
 def _labels(spec: RunSpec) -> list[str]:
-    """Return the names of all families to which a layout belongs."""
+    """Return the names of all families of a layout, such as "tp 8" for all layouts with tp 8."""
     degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
@@ -223,10 +238,11 @@ def _pipeline_labels(spec: RunSpec) -> list[str]:
 
 
 def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
-    """Return the candidate of a group that is probably the fastest.
+    """Return the candidate of a group that is probably the fastest, from what a search knows.
 
-    Tuned candidates come first, then candidates at depth `packed`, then those with only a bound;
-    among candidates of one depth the fastest is chosen.
+    Candidates that were simulated with every packing come first, then those that were simulated
+    with one packing, then those with only a lower bound. The fastest of the first of these is
+    chosen.
     """
 
     def key(candidate: Candidate) -> tuple[int, float, str]:
@@ -242,10 +258,10 @@ def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
 
 
 def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, node: int) -> Loser:
-    """Compare a family with the winner.
+    """Compare the best layout of a family with the winner of the search.
 
     Args:
-        label: Name of the family.
+        label: Name of the family, for example "tp 8".
         best: The family's best candidate; None if no layout of the family fits into memory.
         known: Results of the search.
         winner: The fastest layout.
@@ -269,7 +285,12 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
 
 
 def _does_not_fit(label: str, layouts: Layouts) -> str:
-    """Return a text that says why no layout of the family `label` fits into memory."""
+    """Return a text that says why no layout of a family fits into memory.
+
+    Args:
+        label: Name of the family, for example "tp 8".
+        layouts: All layouts.
+    """
     found = [large for large in layouts.too_large if label in _labels(large.spec)]
     if not found:
         return "no such layout is possible and allowed by the restrictions"
