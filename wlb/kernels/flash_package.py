@@ -31,7 +31,10 @@ _EVERY_CALL = (
 
 
 class FlashFunction(NamedTuple):
-    """A function of a package that we call, and which arguments it takes besides `_EVERY_CALL`."""
+    """A function of a package that we call, and its arguments.
+
+    The fields leave out the arguments that all functions take (`_EVERY_CALL`).
+    """
 
     name: str  # name of the function in the package's module
     by_name: tuple[str, ...]  # names of arguments that are tensors or depend on the backend

@@ -39,9 +39,9 @@ Between these bounds a block has as many query rows as the window has keys.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rows:
-    """Indices that copy source rows into padded batches, and that bring gradients back.
+    """Indices that copy rows into padded batches, and that bring their gradients back.
 
-    A source row may be copied into several rows of the batches.
+    Source rows are the rows of the tensor of queries or keys. One may be copied several times.
     """
 
     # Source row of each row of the batches. Padding repeats the first row of its segment, so that a
@@ -55,10 +55,10 @@ class _Rows:
     more: tuple[tuple[Tensor, Tensor], ...]
 
     def pad(self, x_N: Tensor, *, fill: float | None = None) -> Tensor:
-        """Copy source rows into the padded batches' rows.
+        """Copy rows into the padded batches.
 
         Args:
-            x_N: Source rows.
+            x_N: A tensor with one row for each query, or for each row of keys.
             fill: Value of padding. With None, padding repeats the first row of its segment.
         """
         if self.take_P is None:
@@ -438,12 +438,12 @@ def _rows(
     row_of: np.ndarray | None = None,
     is_shared: bool = False,
 ) -> _Rows:
-    """Make the indices that copy source rows into padded batches.
+    """Make the indices that copy rows of queries or keys into padded batches.
 
     Args:
         classes: For each class of segments the padded length, and the starts and lengths of the
             segments. A start is an index among the queries, or the keys, of all segments.
-        num_rows: N, the number of source rows.
+        num_rows: N, the number of source rows (rows of the tensor of queries or keys).
         device: Device to which the indices are copied.
         row_of: Source row of each query or key. None if query or key i is source row i.
         is_shared: Whether a source row may be copied several times.

@@ -113,7 +113,7 @@ class Product(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """Saves x and weight for the `Product` that follows, and computes the gradients of both."""
+    """Saves x and weight before their product (`Product`) runs, and computes both gradients."""
 
     @staticmethod
     def forward(

@@ -36,7 +36,9 @@ from wlb.spec import Recompute, RunSpec
 class StepInputs:
     """A step's inputs on the device. Lists have one entry per micro-batch."""
 
-    tokens: list[Tensor] | None  # [T_local] each; None except on the first stage
+    # shape [T_local] each, for a CP rank's T_local rows with padding; None except on the first
+    # stage
+    tokens: list[Tensor] | None
     rows: list[Rows]  # all other inputs of the model
     # Every tensor of `tokens` and `rows`. A caller that loads on another CUDA stream must call
     # `record_stream` on them for the stream that computes, or their memory may be reused too early.

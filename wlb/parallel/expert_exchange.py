@@ -123,7 +123,7 @@ class StagedTrip:
 
         Args:
             x: Rows to select from.
-            rows_N: Indices of the rows that travel, in the order of `Way.order_N`.
+            rows_N: Index in x of each row that travels, in the order of `Way.order_N`.
             scores_N: Score of each of these rows. With None no scores are sent.
         """
         self._leaving = _select(x, rows_N, scores_N)
@@ -274,7 +274,7 @@ class StagedWay:
         self._arrange(received)
 
     def _read(self) -> list[slice]:
-        """Wait for the numbers of rows, and return each stage's slice of all arriving rows.
+        """Wait until the host has the numbers of rows; returns each stage's slice of arriving rows.
 
         This is the only place where the host waits for the GPU: once per layer and micro-batch.
         """

@@ -262,7 +262,8 @@ class Pipeline:
         """Run the forward passes of all micro-batches, and with `train` also the backward passes.
 
         Args:
-            tokens: Tokens [T_local] of each micro-batch on the first pipeline rank, else None.
+            tokens: On the first pipeline rank the tokens of each micro-batch, [T_local], where
+                T_local is the number of a CP rank's rows with padding. None on other ranks.
             rows: The `Rows` of each micro-batch.
             num_rows: Number of rows that stages exchange for each micro-batch, T_local / tp.
             train: Whether to run backward passes.

@@ -126,7 +126,9 @@ class Products(NamedTuple):
     def begin_backward(
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Start the work of backward that needs only the gradient of the last layer's output.
+        """Start the backward of several layers with the same input: the last layer's part.
+
+        This needs only the gradient of the last layer's output, which arrives first.
 
         Args:
             grad_TF: Gradient of the last layer's output.
@@ -340,7 +342,7 @@ class TensorParallelOps(Ops):
             yield out_TF if linear.bias is None else out_TF + local_tensor(linear.bias)
 
     def _fan_products(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Yield the outputs of `fan_out` before biases are added."""
+        """Yield the outputs of column-parallel layers as `fan_out` does, but without biases."""
         parameters = [linear.weight for linear in linears]
         weights = [local_tensor(parameter) for parameter in parameters]
         fan = _FanOut(self, parameters)

@@ -103,8 +103,9 @@ class _Composition(NamedTuple):
         """Make the index tensors from the summaries that each span needs.
 
         Args:
-            found: For each span, the indices in the pool at which the summaries of earlier spans of
-                the same document are, in order. -1 fills the rest of a row (`RowsOf.found`).
+            found: For each span, the summaries of earlier spans of the same document, in order, as
+                indices in the pool (this rank's summaries, then the received ones). -1 fills the
+                rest of a row (`RowsOf.found`).
             num_spans: Number of spans of the rank, including the span of padding if there is one.
             device: Where the index tensors are copied to.
         """
@@ -207,7 +208,12 @@ class SpansBefore:
         return torch.stack([pool.index_select(0, column) for column in self._found], 1)
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
-        """Return the state before each span, [S, H, K, V], after exchanging summaries."""
+        """Exchange summaries between CP ranks, and return the state before each span, [S, H, K, V].
+
+        Args:
+            rule: Computes the summaries of this rank's spans.
+            layout: Unused, because the plan has fixed where spans are.
+        """
         made = rule.summaries(self._made)
         pool = self._before.filled(torch.cat(made, -1), self._group)
         return self._composed.states(pool, made.transition_SHKK.shape[-1])

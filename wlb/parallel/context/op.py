@@ -491,7 +491,7 @@ def _stage_backward(
         grad, q, out = [x.index_select(0, rows) for x in (grad, q, out)]
         lse = lse.index_select(1, rows)
     dq, dk, dv = backward(backend, grad, SavedTensors(q, *keys, out, lse), segments)
-    # Free the copies before the sums below allocate memory.
+    # Free copies of keys and queries before the sums below allocate memory.
     del keys, grad, q, out, lse
     if reads_buffer(segments, backend):
         return dq, torch.stack([dk, dv], 1)
