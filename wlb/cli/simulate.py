@@ -240,7 +240,7 @@ def _show(
 
     Args:
         options: The parsed command line.
-        runs: Simulations of the systems, and of the run itself as the last one.
+        runs: Simulations of the systems to compare with (such as Megatron-LM), then of the run.
         simulation: Simulation of the step that is explained.
         step: Number of this step.
         source: Name of the documents.
@@ -291,7 +291,7 @@ def _answer(runs: list[RunSimulation]) -> str:
     """Return a sentence on how much less GPU time the run takes than the first system.
 
     Args:
-        runs: Simulations of the systems, and of the run itself as the last one.
+        runs: Simulations of the systems to compare with (such as Megatron-LM), then of the run.
     """
     first, own = runs[0], runs[-1]
     spec, gpus = own.simulator.spec, own.simulator.spec.parallel.world_size
@@ -317,7 +317,7 @@ def _replay(
     Args:
         options: The parsed command line, whose --replay is the number of steps.
         batches: Global batches.
-        runs: Simulations of the systems and of the run.
+        runs: Simulations of the systems to compare with (such as Megatron-LM), then of the run.
 
     Returns:
         The exit status.

@@ -49,8 +49,8 @@ class RowRanges(NamedTuple):
     def sums(self, *columns: IntArray, shape: tuple[int, ...]) -> IntArray:
         """Add up the row counts of all ranges that have equal values in `columns`.
 
-        For example, `sums(r.reader, r.holder, shape=(cp, cp))` counts the rows that each rank
-        receives from each other rank.
+        For example, `table.sums(table.reader, table.holder, shape=(cp, cp))` counts the rows that
+        each rank receives from each other rank.
 
         Args:
             *columns: Columns of this table, by which the ranges are grouped.

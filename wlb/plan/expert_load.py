@@ -21,21 +21,20 @@ class ExpertLoad:
     # for each of `layers`: rows of the most loaded expert in the step, divided by the mean over
     # experts
     expert: tuple[float, ...]
-    # for each of `layers`: rows of the most loaded EP rank, divided by the mean over EP ranks. Each
-    # micro-batch and EP group may have another most loaded rank, for which the ranks of the group
-    # wait; the rows of these ranks are summed.
+    # for each of `layers`: rows of the most loaded EP rank of each micro-batch and EP group, for
+    # which the group waits, summed and divided by the mean over EP ranks of a rank's rows in the step
     rank: tuple[float, ...]
     # for each EP rank: its rows, summed over all layers, divided by the mean over EP ranks
     ranks: tuple[float, ...]
 
     @property
     def mean_expert(self) -> float:
-        """Mean over layers of the load of the most loaded expert (`expert`)."""
+        """Rows of the most loaded expert divided by the mean over experts; mean over layers."""
         return sum(self.expert) / len(self.expert)
 
     @property
     def mean_rank(self) -> float:
-        """Mean over layers of the load of the most loaded EP rank (`rank`).
+        """Rows of the most loaded EP rank divided by the mean over EP ranks; mean over layers.
 
         Every layer has the same weight, because all layers have equally many rows.
         """
@@ -118,7 +117,7 @@ class ExpertLoads:
 
     @property
     def mean_rank(self) -> float:
-        """Mean of `ExpertLoad.rank` over steps and layers."""
+        """Rows of the most loaded EP rank / mean over EP ranks; mean over steps and layers."""
         return sum(self.rank.values()) / len(self.rank) / self.steps
 
     def worst(self, name: str) -> tuple[int, float]:

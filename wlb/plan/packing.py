@@ -163,7 +163,7 @@ class PackingPlan(PlainRecord):
 
     @property
     def num_targets(self) -> int:
-        """Number of labels in the step, by which the sum of the tokens' losses is divided."""
+        """Number of labels in the step: tokens whose prediction counts in the loss."""
         return self.pieces.total_targets + self.num_joined_targets
 
     @property

@@ -160,12 +160,12 @@ class StepPlan:
 
     @property
     def num_targets(self) -> int:
-        """Number of labels in the step, by which the sum of the tokens' losses is divided."""
+        """Number of labels in the step: tokens whose prediction counts in the loss."""
         return self.packing.num_targets
 
     @property
     def predicted(self) -> StepMetrics:
-        """Predicted metrics of the step, as far as its packing determines them."""
+        """Predicted metrics of the step that follow from packing, without those of sharding."""
         rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
         padded = sum(map(rows_of, self.packing.rows.tolist())) * self.cp
         return predict(self.packing, num_padding_tokens=padded - self.packing.num_tokens)

@@ -224,8 +224,9 @@ class RenamedKeyWarning(FutureWarning):
 
 
 class RemovedKeyWarning(FutureWarning):
-    """Warning that a stored spec has a removed key or value, which no longer has an effect.
+    """Warning that a stored configuration has a removed key or value, which has no effect now.
 
+    A stored configuration is one that wlb wrote into a checkpoint or into metrics.jsonl.
     The command line prints the warning as one line.
     """
 
@@ -479,9 +480,10 @@ def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
-    """Raise UserError for a removed key that a user set. Warn if a stored spec has the key.
+    """Raise UserError for a removed key that a user set. Only warn if wlb itself wrote the key.
 
-    There is no warning if the stored value is the fixed value that runs now use.
+    wlb wrote keys into checkpoints and metrics.jsonl (`is_stored`). There is no warning if the
+    stored value is the fixed value that runs now use.
     """
     if dotted not in REMOVED:
         # `dotted` names a section in which all keys were removed. Report each of its keys.
@@ -501,10 +503,10 @@ def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) ->
 
 
 def _replace_removed(dotted: str, value: str, *, source: str, is_stored: bool) -> str:
-    """Warn that a stored spec has a removed value, and return the value that replaces it.
+    """Warn that a checkpoint or metrics.jsonl has a removed value, and return its replacement.
 
     Raises:
-        UserError: If the value is not from a stored spec.
+        UserError: If the user set the value (`is_stored` is false).
     """
     removed = REMOVED_VALUES[dotted, value]
     if not is_stored:

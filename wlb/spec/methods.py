@@ -28,7 +28,7 @@ class BinMethod(StrEnum):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the algorithm places documents in the order in which they arrive."""
+        """Whether this algorithm places documents into bins in the order in which they arrive."""
         return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
 
     @property

@@ -70,7 +70,8 @@ class RunRecords:
     num_replaced: int = 0  # number of steps that were trained more than once
     # number of lines that are not JSON, such as the last line of a run that was killed
     num_unreadable: int = 0
-    # seconds of each phase since the last start; empty if the run has not ended
+    # wall time in seconds of each phase (such as planning and steps) since the last start; empty if
+    # the run has not ended
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -269,7 +270,8 @@ class _Reading:
     events: list[_Line] = field(default_factory=list[_Line])  # lines of the kinds `EVENT_KINDS`
     num_replaced: int = 0  # number of steps that were trained more than once
     num_unreadable: int = 0  # number of lines that are not JSON
-    # seconds of each phase of the run since the last start; empty before the run's end
+    # wall time in seconds of each phase (such as planning and steps) since the last start; empty if
+    # the run has not ended
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     def take(self, lines: Iterable[bytes], path: Path) -> None:
