@@ -22,7 +22,8 @@ class ExpertLoad:
     # experts
     expert: tuple[float, ...]
     # for each of `layers`: rows of the most loaded EP rank of each micro-batch and EP group, for
-    # which the group waits, summed and divided by the mean over EP ranks of a rank's rows in the step
+    # which the group waits; summed, and divided by the rows of an EP rank in the step (mean over EP
+    # ranks)
     rank: tuple[float, ...]
     # for each EP rank: its rows, summed over all layers, divided by the mean over EP ranks
     ranks: tuple[float, ...]

@@ -38,7 +38,7 @@ def simulation_table(
     Args:
         runs: The simulated runs. Speed-ups are relative to the first one.
         title: Title of the table.
-        own: Label of the run whose row is printed in bold.
+        own: Label of the run whose row is printed in bold; "" = none.
         has_all: Whether the table has all columns or only those of `FEW`.
     """
     columns = [(name, cell) for name, cell in COLUMNS if has_all or name in FEW]
@@ -106,6 +106,6 @@ def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
 
 
 def worth_line(profile: KernelProfile) -> str:
-    """Return a line that says how the numbers of a kernel profile were obtained."""
+    """Return a line on which numbers of a kernel profile were measured, published or assumed."""
     kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
     return f"predicted with kernel profile {profile.name} ({profile.device}; {kinds})"

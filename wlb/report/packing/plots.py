@@ -79,7 +79,7 @@ def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
     Args:
         runs: Results of all policies, of which a few are drawn.
-        own: Label of the run's present policy, whose line is thicker.
+        own: Label of the run's present policy, whose line is thicker; "" = none.
     """
     figure, (axes,) = new_figure(ncols=1, height=3.6)
     for run in _few(runs, own):
@@ -98,7 +98,7 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
     Args:
         runs: Results of all policies, of which a few are drawn.
-        own: Label of the run's present policy, whose line is thicker.
+        own: Label of the run's present policy, whose line is thicker; "" = none.
     """
     figure, (axes,) = new_figure(ncols=1, height=3.6)
     few = _few(runs, own)
@@ -121,7 +121,7 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
 
     Args:
         summaries: Results of all policies.
-        own: Label of the run's present policy, whose point is larger.
+        own: Label of the run's present policy, whose point is larger; "" = none.
     """
     figure, (axes,) = new_figure(ncols=1, height=4.6)
     shown = [s for s in summaries if s.num_steps]
