@@ -238,8 +238,8 @@ def attend_op(
         v_SGD: Values of all segments.
         cu_seqlens_q: Offsets of queries, `Segments.cu_seqlens_q`.
         cu_seqlens_k: Offsets of keys, `Segments.cu_seqlens_k`.
-        max_q: Most queries of a segment.
-        max_k: Most keys of a segment.
+        max_q: Number of queries of the segment that has most.
+        max_k: Number of keys of the segment that has most.
         sliding: Size of the sliding window (`Scores.sliding`), 0 for none.
         softcap: Cap on scores (`Scores.softcap`), 0 for none.
         backend: Name of the attention kernel, a key of `BACKENDS`.

@@ -78,8 +78,8 @@ class Segments:
 
     cu_seqlens_q: torch.Tensor  # int32 on the device, shape [num_segments + 1]
     cu_seqlens_k: torch.Tensor  # int32 on the device, shape [num_segments + 1]
-    max_q: int  # most queries of a segment
-    max_k: int  # most keys of a segment
+    max_q: int  # number of queries of the segment that has most
+    max_k: int  # number of keys of the segment that has most
     host: HostPart = field(repr=False)  # the same offsets on the host
     # True: a segment's last keys are at the positions of its queries, and the mask is causal.
     # False: all keys come before all queries, as in a prefix, and each query sees all keys.
@@ -176,8 +176,8 @@ class Segments:
         Args:
             cu_seqlens_q: Offsets of queries, on the device.
             cu_seqlens_k: Offsets of keys, on the device.
-            max_q: Most queries of a segment.
-            max_k: Most keys of a segment.
+            max_q: Number of queries of the segment that has most.
+            max_k: Number of keys of the segment that has most.
             sliding: As `Scores.sliding`.
             softcap: As `Scores.softcap`.
             is_causal: As `Segments.is_causal`.

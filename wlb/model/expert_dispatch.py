@@ -103,7 +103,7 @@ class Way(Protocol):
     def ends_E(self) -> Tensor:
         """For each of this process's experts, the index after its last row, int32.
 
-        The index counts the M rows that arrive at this process, sorted by expert.
+        The index is among the M rows that arrive at this process, sorted by expert.
         """
         ...
 

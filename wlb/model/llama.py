@@ -38,7 +38,7 @@ class Attend(Protocol):
     """
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any:
-        """Start to exchange k and v between CP ranks, and return what `attend` takes as `begun`."""
+        """Start to exchange k and v between CP ranks, and return a record to pass to `attend`."""
         ...
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Any) -> tuple[Tensor, Any]:

@@ -32,7 +32,7 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
     """Apply FSDP2 to each layer and then to the stage, in place, if FSDP is needed (`needs_fsdp`).
 
     Args:
-        stage: The stage, without storage.
+        stage: The stage, whose parameters are on the meta device (no storage).
         mesh: The ranks.
         dtype: Dtype of computation. Parameters are stored in float32 and gathered in this dtype.
         fsdp: The `[fsdp]` section of the configuration.

@@ -328,7 +328,7 @@ class StagedWay:
     def ends_E(self) -> Tensor:
         """For each of this rank's experts, the index after its last row, int32.
 
-        The index counts the M rows that arrive at this rank, sorted by expert.
+        The index is among the M rows that arrive at this rank, sorted by expert.
         """
         assert self._choice.ends_E is not None
         return self._choice.ends_E

@@ -25,9 +25,9 @@ class FlatExchange(NamedTuple):
     # On the device: the tensors of every stage, in the order of `DeviceStage`'s fields. With the
     # `needed` exchange `RankExchange.returned` follows.
     tensors: list[Tensor]
-    # int64 on the host, with one row for each stage. The columns are: most queries and most keys of
-    # a segment, size of the sliding window, then for each rank the number of rows received from it,
-    # then for each rank the number of rows sent to it.
+    # int64 on the host, with one row for each stage. The columns are: largest number of queries of
+    # a segment, largest number of keys, size of the sliding window, then for each rank the number
+    # of rows received from it, then for each rank the number of rows sent to it.
     numbers: Tensor
     # The number of ranks and each stage's `Transfer`, such as "2 own needed needed".
     layout: str
@@ -59,8 +59,8 @@ class DeviceStage(NamedTuple):
         """Return the segments of the stage's attention call.
 
         Args:
-            numbers: This stage's row of `FlatExchange.numbers`. Its first values are the most
-                queries and the most keys of a segment, and the size of the sliding window.
+            numbers: This stage's row of `FlatExchange.numbers`. Its first values are the largest
+                numbers of queries and of keys of a segment, and the size of the sliding window.
             softcap: Cap on scores, 0 for none.
         """
         max_q, max_k, sliding = numbers[:3]

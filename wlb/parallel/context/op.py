@@ -21,8 +21,8 @@ For each op the file has its computation, the function that makes empty results 
 ("fake"), the function that saves tensors for backward, and the derivative, in this order.
 
 Shapes, besides those of `attention`: R rows that arrive in a stage, N rows sent in all stages
-(`needed` exchange), K keys of all segments, U the most segments of a rank that read one row, W the
-most ranks to which one row is sent.
+(`needed` exchange), K keys of all segments, U the largest number of segments of a rank that read
+the same row, W the largest number of ranks to which the same row is sent.
 """
 
 from typing import Any

@@ -49,8 +49,8 @@ class RankStage:
     # the row from which each key is copied, segment by segment, shape [K]
     kv_index: IntArray | None
     # inverse[u, r] is the (u + 1)-th key that is copied from row r, or K if there are fewer.
-    # Backward adds up the gradients of these keys. Shape [U, R], where U is the most copies of a
-    # row.
+    # Backward adds up the gradients of these keys. Shape [U, R], where U is the largest number of
+    # copies of any row.
     inverse: IntArray | None
 
 
@@ -68,7 +68,8 @@ class RankExchange:
     stages: tuple[RankStage, ...]
     # Only for NEEDED. A local row may go to several ranks, and each of them returns a gradient.
     # returned[w, t] is the index of the (w + 1)-th gradient of local row t among the N rows sent in
-    # all stages, or N if there are fewer. Shape [W, T], where W is the most ranks that get one row.
+    # all stages, or N if there are fewer. Shape [W, T], where W is the largest number of
+    # ranks that get the same row.
     returned: IntArray | None = None
 
     @property
