@@ -241,7 +241,7 @@ def test_bad_waits(change: dict[str, np.ndarray], message: str) -> None:
             2,
             1,
             [(1, 4, 2, 1), (1, 5, 2, 1)],
-            "step 1: the number of micro-batches per pipeline, 5, does not divide into 2 equal",
+            "step 1: an interleaved schedule with parallel.pp = 2 processes the 5 micro-batches",
         ),
         ("1f1b", 2, 1, [(1, 4, 2, 1), (1, 4, 2, 2)], "dp = 1, cp = 2 and with dp = 1, cp = 1"),
     ],

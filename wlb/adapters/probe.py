@@ -176,8 +176,8 @@ def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int
         logits = logits.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
         raise UserError(
-            f"its forward returned {type(out).__name__} without a tensor of logits that has shape "
-            "[batch, tokens, vocabulary]"
+            f"its forward returned {type(out).__name__} without logits of shape [batch, tokens, "
+            "vocabulary]"
         )
     # Take the last logits, because PEFT's prompt tuning puts more tokens in front of the row.
     return logits.reshape(-1, logits.shape[-1])[-2 * LENGTH :].float()

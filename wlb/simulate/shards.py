@@ -125,7 +125,7 @@ class ShardCosts:
         reduce = self.reduce_ns[stage] * reduces / layers
         is_ahead = kind == PassKind.FORWARD or execution.prefetches_backward
         # Time of the collectives that run during the computation of one layer. The part of it that
-        # exceeds the layer's time is exposed.
+        # exceeds the layer's time makes the pass longer.
         beside = gather * is_ahead + reduce
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
         # No computation hides the first gather and the last reduction. Without prefetching, no
