@@ -275,7 +275,7 @@ def _axis_finding(
 
 
 def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
-    """Return the bandwidth (bytes/s) that the profile predicts for a measured call.
+    """Return the bandwidth (bytes/s) that a profile predicts for the call measured in `timing`.
 
     The value can be compared with `GroupTiming.bytes_per_s`. It includes the latency of the call,
     except for an all-to-all between nodes, for which the bandwidth of their links is returned.

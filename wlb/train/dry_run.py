@@ -421,7 +421,7 @@ def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
 
 
 def _sharded(sharding: ShardingPlan) -> str:
-    """Return the name of a micro-batch's sharding strategy and, with several CP ranks, exchange."""
+    """Return a micro-batch's sharding strategy and, with several CP ranks, its exchange as text."""
     return sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else "")
 
 

@@ -22,7 +22,7 @@ class Evaluator:
     """Computes the loss on the first `eval.steps` global batches of the held-out store.
 
     Args:
-        spec: The run, with the attention kernel that prices its plans.
+        spec: The run. Its kernels.attention is the kernel for which plans are priced, not `auto`.
         store: Prefix of the held-out token store.
         executor: Runs the forward passes.
 

@@ -33,7 +33,7 @@ class PlanFeed:
     All ranks construct it together. The first rank of each node starts the node's planner process.
 
     Args:
-        spec: The run, with the attention kernel that prices its plans.
+        spec: The run. Its kernels.attention is the kernel for which plans are priced, not `auto`.
         store: Name of the token store.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the layout.

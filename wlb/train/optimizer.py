@@ -53,7 +53,7 @@ def has_decay(parameter: torch.Tensor) -> bool:
 
 
 def peak_missed(spec: RunSpec) -> str:
-    """Return a warning if the run ends before the warm-up reaches the peak rate; "" otherwise."""
+    """Return a warning if the run ends before the learning rate reaches its peak; "" otherwise."""
     t = spec.training
     if t.warmup_steps <= t.steps:
         return ""

@@ -111,7 +111,7 @@ def resolve_resume(directory: Path, value: str | None) -> ToResume:
 
 
 def replaced_of(directory: Path, step: int) -> Path:
-    """Return the path of an old checkpoint while a new one of the same step replaces it."""
+    """Return the path to which a checkpoint is moved while a new one of its step replaces it."""
     return directory / f"partial-replaced-{step:08d}"
 
 

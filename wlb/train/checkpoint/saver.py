@@ -207,12 +207,12 @@ class CheckpointSaver:
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Wait for the current save, and release the run's folder."""
+        """Wait for the current save, and close the run's folder, which was kept open."""
         self._pool.shutdown(wait=True)
         self._held.close()
 
     def _write(self, task: _Task) -> Saved:
-        """Write a checkpoint; this runs in the thread. The result describes a failure, if any."""
+        """Write a checkpoint, in the saving thread. The result describes a failure, if any."""
         num_bytes, error, dropped = 0, "", list[str]()
         try:
             if task.copied is not None:

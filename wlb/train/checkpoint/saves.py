@@ -68,7 +68,7 @@ class SaveCheckpoints(Hook):
         self._report(run, self.saver.poll())
 
     def end(self, run: RunContext) -> None:
-        """Save the final state and wait for it."""
+        """Save the final state, and wait until it is saved."""
         self._save(run, is_last=True)
         self.saver.close()
 

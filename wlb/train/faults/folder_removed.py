@@ -30,19 +30,19 @@ class KeepFolder(Hook):
         self._began_as: tuple[int, int] | None = None
 
     def begin(self, run: RunContext) -> None:
-        """Remember the folder's device and inode numbers, by which later checks recognise it."""
+        """Remember the run folder's device and inode numbers, to recognise the folder later."""
         self._began_as = _identity(self.directory)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """Check that the path still leads to the run's folder."""
+        """Raise FolderLost if the run's folder was removed or renamed."""
         self._check(run)
 
     def end(self, run: RunContext) -> None:
-        """Check the folder once more before the last checkpoint."""
+        """Check once more, before the last checkpoint, that the run's folder was not removed."""
         self._check(run)
 
     def finished(self, run: RunContext) -> None:
-        """Check the folder once more after everything was written."""
+        """Check once more, after everything was written, that the run's folder was not removed."""
         self._check(run)
 
     def _check(self, run: RunContext) -> None:

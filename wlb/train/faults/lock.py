@@ -41,7 +41,7 @@ class _Held(NamedTuple):
     file: int  # descriptor of the lock file in it
 
     def release(self) -> None:
-        """Remove the lock file and release both locks."""
+        """Remove the lock file, and close both descriptors, which releases their locks."""
         with contextlib.suppress(OSError):
             os.unlink(NAME, dir_fd=self.folder)
         os.close(self.file)
@@ -104,13 +104,17 @@ class RunLock:
                 moved.release()
 
     def close(self) -> None:
-        """Remove the lock file and release the locks."""
+        """Unlock the run's folder, and remove the lock file in it."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
 
     def _attempt(self) -> bool:
-        """Try once to take both locks, without waiting."""
+        """Try once, without waiting, to lock the run's folder and the lock file in it.
+
+        Returns:
+            Whether both are locked now, as far as the file system supports these locks.
+        """
         with contextlib.ExitStack() as opened:
             try:
                 folder = make_and_open(self.directory)

@@ -18,7 +18,7 @@ class CountGraphs(Hook):
         self._num_reported = 0
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Report graphs that were compiled during this step."""
+        """Report graphs that torch.compile has compiled during this step."""
         total = num_graphs() - self._num_before
         if new := total - self._num_reported:
             self._num_reported = total

@@ -147,7 +147,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a record to TensorBoard's curves, if its kind is in `CURVES`."""
+        """Draw the numbers of a record of a step or evaluation (`CURVES`) in TensorBoard."""
         if record["kind"] in CURVES:
             for name, value in scalars_of(record).items():
                 self._writer.add_scalar(name, value, record["steps_done"])
@@ -184,7 +184,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="steps_done")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Log the numbers of a record to wandb, if its kind is in `CURVES`."""
+        """Log the numbers of a record of a step or evaluation (`CURVES`) to wandb."""
         if record["kind"] in CURVES:
             self._run.log({"steps_done": record["steps_done"], **scalars_of(record)})
 

@@ -55,6 +55,6 @@ class WorkMeter:
         )
 
     def take(self) -> Work:
-        """Return the sums over the steps that were added since the previous call."""
+        """Return FLOPs and wall time, summed over the steps that were added since the last call."""
         taken, self._sum = self._sum, Work()
         return taken
