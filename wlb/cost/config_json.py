@@ -261,7 +261,7 @@ def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
     """Return the forward FLOPs of attention in whole documents, shape [n].
 
     Args:
-        pairs: Costs of a query-key pair, whose FLOPs are added up.
+        pairs: Costs of a query-key pair in each attention. The FLOPs of all of them are added up.
         d: Tokens of each document, shape [n].
     """
     total = np.zeros_like(d)

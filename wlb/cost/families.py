@@ -224,7 +224,7 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
         made: dict[str, Mixer] = {}
         out: list[Layer] = []
         for i, kind in enumerate(kinds(config)):
-            # Layers of one kind have equal mixers, so each kind is counted once.
+            # Layers of one kind have equal attention (or recurrence), so each kind is counted once.
             if kind not in made:
                 made[kind] = mixer(config, kind)
             weights, pairs, flops, summary = made[kind]
@@ -240,16 +240,21 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
     return layers
 
 
-# ---- Rules for the kind of each layer
+# ---- Functions for the kind of each layer
 
 
 def _all(kind: str) -> Kinds:
-    """Return a rule: every layer is of `kind`."""
+    """Return a function that gives every layer of a model the kind `kind`."""
     return lambda config: [kind] * config.layers
 
 
 def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
-    """Return a rule: the field `name` lists the layers' kinds; if it is null, use `otherwise`."""
+    """Return a function that reads each layer's kind from a field of the config.json.
+
+    Args:
+        otherwise: Returns the kinds if the field is null.
+        name: The field.
+    """
 
     def kinds(config: ConfigFields) -> list[str]:
         names = config.names(name, config.layers)
@@ -264,7 +269,7 @@ def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
 
 
 def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = "full") -> Kinds:
-    """Return a rule: the last of every n layers is of `kind`, and the others are of `other`.
+    """Return a function that gives the last of every n layers one kind, and the others another.
 
     Args:
         field: Name of the field that has n; "" if n is `default` for all models of the family.
@@ -281,17 +286,26 @@ def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = 
 
 
 def _first_of(n: int) -> Kinds:
-    """Return a rule: the first of every n layers has full attention, the others have a window."""
+    """Return a function that lists layers' kinds: "full" every n layers from 0, else "sliding"."""
     return lambda config: ["sliding" if i % n else "full" for i in range(config.layers)]
 
 
 def _if_window(kinds: Kinds) -> Kinds:
-    """Return a rule: use `kinds` if `sliding_window` is set, else full attention everywhere."""
+    """Return a function that lists layers' kinds: all are "full" unless `sliding_window` is set.
+
+    Args:
+        kinds: Returns the kinds if the field `sliding_window` of the config.json is set.
+    """
     return lambda c: kinds(c) if c.get("sliding_window") else ["full"] * c.layers
 
 
 def _from_layer(field: str) -> Kinds:
-    """Return a rule: layers with an index of at least config[field] have a sliding window."""
+    """Return a function that lists layers' kinds: "full" at first, "sliding" from some layer on.
+
+    Args:
+        field: Field with the index of the first layer that is "sliding". If it is null, all layers
+            are "full".
+    """
 
     def kinds(config: ConfigFields) -> list[str]:
         first = config.whole(field, config.layers, at_least=0)
@@ -301,14 +315,19 @@ def _from_layer(field: str) -> Kinds:
 
 
 def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
-    """Return a rule: use `kinds` if the field `flag` is true, else full attention everywhere."""
+    """Return a function that lists layers' kinds: all are "full" unless a field is true.
+
+    Args:
+        kinds: Returns the kinds if the field is true.
+        flag: Name of the field.
+    """
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
 
 
 def _unsaid(config: ConfigFields) -> list[str]:
-    """Raise UserError, because the config.json of this family must list kinds in `layer_types`.
+    """Raise UserError that says that the config.json must list layers' kinds in `layer_types`.
 
-    This rule is for families in which no other field tells the kinds of layers.
+    This is for families in which no other field tells the kinds.
     """
     raise config.error("layer_types", "must list the kind of each layer")
 
@@ -319,10 +338,14 @@ def _qwen2_moe_windows(config: ConfigFields) -> list[str]:
 
 
 def _without_rope(kind: str) -> Kinds:
-    """Return the rule of Llama 4 ("chunked") or SmolLM3 ("sliding"): every n-th layer has no RoPE.
+    """Return a function that lists the layers' kinds of Llama 4 or SmolLM3.
 
-    In Llama 4 the layers with RoPE have chunked attention. In SmolLM3 the layers without RoPE may
-    have a sliding window. All other layers have full attention.
+    In these models every n-th layer has no RoPE. In Llama 4 the layers with RoPE have chunked
+    attention. In SmolLM3 the layers without RoPE may have a sliding window. All other layers have
+    full attention.
+
+    Args:
+        kind: "chunked" for Llama 4, "sliding" for SmolLM3.
     """
 
     def kinds(config: ConfigFields) -> list[str]:
@@ -359,10 +382,11 @@ def _kimi_kinds(config: ConfigFields) -> list[str]:
 
 
 def _glm_indexers(config: ConfigFields) -> list[str]:
-    """Return the kinds of GLM-5's layers: "sparse" has an indexer, "reused" uses an earlier one's.
+    """Return the kind of each GLM-5 layer: "sparse" with an indexer, "reused" without one.
 
-    An indexer chooses the keys that attention reads. The config.json lists the layers with indexers
-    by name, as a pattern of letters, or by how often they occur.
+    An indexer chooses the keys that attention reads. A layer without one reads the keys that the
+    indexer of an earlier layer chose. The config.json lists the layers with indexers by name, as a
+    pattern of letters, or by how often they occur.
     """
     names, pattern = config.names("indexer_types", config.layers), config.get("index_topk_pattern")
     if names is None and isinstance(pattern, str) and len(pattern) == config.layers:
@@ -390,7 +414,11 @@ def _jamba_kinds(config: ConfigFields) -> list[str]:
 
 
 def _at(field: str) -> Kinds:
-    """Return a rule: config[field] lists the layers with full attention; the others are linear."""
+    """Return a function that lists layers' kinds, "full" or "linear".
+
+    Args:
+        field: Field with the indices of the layers with full attention.
+    """
 
     def kinds(config: ConfigFields) -> list[str]:
         full = config.indices(field)
@@ -420,7 +448,7 @@ def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
-    """Return the name of each Nemotron-H layer; letters, as in older files, become names."""
+    """Return the name of each Nemotron-H layer; the letters of older files are changed to names."""
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
     if names is None and isinstance(pattern, str):
@@ -673,7 +701,14 @@ def _short_conv(config: ConfigFields) -> Mixer:
 
 
 def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> MixerOf:
-    """Return a mixer: `linear` in layers of kind "linear", `softmax` in layers with attention."""
+    """Return a function that counts the costs of attention or of the recurrence in a layer.
+
+    Layers of kind "none" have neither.
+
+    Args:
+        softmax: Returns the costs of attention.
+        linear: Returns the costs of the recurrence, for layers of kind "linear".
+    """
 
     def mixer(config: ConfigFields, kind: str) -> Mixer:
         if kind == "none":
@@ -781,14 +816,25 @@ def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigField
 
 
 def _first(field: str, default: int = 0) -> Callable[[ConfigFields, int], bool]:
-    """Return a rule: the first n layers are dense. n is config[field], or `default` if null."""
+    """Return a function that says whether a layer is dense (without experts): the first n are.
+
+    Args:
+        field: Field of the config.json that has n.
+        default: n if the field is null.
+    """
     return lambda c, i: i < c.whole(field, default, at_least=0)
 
 
 def _mlp_types(
     otherwise: Callable[[ConfigFields, int], bool],
 ) -> Callable[[ConfigFields, int], bool]:
-    """Return a rule: `mlp_layer_types` says which layers are dense; if null, use `otherwise`."""
+    """Return a function that says whether a layer is dense (without experts).
+
+    The field `mlp_layer_types` of the config.json says it for each layer.
+
+    Args:
+        otherwise: Says it if this field is null.
+    """
 
     def is_dense(config: ConfigFields, layer: int) -> bool:
         names = config.names("mlp_layer_types", config.layers)

@@ -27,8 +27,9 @@ class MonotoneTable:
     """Prices by length: stored for each short length, and interpolated for longer ones."""
 
     dense: IntArray  # prices of lengths 0, 1, 2, ... in ns
-    knots: FloatArray  # rising lengths, of which the first is the last one in `dense`
-    knot_prices: FloatArray  # price of each knot in ns
+    # Rising lengths between which prices are interpolated. The first is the last length of `dense`.
+    knots: FloatArray
+    knot_prices: FloatArray  # price of each length in `knots`, in ns
 
     @classmethod
     def of(
@@ -39,7 +40,8 @@ class MonotoneTable:
         Args:
             price: Returns one or more arrays of prices in ns, shape [n] each, for lengths of shape
                 [n].
-            longest: Tokens of the longest expected piece. Knots above it are far apart.
+            longest: Tokens of the longest expected piece. Longer lengths are interpolated between
+                lengths that are far apart.
 
         Returns:
             One table for each array that `price` returns.
@@ -88,10 +90,12 @@ def _check_range(price: float, length: float) -> None:
 
 
 def _knots(last_dense: int, longest: int) -> FloatArray:
-    """Return the knots: rising whole lengths from `last_dense` to beyond `_LONGEST`.
+    """Return the rising lengths between which prices are interpolated ("knots"), in tokens.
+
+    They are whole numbers, from `last_dense` to beyond `_LONGEST`.
 
     Args:
-        last_dense: Last length of the dense table.
+        last_dense: Last length of the table that has a price for each length.
         longest: Longest expected piece. Above it there are only 4 knots for each doubling.
     """
     # Up to `longest` there are 512 knots for each doubling of the length, then 4.

@@ -38,7 +38,10 @@ class Curve:
         return low + weight * (self.values[left + 1] - low)
 
     def outside(self, x: FloatArray) -> BoolArray:
-        """Return which sizes lie outside the measured range; the nearest measured size applies."""
+        """Return which sizes are outside the measured range, shape [n].
+
+        They get the throughput of the nearest measured size.
+        """
         return (x < self.axis[0]) | (x > self.axis[-1])
 
 
@@ -74,7 +77,11 @@ class Surface:
         return Cells(row * self.axis1.size + column, weight0, weight1)
 
     def read(self, cells: Cells) -> FloatArray:
-        """Return the interpolated throughput at points whose cells `cells` has found."""
+        """Return the interpolated throughput at points.
+
+        Args:
+            cells: The grid cells of the points, as the method `cells` returns them.
+        """
         flat, width = self.values.ravel(), self.axis1.size
         corner, weight0, weight1 = cells
         v00, v01 = flat[corner], flat[corner + 1]
@@ -92,7 +99,10 @@ class Surface:
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
-        """Return which points lie outside the grid; the nearest point of its edge applies."""
+        """Return which points (x, y) are outside the measured grid.
+
+        They get the throughput of the nearest point on the edge of the grid.
+        """
         return (
             (x < self.axis0[0]) | (x > self.axis0[-1]) | (y < self.axis1[0]) | (y > self.axis1[-1])
         )

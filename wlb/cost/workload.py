@@ -214,7 +214,7 @@ class ProfiledWorkload:
         both = ((full, 0), (sliding, self.model.sliding_window))
         return [(layers, window) for layers, window in both if layers]
 
-    # W_l: everything else that grows with tokens
+    # W_l: everything besides attention that grows with tokens
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
         """Return W_l, everything but attention, of pieces with these lengths, in ns, shape [n]."""
@@ -293,7 +293,7 @@ class ProfiledWorkload:
         recomputed = whole_ns(forward) * self.linear.recomputed_work.attention
         return whole_ns(forward), whole_ns(backward) + recomputed
 
-    # The exchange of keys and values; W_l includes the bandwidth term of an all-gather
+    # The exchange of keys and values; W_l includes the transfer time of an all-gather
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """Return the time of all-gathering a micro-batch's keys and values: (forward, backward).
@@ -814,7 +814,7 @@ class LinearCost:
         span = min(self.parallel.ep, self.profile.ranks_per_node + 1)
         return all_to_all_latency_ns(self.profile, span_ranks=span)
 
-    # Not part of W: the ends of the model
+    # Not part of W: embedding, output head and loss
 
     @property
     def embedding_ns_per_token(self) -> Passes:

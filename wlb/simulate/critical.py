@@ -53,28 +53,31 @@ class CriticalPath:
 
     @property
     def by_term(self) -> dict[str, float]:
-        """Seconds of each kind of work on the path, largest first."""
+        """Seconds of each kind of work on the critical path, largest first."""
         return _summed(item for event in self.events for item in event.terms_s.items())
 
     @property
     def by_micro_batch(self) -> dict[tuple[int, int], float]:
-        """Seconds of passes and messages by (pipeline, micro-batch), largest first."""
+        """Seconds of passes and messages on the critical path, largest first.
+
+        They are added up by (index of the pipeline, micro-batch).
+        """
         events = (e for e in self.events if e.micro_batch >= 0)
         return _summed(((e.pipeline, e.micro_batch), e.duration_s) for e in events)
 
     @property
     def by_rank(self) -> dict[tuple[int, int], float]:
-        """Seconds of passes by (pipeline, pipeline rank), largest first."""
+        """Seconds of passes on the critical path by (pipeline, pipeline rank), largest first."""
         events = (e for e in self.events if e.node.kind == NodeKind.PASS)
         return _summed(((e.pipeline, e.node.rank), e.duration_s) for e in events)
 
     @property
     def main_pipeline(self) -> int:
-        """The pipeline with the most time in passes on the path; 0 if there are no passes."""
+        """Index of the pipeline with the most time in passes on the critical path; 0 if none."""
         return next(iter(_summed((rank[0], s) for rank, s in self.by_rank.items())), 0)
 
     def describe(self) -> tuple[str, ...]:
-        """Return lines of text about the path.
+        """Return lines of text about the critical path.
 
         The lines name the micro-batch with the most time on the path, this micro-batch's longest
         event, and the kinds of work with the most time.

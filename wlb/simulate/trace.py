@@ -102,7 +102,12 @@ def _events(simulation: Simulation, steps: Sequence[int], first_step: int) -> It
 
 
 def _name_events(simulation: Simulation, *, lanes: int) -> Iterator[TraceEvent]:
-    """Yield the events that name and order processes and threads."""
+    """Yield the trace events that name and order the processes and threads in a viewer.
+
+    Args:
+        simulation: The simulated steps.
+        lanes: Number of threads that show messages.
+    """
     yield from _name_event(0, "process", CRITICAL)
     yield from _name_event(0, "thread", "steps", tid=STEPS)
     yield from _name_event(0, "thread", CRITICAL, tid=PASSES)
@@ -211,7 +216,13 @@ class _Step:
             yield event | ({"bp": "e"} if phase == "f" else {})
 
     def _label(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
-        """Return the name of a node's event, and the arguments that a viewer shows with it."""
+        """Return the name of a trace event, and the arguments that a viewer shows with it.
+
+        Args:
+            i: Index of the node of the graph that the event shows.
+            node: The node.
+            pipeline: Index of the pipeline.
+        """
         if node.action is None:
             name = NAMES[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
             return name, {"step": self.name}

@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def has_all_room(self) -> bool:
-        """Whether memory allows an S_max and T above which packing would gain nothing more."""
+        """Whether memory allows so large an S_max and T that packing would not use more."""
         if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
             return False
         most = MOST_STEP_TOKENS * self.spec.tokens_per_step
