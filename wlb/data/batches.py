@@ -422,7 +422,7 @@ class GlobalBatches(SourceBatches):
         return np.concatenate([none, *ids]), np.concatenate([none, *lengths])
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of the documents at positions [first, first + size)."""
+        """Return ids and lengths of the documents at positions [first, first + size) of the stream."""
         identity = self._identity
         epoch, rows = stream_rows(
             first, size, self._lengths.size, seed=identity["seed"], shuffle=identity["shuffle"]
@@ -521,9 +521,11 @@ def _difference(theirs: Any, ours: Any) -> str:
 
 
 def _values_of(identity: Any) -> dict[str, str]:
-    """Return the values of an identity by name, for one store or for a list of stores.
+    """Return, by name, the values (such as checksums) that identify the tokens of a source.
 
-    With several stores, each name starts with the number of its store.
+    Args:
+        identity: Identity of one store (`TokenStore.identity`), or a list of them. With several
+            stores, each name starts with the number of its store.
     """
     stores = cast("list[Any]", identity) if isinstance(identity, list) else [identity]
     numbered = len(stores) > 1
@@ -558,7 +560,10 @@ def batch_after(
 
 
 def check_surplus(state: State, tokens: int) -> None:
-    """Raise UserError unless FILLED plus the surplus of a state is the number of tokens read.
+    """Raise UserError unless the counts of tokens in a state fit the tokens that were read.
+
+    A state has the surplus, which is the number of tokens that were read beyond those that its
+    batches should have, and under FILLED the number of all other tokens that were read.
 
     Args:
         state: The state of a stream. States without FILLED are not checked.

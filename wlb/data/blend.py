@@ -349,7 +349,10 @@ class BlendedBatches(BatchStream):
 
     @property
     def _end(self) -> float:
-        """The tag at which the stream ends. Every source was then read at least `epochs` times."""
+        """The tag (tokens read of a source / weight of the source) at which the stream ends.
+
+        Every source was then read at least `epochs` times.
+        """
         return self._end_of(self.epochs) if self.epochs else np.inf
 
     def _end_of(self, epochs: int) -> float:

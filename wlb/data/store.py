@@ -50,7 +50,8 @@ class StoreInfo:
     num_tokens: int
     checksum: str  # blake2b of the `.bin` file, in hexadecimal
     eos_id: int | None = None  # token that ends every document, or None
-    tokenizer: str | None = None  # name of the tokenizer's file, in the folder of the store
+    # Name of the tokenizer's file in the folder of the store; None if there is no such file.
+    tokenizer: str | None = None
     source: str = ""  # where the documents come from, in words
     # Settings and counts that `wlb prepare` records, such as skipped documents.
     preparation: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -184,8 +184,8 @@ class ChatEncoder:
         """Return the match of the special token that ends a reply, or None if there is none.
 
         Only special tokens between the end of the content and the end of the turn are considered.
-        If the reply has tool calls, the last of them ends the reply. Otherwise the first one does,
-        or the last one of several that directly follow the first.
+        If the reply has tool calls, the last of these tokens ends it. Otherwise the first token
+        does, or, if other tokens follow it without any text between, the last of that row.
         """
         found = list(self._pattern.finditer(text, reply.content_end, reply.stop))
         if not found or reply.has_calls:

@@ -94,27 +94,32 @@ class _MarkedText:
     dropped: frozenset[int]  # numbers of the messages whose reasoning the template leaves out
 
     def content_end(self, number: int) -> int:
-        """Return the position where the content of message `number` ends, or 0 if it has none."""
+        """Return where in `text` the content of message `number` ends, or 0 if it has no content."""
         return self.fields.get(2 * number + 1, (0, 0))[1]
 
     def first_field(self, number: int) -> int | None:
-        """Return where the text of message `number` begins (reasoning or content), or None."""
+        """Return where in `text` the reasoning or content of message `number` begins.
+
+        None means that the message has neither.
+        """
         found = [self.fields[n][0] for n in (2 * number, 2 * number + 1) if n in self.fields]
         return min(found, default=None)
 
     def messages_inside(self, start: int, stop: int) -> list[int]:
-        """Return the numbers of the messages with content or reasoning in [start, stop)."""
+        """Return the numbers of the messages with content or reasoning in `text[start:stop]`."""
         return sorted({n // 2 for n, (a, b) in self.fields.items() if start <= a and b <= stop})
 
     def messages_around(self, start: int, stop: int, num_messages: int) -> list[int]:
-        """Return the numbers of the messages to which a part of the text without fields may belong.
+        """Return the numbers of the messages to which `text[start:stop]` may belong.
 
-        The messages between the last field before the part and the first field after the part come
-        first, because they are the most likely. The messages of these two fields follow.
+        This part of the text has no content or reasoning, so the messages around it are guessed.
+        One message has the last content or reasoning before the part, and another the first one
+        after it. The messages between these two come first, because they are the most likely. Then
+        come these two.
 
         Args:
-            start: Where the part begins.
-            stop: Where the part ends.
+            start: Where in `text` the part begins.
+            stop: Where in `text` the part ends.
             num_messages: Number of all messages.
         """
         before = max((n // 2 for n, (_, b) in self.fields.items() if b <= start), default=0)
@@ -202,7 +207,7 @@ class ChatTemplate(TemplateSource):
 
         Args:
             messages: All messages.
-            found: The rendering with marks.
+            found: The rendered text, and where in it contents and reasoning are.
             prompts: For each trained message, the length of the text of the messages before it with
                 a generation prompt. None if the whole text does not begin with that text.
             ends: For each message, where its turn ends. Messages for which it is unknown are
@@ -265,7 +270,7 @@ class ChatTemplate(TemplateSource):
 
         Args:
             messages: All messages.
-            found: The rendering with marks.
+            found: The rendered text, and where in it contents and reasoning are.
             number: Number of the message.
             start: Where training begins.
             stop: Where the turn of the message ends.
@@ -281,7 +286,7 @@ class ChatTemplate(TemplateSource):
 
         Args:
             messages: All messages.
-            found: The rendering with marks.
+            found: The rendered text, and where in it contents and reasoning are.
             trained: Numbers of the trained messages.
         """
         replies: list[Reply] = []
@@ -350,7 +355,9 @@ class ChatTemplate(TemplateSource):
     def _marked_text(
         self, conversation: Conversation, prefixes: Sequence[dict[str, Any]]
     ) -> "_MarkedText":
-        """Render a conversation with marks, and check that the template changes or loses nothing.
+        """Render a conversation with marks that show where in the text contents and reasoning are.
+
+        Check also that the template changes or loses nothing.
 
         Args:
             conversation: The conversation.
@@ -416,14 +423,15 @@ class ChatTemplate(TemplateSource):
     def _fields(
         self, conversation: Conversation, text: str, marks: "FieldMarks"
     ) -> dict[int, tuple[int, int]]:
-        """Return the span [start, stop) of each field in the text, by the field's number.
+        """Return the span [start, stop) in `text` of each field, by the field's number.
 
-        A template may leave out the reasoning of a message, but not the content.
+        Field 2 * i is the reasoning of message i, which a template may leave out. Field 2 * i + 1
+        is its content, which a template must write.
 
         Args:
             conversation: The conversation.
-            text: The rendered text with marks.
-            marks: The marks of the fields.
+            text: The rendered text, in which each field has a mark.
+            marks: Which mark each field has.
         """
         found = [(ord(m[0]) - FIRST_MARK, m.start()) for m in RESERVED.finditer(text)]
         contents = [number for number, _ in found if number % 2]

@@ -83,8 +83,8 @@ class Vocabulary:
     """The size and the special tokens of a tokenizer. An id is None if there is no such token."""
 
     size: int
-    bos_id: int | None = None
-    eos_id: int | None = None
+    bos_id: int | None = None  # id of the token that begins a text
+    eos_id: int | None = None  # id of the token that ends a text
     unknown_id: int | None = None  # id of the token that stands for unknown characters
     special: tuple[int, ...] = ()  # ids of special tokens, which ordinary text must never become
 
@@ -167,7 +167,7 @@ class TextChoice(EncoderChoice):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The settings that decide the tokens."""
+        """The settings on which the tokens of a record depend, as JSON values."""
         return {"policy": self.policy, "text_key": self.text_key}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:

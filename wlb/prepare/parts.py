@@ -64,11 +64,16 @@ class PartJob:
         return self.choice.open(self.tokenizer, self.vocabulary)
 
     def prefix(self, shard: int, side: int) -> Path:
-        """Return the path of a part's store without suffixes: side 0 = training, 1 = held-out."""
+        """Return the path, without suffixes, of a store into which a shard is encoded.
+
+        Args:
+            shard: Number of the shard.
+            side: 0 for the store of training documents, 1 for that of held-out documents.
+        """
         return Path(self.folder, f"{shard:06}-{SIDES[side]}")
 
     def summary_path(self, shard: int) -> Path:
-        """Return the path of a part's summary."""
+        """Return the path of the summary that is written when a shard is encoded."""
         return Path(self.folder, f"{shard:06}.json")
 
 
@@ -103,7 +108,8 @@ class PartSummary:
     # Descriptions of the first skipped records, by reason.
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     # For the training store and for the held-out store, the record whose number from `draw` is
-    # closest to the held-out fraction. It may have to move to the other store (`moved_record`).
+    # closest to the held-out fraction; None for a store without records. It may have to move to the
+    # other store (`moved_record`).
     nearest: list[_Nearest | None] = field(default_factory=lambda: [None, None])
 
     @classmethod

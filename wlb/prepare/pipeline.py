@@ -153,7 +153,7 @@ def _unreadable(examples: Sequence[str], num: int) -> UserError:
 
 
 def _mark_of(prefix: str) -> str | None:
-    """Return the hash of the arguments and inputs that made a store, or None if it is unknown."""
+    """Return the hash of the arguments and inputs of which a store was made; None if unknown."""
     try:
         info = TokenStore(prefix).info
     except UserError:
@@ -191,7 +191,8 @@ class _Preparation:
         """Return the report of the finished store, or None if there is no store.
 
         Raises:
-            UserError: There is a store with another manifest, and overwrite is not set.
+            UserError: There is a store that cannot be used or was made of other inputs or arguments,
+                and overwrite is not set.
         """
         prefix = self.options.out
         if not store_path(prefix, ".idx").exists():

@@ -49,7 +49,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its content between the marks BEGIN and END."""
+        """Replace the block by its content, with the character BEGIN before it and END after it."""
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))

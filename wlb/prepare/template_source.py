@@ -51,7 +51,12 @@ class FieldMarks:
         self.replaced: dict[int, str] = {}
 
     def mark(self, text: str, number: int) -> str:
-        """Return the text of field `number` with a mark. Text of only white space gets no mark."""
+        """Return `text` with one character replaced by a mark, which shows where rendering puts it.
+
+        Args:
+            text: A content or a reasoning. If it is only white space, it is returned unchanged.
+            number: Number of the field that has this text. Each number has another mark.
+        """
         if not text.strip():
             return text
         # Templates look for tags such as </think> at the end of a text, so mark the character
@@ -141,7 +146,7 @@ class TemplateSource:
         return about
 
     def check_source(self) -> None:
-        """Raise UserError if the template cannot be used."""
+        """Raise UserError if the template is invalid, or uses a variable that has no value."""
         assert self._examined
 
     @property
@@ -161,8 +166,8 @@ class TemplateSource:
 
         Args:
             message: The message.
-            marks: Marks to put into the content and reasoning, and the number of the message. None
-                means no marks.
+            marks: `FieldMarks` that puts a mark into the content and reasoning, and the number of
+                the message. None means no marks.
             whole: If not "", it replaces the whole content and reasoning.
         """
 

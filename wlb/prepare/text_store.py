@@ -105,7 +105,7 @@ def prepare(
 
 
 def _paths(prefix: str | Path) -> tuple[str, str, Path]:
-    """Return the prefixes of the two stores, and the path of the tokenizer."""
+    """Return prefix of the training store, prefix of the held-out store, path of the tokenizer."""
     return f"{prefix}-train", f"{prefix}-heldout", store_path(prefix, "-tokenizer.json")
 
 

@@ -63,12 +63,12 @@ class Scales:
 
     @property
     def common(self) -> float:
-        """Median of the factors: how much slower than predicted the whole machine is."""
+        """Median of measured / predicted over the terms: how much slower the whole machine is."""
         return median(self.by_term.values())
 
     @property
     def relative(self) -> dict[str, float]:
-        """Name of each term -> its factor (`by_term`), divided by the median of the others."""
+        """Name of each term -> its measured / predicted time over the median of the other terms."""
         factors = self.by_term
         return {
             name: factor / median(f for other, f in factors.items() if other != name)
@@ -76,7 +76,7 @@ class Scales:
         }
 
     def drifted(self, threshold: float) -> tuple[str, ...]:
-        """Return the terms whose relative factor differs from 1 by more than `threshold`."""
+        """Return the names of the terms for which `relative` differs from 1 by over `threshold`."""
         return tuple(name for name, r in self.relative.items() if abs(r - 1) > threshold)
 
 

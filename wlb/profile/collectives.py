@@ -289,12 +289,18 @@ class _LedRanks:
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Measure a point. Only rank 0 calls this, because rank 0 belongs to every group."""
+        """Broadcast a point to the other ranks, measure it together with them, and return numbers.
+
+        Only rank 0 calls this, because it belongs to every group. The other ranks are in `follow`.
+        """
         self._broadcast(point)
         return _numbers(measure(point, self.places[point.scope]))
 
     def follow(self) -> None:
-        """Take part in measuring until rank 0 calls `release`. Return at once on rank 0."""
+        """Measure each point that rank 0 broadcasts, until rank 0 calls `release`.
+
+        Return at once on rank 0.
+        """
         while self.world.rank and not self.released:
             point = self._broadcast(None)
             if point is None:
@@ -309,7 +315,10 @@ class _LedRanks:
             self.released = True
 
     def _broadcast(self, point: CollectivePoint | None) -> CollectivePoint | None:
-        """Send rank 0's next point to all ranks, and return the point. None ends `follow`."""
+        """Send rank 0's next point to all ranks, and return that point. None ends `follow`.
+
+        The argument of other ranks does not matter.
+        """
         points = [point]
         dist.broadcast_object_list(points, src=0, group=host_group())
         return points[0]

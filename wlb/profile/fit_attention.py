@@ -185,11 +185,11 @@ def _from_grid(
 def _on_shared_rows(
     surfaces: Mapping[str, Surface], reach: FloatArray | None
 ) -> dict[str, Surface | FloatArray | None]:
-    """Return the surfaces of both passes with the same numbers of queries as nodes.
+    """Give the throughput surfaces of both passes the same nodes (numbers of queries).
 
-    Both passes were measured with the same numbers of queries. But a surface has its nodes where
-    tiles end, and the tiles of forward and backward differ. So both surfaces get the nodes of both.
-    Interpolated values do not change.
+    A surface is interpolated between its nodes. Both passes were measured with the same numbers of
+    queries, but the nodes are where tiles end, and forward and backward have different tiles. So
+    each surface gets the nodes of both. Interpolated values do not change.
 
     Args:
         surfaces: Throughput of each pass.
@@ -234,7 +234,9 @@ def _fixed_ns(
 
 
 def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[float, float]:
-    """Return forward and backward ns that a call takes for its thread blocks, including the tail.
+    """Return forward and backward ns that a call takes for its grid of thread blocks.
+
+    They include the tail: the time in which only the last block of the longest segment runs.
 
     Args:
         layout: Kernel and heads.

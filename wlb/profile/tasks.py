@@ -197,7 +197,10 @@ def _is_number(value: object) -> bool:
 
 
 def _measured(task: Task) -> Record:
-    """Run a task and return its record. If the task fails and may fail, record the reason."""
+    """Run a task and return its record.
+
+    If memory runs out, or if a task with `may_fail` raises any error, the record says why.
+    """
     try:
         return Record(kind=task.kind, point=task.point, numbers=task.run())
     except Exception as error:

@@ -33,8 +33,8 @@ class Block:
 
     size: int  # bytes
     is_free: bool = True
-    before: "Block | None" = None  # previous block in the segment
-    after: "Block | None" = None  # next block in the segment
+    before: "Block | None" = None  # previous block in the segment; None for the first block
+    after: "Block | None" = None  # next block in the segment; None for the last block
 
 
 @dataclass(slots=True)

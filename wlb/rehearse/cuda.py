@@ -243,7 +243,7 @@ def all_gather_object(found: list[Any], obj: Any, *_: Any, **__: Any) -> None:
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective between hosts that also records each call as a message."""
+    """Return a collective on host objects that also records each call in `GPU.messages`."""
 
     def call(*args: Any, group: Any = None, **options: Any) -> Any:
         where = recorder().communicator(_group(group))
@@ -272,9 +272,10 @@ def recorder() -> Recorder:
 
 
 def use(made: Recorder) -> None:
-    """Set the recorder of this process, for host messages, transfers and compiled graphs.
+    """Make `made` the recorder of this process. Call this once.
 
-    Call this once.
+    It then also records torch.distributed calls between hosts, sends and receives between stages,
+    and the operators of compiled graphs.
     """
     _recorders.append(made)
     setattr(torch, "compile", compiler.compiling(made))  # noqa: B010

@@ -153,7 +153,7 @@ class FakeStream:
         GPU.host_waits("Stream.synchronize", self.time_ns)
 
     def query(self) -> bool:
-        """Return True, because a rehearsal runs nothing in the background."""
+        """Return True (all work has ended), because a rehearsal runs nothing in the background."""
         return True
 
     def is_capturing(self) -> bool:
@@ -232,7 +232,7 @@ class FakeEvent:
         GPU.host_waits("Event.synchronize", self._time_ns)
 
     def query(self) -> bool:
-        """Return True, because a rehearsal runs nothing in the background."""
+        """Return True (all work has ended), because a rehearsal runs nothing in the background."""
         return True
 
     def elapsed_time(self, end: "FakeEvent") -> float:
@@ -262,7 +262,7 @@ class FakeGpu:
     op: str = ""  # the latest operator
     is_counting: bool = True  # False while operators run only to infer shapes
     traces: bool = False  # whether `spans` are recorded
-    # The operator that raised an error, and the file and line of wlb that called it.
+    # The operator that raised an error, and the file and line of wlb that called it. None = no error.
     failing: tuple[str, str] | None = None
 
     @property

@@ -59,7 +59,7 @@ def prove(programs: Programs, *, world_size: int) -> Proof:
 
 
 def _check_held_up(programs: Programs, proof: Proof) -> None:
-    """Add a problem for each communicator in which one transfer could delay another."""
+    """Add a problem to `proof` for each communicator in which a transfer could delay another."""
     found: dict[Communicator, list[HeldUp]] = defaultdict(list)
     for one in held_up(programs):
         found[one.communicator].append(one)
@@ -79,7 +79,7 @@ def _transfer_text(message: RankMessage) -> str:
 
 
 def _match_collectives(programs: Programs, proof: Proof) -> None:
-    """Compare the collectives of each communicator on all its members."""
+    """Compare the collectives of each communicator on all its members, and note the differences."""
     sequences: dict[Communicator, dict[int, list[RankMessage]]] = defaultdict(dict)
     for rank, program in programs.items():
         of_rank: dict[Communicator, list[RankMessage]] = defaultdict(list)
@@ -151,7 +151,7 @@ def _differing(
 
 
 def _match_transfers(programs: Programs, proof: Proof) -> None:
-    """Compare both ends of each transfer between two rehearsed ranks."""
+    """Compare both ends of each transfer between rehearsed ranks; note differences in `proof`."""
     # Keys are (sender, receiver, communicator).
     sent: dict[tuple[int, int, Communicator], list[RankMessage]] = defaultdict(list)
     received: dict[tuple[int, int, Communicator], list[RankMessage]] = defaultdict(list)
@@ -179,7 +179,10 @@ def _match_transfers(programs: Programs, proof: Proof) -> None:
 
 
 def _check_progress(programs: Programs, proof: Proof) -> None:
-    """Simulate all ranks until they have ended or none can continue."""
+    """Simulate all ranks until they have ended or none can continue.
+
+    If some ranks wait for each other forever, note the deadlock in `proof`.
+    """
     hosts = _Hosts(programs)
     while hosts.ready:
         hosts.advance(hosts.ready.popleft())
@@ -280,7 +283,7 @@ class _Hosts:
     def _paired(
         self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
     ) -> list[int]:
-        """Complete a transfer if the peer's next batch has the other end of the transfer.
+        """Complete a transfer if the peer has posted its other end in the batch that runs next there.
 
         Args:
             rank: Rank that posted `transfer`.
@@ -289,8 +292,8 @@ class _Hosts:
             where: Communicator of the transfer.
 
         Returns:
-            [peer] if this ends the peer's next batch, because the peer's following batch may then
-            run, too. Otherwise [].
+            [peer] if all transfers of that batch are now done, because the peer's next batch may
+            then run, too. Otherwise [].
         """
         kind, peer, index = transfer
         others = self._posted[peer, where]

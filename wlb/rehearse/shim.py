@@ -24,7 +24,10 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def load(library: Path) -> None:
-    """Load the compiled shim, then import torch. Afterwards this process cannot use a real GPU."""
+    """Load the library that `build` made, then import torch.
+
+    Afterwards autograd runs on fake CUDA tensors, and this process cannot use a real GPU.
+    """
     if "torch" in sys.modules:
         raise RuntimeError("the shim must be loaded before torch is imported")
     loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
@@ -33,7 +36,7 @@ def load(library: Path) -> None:
 
 
 def build() -> Path:
-    """Return the path of the compiled shim, and compile it if necessary.
+    """Return the path of the compiled `shim.cpp`, a library; compile it if necessary.
 
     Raises:
         UserError: If torch or a C++ compiler is missing, or compiling fails.

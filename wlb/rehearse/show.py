@@ -115,7 +115,7 @@ def _memory(found: Rehearsed) -> Table:
 
 
 def _parts(found: Rehearsed) -> Table:
-    """Return a table with a row for each part of the last step of each rank."""
+    """Return a table of the last step: a row for each rank and part, such as matrix products."""
     title = f"Last step, with times predicted from kernel profile {found.spec.cost.profile!r}"
     numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
     table = new_table(title, labels=["rank", "part"], numbers=numbers)
