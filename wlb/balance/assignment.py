@@ -165,7 +165,7 @@ class StepBalance:
         return "\n".join([*lines, f"imbalance {self.imbalance:.4f}, bound {self.lower_bound:.4f}"])
 
     def _blocks(self, mini_batch: int) -> list[IntArray]:
-        """Return the sample indices of each block of a mini-batch, by ascending block number."""
+        """Return the sample indices of each block (the samples of one micro-batch), in order."""
         used = np.unique(self.blocks[mini_batch]).tolist()
         return [self.order[self.offsets[b] : self.offsets[b + 1]] for b in used]
 

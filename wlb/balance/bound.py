@@ -44,7 +44,9 @@ def least_time(
 def _slots(work: FloatArray, tokens: FloatArray, num_ranks: int, cap: int) -> float:
     """Return the lower bound that the token cap implies if ranks wait after every micro-batch.
 
-    It is the third bound described at the top of this file, the largest one over all k.
+    A slot is the set of the ranks' i-th micro-batches. For each k, the bound is the least time of
+    the k slowest slots, plus the mean over ranks of the work for which these slots have no room.
+    The largest bound over all k is returned. The top of this file derives it.
 
     Args:
         work: Work of each unit, in descending order.

@@ -178,7 +178,9 @@ def _place(
 def _fill(
     units: Units, need: IntArray, degree: FloatArray, cap: int, level: float
 ) -> IntArray | int:
-    """Assign each unit to the block that has least time so far, enough ranks, and room.
+    """Assign each unit to a block with enough ranks and room, the one with least time so far.
+
+    A block is a set of ranks that share one micro-batch.
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.

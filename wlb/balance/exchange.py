@@ -61,7 +61,7 @@ class SharedBins:
 
     @classmethod
     def of(cls, units: tuple[FloatArray, FloatArray, FloatArray], bin_of: IntArray, rank: IntArray):
-        """Make the record from the bin of each unit.
+        """Make the record of the units that each bin has, from the bin of each unit.
 
         Args:
             units: Work, tokens and samples of each unit, with a last entry of 0.
@@ -90,13 +90,18 @@ class SharedBins:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """One side of all pairs of bins that exchange units: either the first or the second bins."""
+    """The first (or the second) bin of every pair that exchanges units, and the units it offers.
+
+    A bin is one rank's micro-batch, and a unit is a sample or several samples that stay together.
+    Each bin offers TAKEN units.
+    """
 
     bins: IntArray  # the bins, shape [num_pairs]
     members: IntArray  # all units of each bin (`SharedBins.members`), shape [num_pairs, columns]
     columns: IntArray  # where in `members` the offered units are, shape [num_pairs, TAKEN]
     units: IntArray  # the units that are offered, shape [num_pairs, TAKEN]
-    # Number of units of each bin minus TAKEN; above 0 if some units are not offered. [num_pairs]
+    # Number of units of each bin minus TAKEN, shape [num_pairs]. Above 0 if some units are not
+    # offered.
     kept: IntArray
 
 
@@ -111,6 +116,9 @@ def redistribute(
     turn: int,
 ) -> BoolArray:
     """Exchange units in each pair of bins, so that both exceed their targets about equally.
+
+    A bin is one rank's micro-batch, a unit is a sample or several samples that stay together, and
+    the target of a bin is the work that it should have.
 
     Args:
         bins: The bins, changed in place.
@@ -161,7 +169,7 @@ def redistribute(
 
 
 def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
-    """Choose the units that bins offer for exchange in a round.
+    """Choose the TAKEN units that each bin offers for exchange in a round.
 
     The offered units are spread evenly over the bin's units, which are sorted by work.
 
@@ -180,13 +188,17 @@ def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
 
 
 def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> BoolArray:
-    """Return a mask, shape [num_pairs, 256], of the divisions that leave a bin without a unit.
+    """Return which ways to divide the units of two bins would leave a bin without a unit.
 
     Args:
         bins: All bins.
         a: First bin of every pair.
         b: Second bin of every pair.
         units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
+
+    Returns:
+        A mask of shape [num_pairs, 256]: eight units can be divided over two bins in 256 ways
+        (`WAYS`).
     """
     real = (units < bins.work.size - 1).astype(np.float64)
     to_first = real @ WAYS.T
@@ -197,7 +209,7 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
 def _breaks_counts(
     bins: SharedBins, a: _Side, b: _Side, units: IntArray, spare: FloatArray
 ) -> BoolArray:
-    """Return a mask of the divisions of units that give a rank too many or too few samples.
+    """Return which ways to divide the units of two bins give a rank too many or too few samples.
 
     Args:
         bins: All bins.
@@ -207,7 +219,8 @@ def _breaks_counts(
         spare: How many samples each bin may gain (first row) and lose (second row).
 
     Returns:
-        A mask of shape [num_pairs, 256].
+        A mask of shape [num_pairs, 256]: eight units can be divided over two bins in 256 ways
+        (`WAYS`).
     """
     gained = bins.samples[units] @ WAYS.T - bins.samples[a.units].sum(1)[:, None]
     up = np.minimum(spare[0][a.bins], spare[1][b.bins])[:, None]

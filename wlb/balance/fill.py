@@ -102,7 +102,7 @@ def fill(
 def _most_room(
     work: FloatArray, tokens: FloatArray, level: FloatArray, cap: int
 ) -> IntArray | None:
-    """Assign each unit to the bin that is furthest below its level and has room.
+    """Assign each unit to the bin that lacks most of the work that it should have and has room.
 
     If such a bin is not found quickly, the bin with the fewest tokens is taken.
 
@@ -143,17 +143,17 @@ def _most_room(
 def _lowest_with_room(
     heap: list[tuple[int, int]], excess: list[int], size: list[int], most: int, full: int
 ) -> int | None:
-    """Return the bin that is furthest below its level, among those with room for a unit.
+    """Return the bin that lacks most of the work that it should have, and has room for a unit.
 
     Only about TRIED bins are looked at. If none of them has room, return None. Bins in which not
     even the smallest unit fits are removed from the heap.
 
     Args:
         heap: A heap of (excess, bin). Entries may be outdated, and are updated here.
-        excess: Work of each bin minus its level.
+        excess: Work of each bin minus the work that it should have.
         size: Tokens of each bin.
-        most: The unit fits into bins of at most this many tokens.
-        full: The smallest unit fits into bins of at most this many tokens.
+        most: The unit fits into bins that have at most this many tokens so far.
+        full: The smallest unit fits into bins that have at most this many tokens so far.
     """
     aside: list[tuple[int, int]] = []
     found = None

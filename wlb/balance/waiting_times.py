@@ -43,7 +43,7 @@ class WaitingRule(Protocol):
         ...
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus its target. The result may be negative."""
+        """Return the work of each bin minus the work that it should have; may be negative."""
         ...
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
@@ -60,10 +60,11 @@ class WaitingRule(Protocol):
 
 @dataclass(slots=True)
 class Slots:
-    """The rule if ranks wait after every micro-batch and any bin may go to any rank.
+    """How long a step takes if ranks wait after every micro-batch, and any bin may go to any rank.
 
-    The bins are sorted by descending work and cut into slots of num_ranks bins that run at the same
-    time. No other division of the bins into slots is faster.
+    A bin is one micro-batch of one rank. The bins are sorted by descending work and cut into slots
+    of num_ranks bins that run at the same time. No other division of the bins into slots is faster.
+    The record also says how much work each bin should have.
     """
 
     num_ranks: int  # number of data-parallel ranks
@@ -74,18 +75,18 @@ class Slots:
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set each bin's target: the work that all bins that run at the same time should have."""
+        """Set the target of each bin: the work that every bin running at that time should have."""
         order = np.argsort(-loads, kind="stable")
         slots = order.reshape(-1, self.num_ranks)
         self.target = np.empty(loads.size)
         self.target[order] = np.repeat(_level(bins, loads, slots), self.num_ranks)
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus its target. The result may be negative."""
+        """Return the work of each bin minus the work that it should have; may be negative."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins that exceed their targets most with others, which may be on any rank."""
+        """Pair the bins that exceed their target work most with others, on any rank."""
         num = excess.size
         order = np.argsort(excess, kind="stable")
         return _partners(order[None], min(num // 2, max(num // self.num_ranks, num // 8)), turn)
@@ -93,10 +94,11 @@ class Slots:
 
 @dataclass(slots=True)
 class RankSlots:
-    """The rule if ranks wait after every micro-batch and every bin has its rank.
+    """How long a step takes if ranks wait after every micro-batch, and every bin has its rank.
 
-    Bins r * num to (r + 1) * num - 1 belong to rank r, with num bins for each rank, and run in
-    descending order of work.
+    A bin is one micro-batch of one rank. Bins r * num to (r + 1) * num - 1 belong to rank r, with
+    num bins for each rank, and run in descending order of work. The record also says how much work
+    each bin should have.
     """
 
     num_ranks: int  # number of data-parallel ranks
@@ -108,7 +110,7 @@ class RankSlots:
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set each bin's target: the work that all bins that run at the same time should have."""
+        """Set the target of each bin: the work that every bin running at that time should have."""
         by_rank = loads.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         order = np.argsort(-by_rank, 1, kind="stable") + np.arange(self.num_ranks)[:, None] * num
@@ -117,11 +119,11 @@ class RankSlots:
         self.target[order] = level[None]
 
     def excess(self, loads: FloatArray) -> FloatArray:
-        """Return the work of each bin minus its target. The result may be negative."""
+        """Return the work of each bin minus the work that it should have; may be negative."""
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins that exceed their targets most with others.
+        """Pair the bins that exceed their target work most with others.
 
         If units must stay on their ranks, both bins of a pair are on the same rank.
         """
@@ -136,9 +138,10 @@ class RankSlots:
 
 @dataclass(slots=True)
 class RankTotals:
-    """The rule if ranks wait once in a step, so that only the total work of a rank matters.
+    """How long a step takes if ranks wait once in it, so that only a rank's total work matters.
 
-    Bins r * num to (r + 1) * num - 1 belong to rank r, with num bins for each rank.
+    A bin is one micro-batch of one rank. Bins r * num to (r + 1) * num - 1 belong to rank r,
+    with num bins for each rank.
     """
 
     num_ranks: int  # number of data-parallel ranks
@@ -148,7 +151,7 @@ class RankTotals:
         return float(loads.reshape(self.num_ranks, -1).sum(1).max())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Do nothing: the target of a rank is the mean total, so bins need no targets."""
+        """Do nothing: ranks are compared by their total work, so no bin has a target of its own."""
 
     def excess(self, loads: FloatArray) -> FloatArray:
         """Return, for each bin, the total work of its rank minus the mean total of all ranks."""
@@ -156,7 +159,7 @@ class RankTotals:
         return np.repeat(totals - totals.mean(), loads.size // self.num_ranks)
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair a bin of each slow rank with a bin of a faster rank; the bins change every round."""
+        """Pair a bin of each slow rank with one of a faster rank; round `turn` says which bins."""
         num = excess.size // self.num_ranks
         ranks = np.argsort(excess[::num], kind="stable")
         top, low = _partners(ranks[None], self.num_ranks // 2, turn)
@@ -166,7 +169,7 @@ class RankTotals:
 def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
     """Return how much work each bin of a slot should have, shape [num_slots].
 
-    A slot is the set of bins that run at the same time.
+    A bin is one micro-batch of one rank, and a slot is the set of bins that run at the same time.
 
     Args:
         bins: The bins, with their units.
@@ -178,7 +181,7 @@ def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
 
 
 def _partners(order: IntArray, num: int, turn: int) -> Pairs:
-    """Pair the bins that exceed their targets most with other bins.
+    """Pair the bins (micro-batches) that exceed their target work most with other bins.
 
     Args:
         order: Indices of bins, sorted by ascending work above target, shape [num_rows, n]. Both

@@ -185,7 +185,7 @@ class PolicyPacker:
 
     options: PackerOptions  # the options that every policy has
     policy: ClassVar[str]  # name of the policy in `packing.policy`
-    slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots the policy's carry uses
+    slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots waiting pieces have
     # Whether a waiting piece may have an `arrival_step` later than the next step. This happens if a
     # policy collects several batches before it packs them together.
     batches_wait: ClassVar[bool] = True
@@ -205,7 +205,8 @@ class PolicyPacker:
         Args:
             pieces: The pieces that wait.
             next_step: Index of the next step.
-            slot: Slot of each piece, shape [num_pieces]. None puts all pieces in slot 0.
+            slot: Slot of each piece, such as its outlier queue, shape [num_pieces]. None puts all
+                pieces in slot 0.
         """
         slot = np.zeros(len(pieces), np.int64) if slot is None else slot
         return Carry(policy=self.policy, pieces=pieces, slot=slot, next_step=next_step)
@@ -405,11 +406,11 @@ class PriceRange:
 
     @property
     def is_one_price(self) -> bool:
-        """Whether low = high = 1, so that only the predicted price counts."""
+        """Whether both factors are 1, so that attention costs exactly its predicted price."""
         return self.low == self.high
 
     def ends(self, options: PackerOptions, pieces: Pieces, work_ns: IntArray) -> IntArray:
-        """Return the work of each piece in ns, at both ends of the range.
+        """Return the work of each piece in ns, at the lowest and the highest price of attention.
 
         Args:
             options: Options with the workload model.

@@ -453,13 +453,13 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return where the size class of each candidate's largest released outlier ends.
+        """Return where, in the order of outliers, the size class of a step's largest one ends.
 
-        Only released outliers count, and at most N of them, since each is assumed to have a
-        micro-batch to itself.
+        Only consecutive outliers that the step trains count, and at most N of them, since each is
+        assumed to have a micro-batch to itself.
 
         Args:
-            candidates: The candidates.
+            candidates: Choices of the outliers that the step trains.
 
         Returns:
             Position after the last outlier that counts, shape [num_candidates].
@@ -486,34 +486,39 @@ class Candidates:
 
     @property
     def tallest(self) -> IntArray:
-        """First outlier that each candidate releases; num_outliers if it releases none."""
+        """Index of the first outlier that each candidate's step trains, or num_outliers if none.
+
+        Outliers are sorted by size class, the largest documents first.
+        """
         return np.where(self.end > self.first, self.first, self.tail)
 
     @property
     def first_stop(self) -> IntArray:
-        """Position after the consecutive released outliers that begin with `tallest`."""
+        """End (exclusive) of the consecutive outliers, from `tallest` on, that the step trains."""
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
     def released(self, running: IntArray) -> IntArray:
-        """Sum a value, such as tokens, over the outliers that each candidate releases.
+        """Sum a value, such as tokens, over the outliers that each candidate's step trains.
 
         Args:
-            running: Running sums of the value over all outliers, shape [..., num_outliers + 1].
+            running: Running sums of one or several values over all outliers, shape
+                [..., num_outliers + 1].
 
         Returns:
-            Sums, shape [..., num_candidates].
+            The sums, with the same leading axes, shape [..., num_candidates].
         """
         before_tail = running[..., self.end] - running[..., self.first]
         return before_tail + running[..., -1:] - running[..., self.tail]
 
     def held(self, running: IntArray) -> IntArray:
-        """Sum a value over the outliers that each candidate holds back.
+        """Sum a value, such as tokens, over the outliers that each candidate makes wait.
 
         Args:
-            running: Running sums of the value over all outliers, shape [..., num_outliers + 1].
+            running: Running sums of one or several values over all outliers, shape
+                [..., num_outliers + 1].
 
         Returns:
-            Sums, shape [..., num_candidates].
+            The sums, with the same leading axes, shape [..., num_candidates].
         """
         return running[..., self.first] + running[..., self.tail] - running[..., self.end]
 
@@ -524,7 +529,12 @@ class Candidates:
 
 
 def _candidates(waiting: WaitingDocuments) -> Candidates:
-    """List the candidates that fit into a step. Their intervals begin where size classes begin."""
+    """List the choices of outliers that the next step could train.
+
+    Outliers are sorted by size class. A candidate trains up to two intervals of them, each of
+    which begins where a size class begins. Its step has at most T tokens, and at least LEAST global
+    batches of tokens if any candidate reaches that.
+    """
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches
     starts = np.append(waiting.class_starts, num_outliers)
@@ -539,9 +549,9 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
         counts = np.unique(np.concatenate([counts, powers, eighths]))
     first, count, tail = (a.ravel() for a in np.meshgrid(starts, counts, starts, indexing="ij"))
     end = first + count
-    # A count of 0 means that a candidate releases [first, num_outliers), and is listed with tail =
-    # first. Every other candidate must hold something back between its two intervals, so that none
-    # is listed twice.
+    # A `count` of 0 (no outlier in the first interval) is kept only with tail = first: such a
+    # candidate releases [first, num_outliers). Every other candidate must hold something back
+    # between its two intervals, so that none is listed twice.
     is_one = np.where(count > 0, (end < tail) & (first < num_outliers), tail == first)
     candidates = Candidates(first=first, end=end, tail=tail, num_outliers=num_outliers).at(is_one)
     taken = candidates.released(waiting.outlier_sums[0]) + waiting.ordinary_forced[0]
@@ -555,7 +565,7 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
 
 
 def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
-    """Return a lower bound on the cost of each candidate, without packing it.
+    """Return a lower bound on the cost of each candidate (choice of outliers), without packing it.
 
     The cost is the time lost on the slowest micro-batch (`_wait`) plus the cost of what is held
     back (`_holding`). In the function, arrays of work such as `mean` and `slowest` have shape
@@ -606,8 +616,9 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     two = np.where(nth(num) > 0, nth(num) + nth(num - 1), 0)
     three = np.where(nth(2 * num) > 0, nth(2 * num) + nth(2 * num - 1) + nth(2 * num - 2), 0)
     slowest = np.maximum(np.maximum(mean, height[3:]), CLASS * np.maximum(two, three))
-    # (d) Raise the bound where documents do not fit into the micro-batches without large outliers
-    # (`_crowded`), or where both ends of the price range cannot be balanced (`_skewed`).
+    # (d) Raise the bound where the other documents do not fit into those micro-batches that hold no
+    # large outlier (`_crowded`), or where no packing is balanced at both ends of the price range
+    # (`_skewed`).
     all_tokens = taken[0] + tokens
     if len(mean) == 1:
         crowded = _crowded(waiting, candidates, all_tokens, num * mean[0])
@@ -645,11 +656,11 @@ def _crowded(
 ) -> FloatArray:
     """Return a lower bound on the slowest micro-batch's work if S_max leaves little room.
 
-    Suppose that the k outliers with most work have a micro-batch each. The other N - k
-    micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must go to
-    these k. Two values of k are tried: the number of consecutive outliers that are released at the
-    beginning of the order (at most N), and how many of these are in the first size class. The
-    larger of the two bounds is returned.
+    Suppose that each of the k largest outliers of a step has a micro-batch to itself. The other
+    N - k micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must
+    go to these k. Two values of k are tried, both at most N: the number of consecutive outliers
+    that the step trains from its first one on, and how many of these are in the size class of the
+    first one. The larger of the two bounds is returned.
 
     Args:
         waiting: The waiting documents.
@@ -770,11 +781,11 @@ def _holding(
 
 
 def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, IntArray]:
-    """Pack the step of one candidate, with ordinary documents as a fluid that divides freely.
+    """Pack the step of one choice of outliers, with other documents as a fluid that divides freely.
 
     Returns:
-        The candidate's cost in multiples of a typical micro-batch's time (infinite if it does not
-        fit), and the positions of the documents that its step trains.
+        The cost in multiples of a typical micro-batch's time (infinite if the step does not fit),
+        and the positions in the order of `waiting` of the documents that the step trains.
     """
     limits, num_outliers = waiting.limits, waiting.num_outliers
     num = limits.num_micro_batches

@@ -1,4 +1,8 @@
-"""Which slots each policy's carry uses, so that a carry from a checkpoint can be checked."""
+"""Which slots each policy's carry uses, so that a carry from a checkpoint can be checked.
+
+The carry has the pieces that wait. A slot is an integer that a policy stores with each piece, to
+tell for example in which outlier queue or open window the piece waits.
+"""
 
 from enum import Enum, auto
 
@@ -9,7 +13,11 @@ from wlb.plan.arrays import distinct
 
 
 class CarrySlots(Enum):
-    """How a policy assigns its waiting pieces to the slots of the carry."""
+    """Which slots a policy gives to the pieces that wait in its carry.
+
+    A slot is an integer. Its meaning depends on the policy: with Algorithm 1 it is the outlier
+    queue in which the piece waits.
+    """
 
     ANY = auto()  # The policy does not declare its slots.
     ONE = auto()  # All pieces are in slot 0.
@@ -19,10 +27,11 @@ class CarrySlots(Enum):
     BY_LENGTH = auto()  # Above slot 0, a higher slot has longer pieces.
 
     def misplaced(self, slot: IntArray, length: IntArray, *, most: int) -> BoolArray:
-        """Return a mask, shape [n], of pieces in slots where the policy never puts them.
+        """Return a mask, shape [n], of waiting pieces with a slot that the policy never gives them.
 
         Args:
-            slot: Slot of each piece, in the order of the carry, shape [n].
+            slot: Slot of each piece, such as its outlier queue, in the order of the carry, shape
+                [n].
             length: Tokens of each piece, shape [n].
             most: Highest slot permitted to a policy that does not declare its slots.
         """
@@ -49,5 +58,5 @@ class CarrySlots(Enum):
 
 
 def _changes(slot: IntArray, sign: int) -> BoolArray:
-    """Return a mask of pieces whose slot is above (1) or below (-1) that of the piece before."""
+    """Return a mask of pieces whose slot is higher (sign = 1) or lower (-1) than the one before."""
     return np.diff(slot, prepend=slot[:1]) * sign > 0

@@ -114,7 +114,8 @@ class OriginalPacker(PolicyPacker):
             pieces: The pieces of all windows.
             rows: Indices of the pieces in each window.
             held: The pieces that wait.
-            slot: Slot of each waiting piece; None puts all in slot 0.
+            slot: Index of the open window in which each waiting piece is. None = all of them are
+                in the first one.
         """
         num, step = self.num_micro_batches, carry.next_step
         steps = [rows[i : i + num] for i in range(0, len(rows), num)]

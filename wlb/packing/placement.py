@@ -224,10 +224,10 @@ def least_loaded(
 def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """List the possible placements of equal documents, by ascending load of the bin before each.
+    """List the possible placements of equal documents, those into the least loaded bins first.
 
     Args:
-        begin: Load of each bin so far: one array of shape [num_bins] for each price.
+        begin: Load of each bin so far: one array of shape [num_bins] for each price of attention.
         steps: Work of one document at each price.
         counts: Most documents that each bin takes, shape [num_bins].
 
@@ -246,7 +246,7 @@ def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int
     """Return how many documents each bin takes until its load exceeds a level, shape [num_bins].
 
     Args:
-        begin: Load of each bin so far: one array of shape [num_bins] for each price.
+        begin: Load of each bin so far: one array of shape [num_bins] for each price of attention.
         steps: Work of one document at each price.
         free: Most documents that each bin takes, shape [num_bins].
         level: The load up to which a bin takes another document.

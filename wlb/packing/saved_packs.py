@@ -264,7 +264,7 @@ class PackedBatches(SourceBatches):
         return at > 0 and at % self.packs.num_steps == 0
 
     def check_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
-        """Raise UserError if a piece belongs to a document that was not read before `state`."""
+        """Raise UserError if a piece is of a document that was not read before position `state`."""
         epoch, given = self._given(state)
         rows, size = self.packs.rows, self.packs.rows.size
         place = np.zeros(size, np.int64)

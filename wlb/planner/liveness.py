@@ -29,7 +29,7 @@ class Address:
 
     @property
     def folder(self) -> Path:
-        """Folder of the socket. Other users cannot read it."""
+        """Folder of the planner process's socket. Other users cannot read it."""
         return Path(self.path).parent
 
     @property
@@ -103,7 +103,7 @@ class SignsOfLife:
         return min(1.0, self.silence_s / 10)
 
     def begin(self) -> None:
-        """Start to wait for an answer: the time without a sign of life counts from now."""
+        """Begin to wait for the planner process: count its time without a sign of life from now."""
         self._sign_s = self._looked_s = time.monotonic()
         self._last = None
 
@@ -135,7 +135,7 @@ class SignsOfLife:
             self.look()
 
     def lost(self) -> PlannerLost:
-        """Return the error to raise if the planner process is considered stopped."""
+        """Return the error that says that the planner process gave no sign of life."""
         pid, state = self._pid(), ""
         with contextlib.suppress(OSError, IndexError):
             state = f", state {process_status(pid)[0]}"
@@ -146,9 +146,10 @@ class SignsOfLife:
         )
 
     def _sign(self) -> tuple[int, int]:
-        """Return both signs of life: when the file was touched last, and the processor time used.
+        """Return when the planner process touched its file, and the processor time it has used.
 
-        The first is in ns and the second in clock ticks. Either is 0 if it cannot be read.
+        These are its signs of life. The first is in ns and the second in clock ticks. Either is 0
+        if it cannot be read.
         """
         touched_ns = ticks = 0
         with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 
 
 def _least_rows_of(reach: FloatArray, length: int) -> int:
-    """Return how many rows of a document at least one rank must receive from others.
+    """Return the rows of a document that the rank that receives most must at least receive.
 
     If rank j needs `reach[j]` rows and receives R of them, it must have the other reach[j] - R rows
     itself. Together, the ranks cannot have more rows than the document. So R has a lower bound.
@@ -134,7 +134,7 @@ def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float,
 
 
 class _LeastWaits:
-    """Predicts how long ranks wait for transfers if computation hides as much as possible."""
+    """Predicts how long ranks wait for keys if computation hides as much as possible."""
 
     def __init__(self, num_tokens: int, cp: int, cost: HiddenExchange) -> None:
         self.num_tokens, self.cp, self.cost = num_tokens, cp, cost
@@ -147,7 +147,7 @@ class _LeastWaits:
         self.all_attention: tuple[float, float] | None = None
 
     def of(self, moved: IntArray | None) -> float:
-        """Return how long ranks wait for a transfer, forward plus backward, in ns.
+        """Return how long ranks wait for an exchange of keys, forward plus backward, in ns.
 
         Args:
             moved: moved[i, j] is the number of rows that rank i receives from rank j, shape
@@ -170,7 +170,10 @@ class _LeastWaits:
 
 
 def _received(cp: int, sender: int, rows: int) -> IntArray:
-    """Return the transfer, shape [cp, cp], in which only rank 0 receives `rows` from `sender`."""
+    """Return the rows that each rank receives from each other rank, shape [cp, cp].
+
+    Only rank 0 receives any: `rows` of them, from `sender`.
+    """
     moved = np.zeros((cp, cp), np.int64)
     moved[0, sender] = rows
     return moved

@@ -62,11 +62,13 @@ class FillPart:
         return self.size * self.density
 
     def taken(self, size: int, cut: FillCut) -> "FillPart":
-        """Remove tokens from this part, and return them as a part with equal work per token.
+        """Remove tokens from this part of a document, and return them as a part of their own.
+
+        Both parts then have the same work per token.
 
         Args:
             size: Number of tokens to remove.
-            cut: How both parts are cut, for their field `cut`.
+            cut: The field `cut` of both parts: how the document is cut.
         """
         self.size -= size
         self.cut = cut
@@ -87,7 +89,10 @@ class HeadWork:
         self._ns: list[float] = (forward + backward).astype(np.float64).tolist()
 
     def of(self, size: int) -> float:
-        """Return the work in ns of a document's first tokens: `size`, rounded up to whole tiles."""
+        """Return the predicted time in ns of a document's first `size` tokens.
+
+        `size` is rounded up to whole tiles.
+        """
         return self._ns[-(-size // TILE)]
 
     def take_run(self, part: FillPart, size: int) -> FillPart:
@@ -287,11 +292,11 @@ def _insert(pool: list[FillPart], part: FillPart) -> None:
 
 
 def lightest(pool: Sequence[FillPart], num_tokens: int) -> float:
-    """Return the mean work per token, in ns, of the lightest documents of the pool.
+    """Return the mean work per token, in ns, of the documents with least work per token.
 
     Args:
-        pool: Parts by descending work per token.
-        num_tokens: Number of tokens over which the mean is taken, counted from the last part.
+        pool: Documents or parts of them, by descending work per token.
+        num_tokens: Number of tokens over which the mean is taken, counted from the end of `pool`.
     """
     tokens, work = 0, 0.0
     for part in reversed(pool):

@@ -182,7 +182,10 @@ def _long_parts(
 
 
 def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
-    """Return the attention time with each threshold: slowest forward plus slowest backward, in ns.
+    """Return the attention time of the slowest rank, for each threshold between long and short.
+
+    It is the forward time of the rank that is slowest in the forward pass, plus the backward time
+    of the one that is slowest in the backward pass, in ns.
 
     Args:
         times: Forward and backward time of each rank for the long documents in ns, shape

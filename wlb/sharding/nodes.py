@@ -108,7 +108,7 @@ class _Nodes:
         self._give(max(range(len(self.room)), key=lambda n: self.room[n]), part)
 
     def level(self, heads: HeadWork) -> None:
-        """Move documents between nodes until each has exactly the tokens that it is to get.
+        """Move documents between nodes until each has exactly the number of tokens it is to get.
 
         Args:
             heads: Predicts the work of the first tokens of a document.
@@ -150,7 +150,7 @@ class _Nodes:
         return True
 
     def _short(self, node: int) -> list[FillPart]:
-        """Return up to `SWAPPED` of the shortest whole documents of a node."""
+        """Return the shortest documents that a node has whole, at most `SWAPPED` of them."""
         whole = [part for part in self.parts[node] if part.cut == FillCut.WHOLE]
         return sorted(whole, key=lambda part: part.size)[:SWAPPED]
 

@@ -48,19 +48,19 @@ class Items:
     cost_ns: IntArray  # cost of each piece, shape [num_pieces]
     # Indices of the long pieces, which have binary variables, in descending length.
     whole: list[int]
-    # Indices of the short pieces of each class, in descending length.
+    # Indices of the short pieces of each class (pieces of similar length), in descending length.
     fluid: list[list[int]]
     shape: Shape  # the micro-batches to be filled
     problem: Problem  # lengths, costs and limits of the integer linear program
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """Return the most by which cuts can bring a packing's cost below the lower bound, in ns.
+        """Return by how much a packing may cost less than the lower bound because of cuts, in ns.
 
-        The program's lower bound holds for packings that cut no piece. A packing with cuts can cost
-        less than the bound, at most by the cost of the pieces that it cuts. The result holds for
-        packings that cut at most num_micro_batches - 1 pieces, none of which is more expensive than
-        the most expensive piece that `window` cuts.
+        The lower bound of the integer linear program holds for packings that cut no piece. A
+        packing with cuts may cost less, at most by the cost of the pieces that it cuts. The result
+        covers packings that cut at most num_micro_batches - 1 pieces, each of them at most as
+        expensive as the most expensive piece that `window` cuts.
 
         Args:
             window: A packing of the pieces.
@@ -115,7 +115,8 @@ def items_of(
         fluid[min(halvings.bit_length() - 1, NUM_CLASSES - 1)].append(row)
     fluid = [rows for rows in fluid if rows]
     num_tokens = shape.num_micro_batches * shape.capacity
-    # 2. Collect the data of the program, and express the greedy packing as a solution of it.
+    # 2. Collect the lengths, costs and limits of the integer linear program, and express the greedy
+    # packing as a solution of it.
     return Items(
         pieces=pieces,
         cost_ns=cost_ns,
@@ -148,12 +149,12 @@ def _class_of(lengths: IntArray, cost_ns: IntArray) -> FluidClass:
 def _start(
     pieces: Pieces, cost_ns: IntArray, greedy: Window, whole: list[int], fluid: list[list[int]]
 ) -> Assignment:
-    """Express the greedy packing as a solution of the program, from which the solver starts.
+    """Express the greedy packing as a solution of the integer linear program, to start from.
 
     A part of a short piece is assumed to cost a share of the piece in proportion to its tokens.
 
     Args:
-        pieces: The pieces that the program places.
+        pieces: The pieces that the integer linear program places.
         cost_ns: Cost of each piece, shape [num_pieces].
         greedy: The greedy packing of the same tokens.
         whole: Indices of the long pieces.
@@ -172,11 +173,11 @@ def _start(
 
 
 def placed(items: Items, plan: Assignment) -> Window | None:
-    """Turn a solution of the program into micro-batches of documents.
+    """Turn a solution of the integer linear program into micro-batches of documents.
 
     Args:
-        items: The pieces, and the program.
-        plan: A solution of the program.
+        items: The pieces, and the integer linear program.
+        plan: A solution of this program.
 
     Returns:
         The micro-batches, or None if pieces do not fit and may not be cut.
@@ -242,5 +243,8 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return micro-batch j's headroom in ns; per free token if micro-batches must be full."""
+        """Return by how much micro-batch j is faster than the slowest one of its step, in ns.
+
+        If micro-batches must become full, return this time for each free token of micro-batch j.
+        """
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

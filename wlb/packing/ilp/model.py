@@ -38,7 +38,7 @@ TOLERANCE = 1e-6
 
 
 class Objective(StrEnum):
-    """What the program minimises."""
+    """What packing by integer linear programming minimises."""
 
     # The cost of the slowest of all micro-batches that are packed together, as Eq. 1 and Eq. 2 are
     # printed. If one document costs more than micro-batches do on average, nearly every packing is
@@ -50,7 +50,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FluidClass:
-    """Short documents of similar length, whose tokens the program may divide freely."""
+    """Short documents of similar length, whose tokens the solver may divide freely."""
 
     tokens: int  # total tokens of the documents
     cost_ns: int  # total cost of the documents
@@ -60,7 +60,7 @@ class FluidClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A solution of the program: the long pieces and parts of short ones in each micro-batch."""
+    """A solution of the integer linear program: which pieces and parts each micro-batch has."""
 
     bin_of: list[int]  # micro-batch of each long piece
     # For the classes of short documents that are divided freely (`FluidClass`):
@@ -123,7 +123,7 @@ class Problem:
         return max(mean, sum(self.step_floors_ns), max(self.costs_ns, default=0))
 
     def loads_ns(self, answer: Assignment) -> list[float]:
-        """Return the cost of each micro-batch in ns, for a solution of the program."""
+        """Return the cost of each micro-batch in ns in a solution of the integer linear program."""
         loads = [0.0] * self.num_micro_batches
         for cost, j in zip(self.costs_ns, answer.bin_of, strict=True):
             loads[j] += cost
@@ -142,7 +142,7 @@ class Solution:
     """The result of a solver: the best assignment, and a lower bound on the objective."""
 
     assignment: Assignment | None  # None if the solver found nothing
-    bound_ns: int  # no solution of the program has an objective below this
+    bound_ns: int  # no solution has an objective below this
     # How the solver ended: "optimal" (within the limit for the gap), "feasible" (the time limit
     # came first), "nothing_found" or "infeasible".
     status: str
@@ -154,7 +154,7 @@ def solve(problem: Problem, start: Assignment, *, solver: Solver, limits: Solver
     Args:
         problem: The pieces and micro-batches.
         start: A solution from which the solver starts, such as the greedy packing.
-        solver: The program that solves it.
+        solver: The software that solves it.
         limits: When the solver stops.
 
     Returns:
@@ -180,7 +180,10 @@ def _status(outcome: Outcome) -> str:
 
 
 def _relabelled(problem: Problem, start: Assignment) -> Assignment:
-    """Renumber the micro-batches of `start`, so that the constraints of `_symmetry` hold for it."""
+    """Renumber the micro-batches of `start` as the integer linear program requires (`_symmetry`).
+
+    The program excludes solutions that differ only in the numbers of micro-batches.
+    """
     bins = list(range(problem.num_micro_batches))
     if problem.num_steps == 1:
         first = dict(zip(reversed(start.bin_of), reversed(range(len(start.bin_of))), strict=True))
@@ -197,7 +200,7 @@ def _relabelled(problem: Problem, start: Assignment) -> Assignment:
 
 
 class _PulpProgram:
-    """The PuLP program of a problem.
+    """The integer linear program as an object of the package PuLP, with its variables.
 
     Variables are named as at the top of this file: x[i][j] is 1 if long piece i is in micro-batch
     j, t[k][j] and e[k][j] are tokens and cost of fluid class k in micro-batch j, and y[s] is the
@@ -296,7 +299,10 @@ class _PulpProgram:
             y.varValue = maximum / self.cost_scale
 
     def assignment(self) -> Assignment:
-        """Return the solution that the variables have now; each piece goes where x is largest."""
+        """Return the solution that the solver's variables have now.
+
+        Each long piece goes to the micro-batch whose variable for this piece is largest.
+        """
         capacity = self.problem.capacity
         return Assignment(
             bin_of=[max(range(len(row)), key=lambda j: row[j].varValue) for row in self.x],

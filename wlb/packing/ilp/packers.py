@@ -50,7 +50,7 @@ bounds are accurate to 1e-6, so smaller gaps may be rounding errors."""
 class IlpOptions:
     """Options of packing by integer linear programming."""
 
-    solver: Solver = Solver.HIGHS  # the solver program
+    solver: Solver = Solver.HIGHS  # the software that solves the integer linear program
     objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
     time_limit_s: float = 10.0  # most time that the solver may take for one packing
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
@@ -78,7 +78,7 @@ class IlpOptions:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """Return `divisible_below` in tokens, or its default for this window if it is None."""
+        """Return the length in tokens below which the solver may divide documents freely."""
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 
@@ -101,7 +101,7 @@ class IlpReport:
     # Whether the greedy packing was returned. This happens if the solver found no packing, or one
     # that was no better once short documents were placed whole instead of being divided freely.
     kept_greedy: bool
-    num_binaries: int  # number of binary variables in the program
+    num_binaries: int  # number of binary variables in the integer linear program
     time_s: float  # seconds that packing took
 
     @property
@@ -111,7 +111,10 @@ class IlpReport:
 
     @property
     def optimal(self) -> bool:
-        """Whether no packing is better, among those for which `bound_ns` holds."""
+        """Whether the objective reaches its lower bound, but for errors of rounding.
+
+        No packing is better then, except possibly one with cuts to which the bound does not apply.
+        """
         return self.gap <= OPTIMAL_GAP
 
 
@@ -280,8 +283,9 @@ class IlpFixedPacker(FixedPacker):
 
     policy: ClassVar[str] = "ilp_fixed"
     ilp: IlpOptions = field(default_factory=IlpOptions)  # options of the solver
-    # Called with the report of each packing. Reports are not part of a plan, because a plan must
-    # not depend on how long a solver took. They are not stored here either, because `push` is pure.
+    # Called with the report of each packing, unless None. Reports are not part of a plan, because a
+    # plan must not depend on how long a solver took. They are not stored here either, because
+    # `push` is pure.
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def pack(self, pieces: Pieces, num_micro_batches: int) -> Window:
@@ -309,7 +313,7 @@ class IlpVarLenPacker(PolicyPacker):
     s_max: int  # most tokens of a micro-batch, at least the context window
     window_batches: int = 1  # W, global batches packed together
     ilp: IlpOptions = field(default_factory=IlpOptions)  # options of the solver
-    # Called with the report of each packing, as in `IlpFixedPacker`.
+    # Called with the report of each packing, unless None (see `IlpFixedPacker`).
     on_report: ReportSink | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ _OBJECTIVE = re.compile(r"^Objective value:\s+(\S+)\s*$", re.MULTILINE)
 
 
 class Solver(StrEnum):
-    """The program that solves the model."""
+    """The software that solves an integer linear program."""
 
     CBC = "cbc"  # comes with PuLP
     HIGHS = "highs"  # the package highspy
@@ -73,7 +73,7 @@ def run(problem: Any, solver: Solver, limits: SolverLimits) -> Outcome:
 
     Args:
         problem: The `pulp.LpProblem`. Its variables get the values of the solution.
-        solver: The program that solves it.
+        solver: The software that solves it.
         limits: When the solver stops.
 
     Raises:

@@ -39,9 +39,9 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     """
     base = spec.packing
     if base.num_micro_batches == spec.num_windows:
-        # The run sets the number that 0 stands for: as many micro-batches as a global batch has
-        # windows. Write 0 as the other variants do; otherwise the run's policy would be listed
-        # twice.
+        # `packing.num_micro_batches` = 0 stands for as many micro-batches as a global batch has
+        # windows. The run sets this number itself. Write 0, as the other variants do; otherwise the
+        # run's policy would be listed twice.
         base = replace(base, num_micro_batches=0)
     own = Variant(label=f"{_label(base)} (run)", section=base, is_own=True)
     windows, apart = _in_windows(base), replace(base, layout=Layout.SEPARATE)
@@ -105,14 +105,16 @@ def solver_packers(
 
 
 def _in_windows(base: PackingSection) -> PackingSection:
-    """Return `base` changed for policies that fill windows: as many micro-batches as windows."""
+    """Return `base` with as many micro-batches as windows, for policies that fill windows."""
     return replace(base, num_micro_batches=0)
 
 
 def _bounded(base: PackingSection) -> list[PackingSection]:
-    """Return two sections with policy `bounded`: T as configured, and T = CONSTANT_TOKENS.
+    """Return two [packing] sections with policy `bounded`: one as configured, one with a small T.
 
-    The second is left out if the configured T or S_max is at most CONSTANT_TOKENS.
+    T (most tokens of a step) is CONSTANT_TOKENS global batches in the second one, so that all steps
+    have nearly equal numbers of tokens. The second one is left out if the configured T or S_max is
+    at most CONSTANT_TOKENS.
 
     Args:
         base: The run's [packing] section.

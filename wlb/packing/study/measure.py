@@ -133,7 +133,11 @@ class StepLoads:
 
     @property
     def time_weighted(self) -> float:
-        """Sum of the slowest micro-batches of all steps, divided by the sum of the mean ones."""
+        """Mean imbalance of all steps, weighted by their work.
+
+        It is the work of the slowest micro-batch of each step, summed over steps, divided by the
+        mean work of a micro-batch of each step, summed likewise.
+        """
         slowest, total = (sum(pair[i] for pair in self._slowest_and_sum) for i in (0, 1))
         return slowest * self._num / total if total else 1.0
 
@@ -335,7 +339,7 @@ def _segments(plan: PackingPlan) -> tuple[IntArray, IntArray]:
 
 
 def _of_micro_batches(work: IntArray, offsets: IntArray) -> IntArray:
-    """Return the work of each micro-batch, the sum over its segments.
+    """Return the work of each micro-batch: the sum over its attention segments.
 
     Args:
         work: Work of each segment, in the order of micro-batches, shape [n].

@@ -39,7 +39,7 @@ class Saving:
         return gain_over(self.usual, self.best)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the names of both policies and the share of time saved, for `json.dumps`."""
+        """Return the recommended policy, the usual loader and the share of time saved, as JSON."""
         return {
             "best": self.best.label,
             "usual": self.usual.label,
@@ -72,12 +72,12 @@ def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY)
 
 
 def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
-    """Return what the policy with results `ours` gains over the usual loader's results `usual`."""
+    """Return the time that a policy saves over the usual loader, given the results of both."""
     return BalanceGain(usual.step_time_weighted, ours.step_time_weighted)
 
 
 def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
-    """Return what the run's packing gains over the usual loader, without the final flush."""
+    """Return the time that the run's packing saves over the usual loader, without the flush."""
     return gain_over(*usual_and_own(spec, batches, cost))
 
 
@@ -92,5 +92,5 @@ def usual_and_own(
 
 
 def loader_of(row: PackingSummary) -> str:
-    """Return a row's name without " (run)", the mark of the run's configured policy."""
+    """Return the policy's name in a comparison, without the suffix " (run)" of the run's own."""
     return row.label.removesuffix(" (run)")

@@ -104,7 +104,7 @@ class TuningGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePoint:
-    """A setting that was tried, and its result on the sample."""
+    """A [packing] section that was tried, and its result on the sample of global batches."""
 
     section: PackingSection  # the setting
     summary: PackingSummary  # result of the setting on the sample
