@@ -89,8 +89,8 @@ class ProfiledWorkload:
     model: ModelSpec  # model whose layers are priced
     parallel: ParallelSpec  # degrees of parallelism, which divide the work of layers
     profile: KernelProfile  # measured prices
-    # Name of the attention kernel. If the profile has not measured it, the profile's first kernel
-    # prices attention.
+    # Name of the attention kernel. If it is None, or the profile has not measured it, the profile's
+    # first kernel prices attention.
     backend: str | None = None
     # Tokens of a typical micro-batch on a whole CP group; the throughput of matrix products is read
     # at this size.

@@ -95,13 +95,13 @@ class Rows:
     cos: Tensor
     sin: Tensor
     attend: Attend
-    labels: Tensor | None = None  # target of each row, shape [T]; only on the last pipeline stage
+    labels: Tensor | None = None  # target of each row, [T]; None before the last pipeline stage
     loss_scale: float = 1.0  # the last stage multiplies the summed loss by this
     # which rows are real, for layers with experts; with None these layers treat padding like real
     # rows
     experts: ExpertRows | None = None
-    sliding: LayerRows | None = None  # for layers with a sliding window
-    linear: LinearRows | None = None  # for linear-attention layers
+    sliding: LayerRows | None = None  # for layers with a sliding window; None without such layers
+    linear: LinearRows | None = None  # for linear-attention layers; None without such layers
 
     def of(self, *, slides: bool) -> LayerRows:
         """Return the inputs of layers with a sliding window if `slides`, else of the others."""

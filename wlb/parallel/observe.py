@@ -87,8 +87,8 @@ class Timer(Protocol):
 class Watchers:
     """The observers of a rank's chunks (a micro-batch's pass in a stage); either may be None."""
 
-    progress: Progress | None = None
-    timer: Timer | None = None
+    progress: Progress | None = None  # is told which chunk begins
+    timer: Timer | None = None  # measures the time of chunks
 
     def step(self) -> AbstractContextManager[None]:
         """Return the timer's context for a training step; without a timer it does nothing."""

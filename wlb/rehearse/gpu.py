@@ -262,7 +262,8 @@ class FakeGpu:
     op: str = ""  # the latest operator
     is_counting: bool = True  # False while operators run only to infer shapes
     traces: bool = False  # whether `spans` are recorded
-    # The operator that raised an error, and the file and line of wlb that called it. None = no error.
+    # The operator that raised an error, and the file and line of wlb that called it. None if there
+    # was no error.
     failing: tuple[str, str] | None = None
 
     @property

@@ -50,7 +50,8 @@ class Node(NamedTuple):
     kind: NodeKind
     rank: int  # pipeline rank; of a message the receiving rank; -1: all ranks
     stage: int  # stage; of a message the sending stage; -1: all stages
-    action: Action | None = None  # the pass, or the pass whose output the message carries
+    # The pass, or the pass whose output the message carries. None for other kinds of nodes.
+    action: Action | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

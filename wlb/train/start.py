@@ -217,7 +217,8 @@ def local_rank(world: World, job: Job, device_kind: str, signal_file: Path | Non
         world: This rank's place among the local ranks.
         job: The arguments that every rank of the run gets.
         device_kind: "cpu" or "cuda".
-        signal_file: The file that the launching process creates when it gets a signal.
+        signal_file: The file that the launching process creates when it gets a signal. None if
+            there is no such file.
 
     Returns:
         Whether a signal or a stop file ended the run early.
@@ -453,7 +454,11 @@ def _refuse_calibration(spec: RunSpec) -> None:
 
 
 def _describe_ranks(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
-    """Return a line for the log: the ranks, the kind of device, and why it was chosen."""
+    """Return text for the log: the ranks, the kind of device, and why it was chosen.
+
+    `world` is this rank's place among the ranks that a launcher such as torchrun started; None if
+    wlb starts the ranks itself.
+    """
     p = spec.parallel
     layout = f"TP {p.tp} x CP {p.cp} x PP {p.pp} x DP {max(1, p.dp)}"
     if world is not None:

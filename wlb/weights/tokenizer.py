@@ -29,7 +29,7 @@ class FoundTokenizer:
 
     why: str  # where the tokenizer's file was found, or why none was found
     file: Path | None = None  # its tokenizer.json; None if none was found
-    eos_id: int | None = None  # token that ends a document in the store
+    eos_id: int | None = None  # token that ends a document in the store; None = no such token
     # Contents of its tokenizer_config.json; empty if there is none.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     # Chat format of the store's conversations; None for a store of texts.

@@ -45,6 +45,7 @@ class PadOptions:
     # Most tokens of a document; a longer document raises UserError. None means no limit.
     max_length: int | None = None
     # The width is rounded up to a multiple of this number of tokens, which must divide max_length.
+    # None means no rounding.
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:

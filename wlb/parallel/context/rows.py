@@ -42,7 +42,8 @@ class RankStage:
     transfer: Transfer
     received: IntArray  # number of rows from each rank, shape [cp]; they arrive in rank order
     sent: IntArray  # number of rows to each rank, shape [cp]
-    sent_rows: IntArray | None  # local rows to send, sorted by receiver, shape [N]; only for NEEDED
+    # Local rows to send, sorted by receiver, shape [N]. None unless `transfer` is NEEDED.
+    sent_rows: IntArray | None
     cu_seqlens_q: IntArray  # offsets of the queries of each segment, shape [num_segments + 1]
     cu_seqlens_k: IntArray  # offsets of the keys of each segment, shape [num_segments + 1]
     query_rows: IntArray | None  # local rows of the attention call's queries; None means all rows

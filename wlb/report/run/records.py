@@ -44,7 +44,7 @@ class StepRecord(NamedTuple):
     predicted: StepMetrics  # the planner's prediction of the step
     plain: StepMetrics | None  # prediction for the usual loader; None if planner.baseline is off
     # largest memory that rank 0 has used since the run began: GPU memory as torch's allocator
-    # counts it, or on a CPU the memory of the process
+    # counts it, or on a CPU the memory of the process; None if the line does not have it
     memory_bytes: int | None = None
     # whether the step was planned with prices that the run had adjusted to measured times during
     # training, which was possible in earlier versions (`cost.online`)

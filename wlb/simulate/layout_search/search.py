@@ -76,7 +76,8 @@ class Search:
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
     # depth `tune`: the best packing and sharding
     tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
-    own: Trial | None = None  # the user's run with its own layout and settings
+    # The user's run with its own layout and settings; None if it was not simulated.
+    own: Trial | None = None
     # whether candidates that may be better were not tried, because MOST_TUNED were tried already
     is_cut: bool = False
 
