@@ -422,7 +422,7 @@ class GlobalBatches(SourceBatches):
         return np.concatenate([none, *ids]), np.concatenate([none, *lengths])
 
     def _block(self, first: int, size: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of the documents at positions [first, first + size) of the stream."""
+        """Return ids and lengths of the documents at stream positions [first, first + size)."""
         identity = self._identity
         epoch, rows = stream_rows(
             first, size, self._lengths.size, seed=identity["seed"], shuffle=identity["shuffle"]

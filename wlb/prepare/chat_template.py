@@ -94,7 +94,7 @@ class _MarkedText:
     dropped: frozenset[int]  # numbers of the messages whose reasoning the template leaves out
 
     def content_end(self, number: int) -> int:
-        """Return where in `text` the content of message `number` ends, or 0 if it has no content."""
+        """Return where in `text` the content of message `number` ends; 0 if it has no content."""
         return self.fields.get(2 * number + 1, (0, 0))[1]
 
     def first_field(self, number: int) -> int | None:

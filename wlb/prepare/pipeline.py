@@ -191,8 +191,8 @@ class _Preparation:
         """Return the report of the finished store, or None if there is no store.
 
         Raises:
-            UserError: There is a store that cannot be used or was made of other inputs or arguments,
-                and overwrite is not set.
+            UserError: There is a store that cannot be used or was made of other inputs or
+                arguments, and overwrite is not set.
         """
         prefix = self.options.out
         if not store_path(prefix, ".idx").exists():

@@ -283,7 +283,7 @@ class _Hosts:
     def _paired(
         self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
     ) -> list[int]:
-        """Complete a transfer if the peer has posted its other end in the batch that runs next there.
+        """Complete a transfer if its other end is in the batch of the peer that runs next.
 
         Args:
             rank: Rank that posted `transfer`.
