@@ -80,7 +80,7 @@ def waits_ns(
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Return `waits_ns` for an exchange that travels in several stages.
+    """Return how long CP ranks wait for an exchange of keys in several stages, as `waits_ns` does.
 
     All ranks get the wait of the slowest rank. Each stage has its own attention call, so the
     launches of these calls count too. Stages travel one after the other, on one communicator. Rows

@@ -204,7 +204,7 @@ def defaults_of(model_type: str) -> Mapping[str, Any]:
 
 
 Kinds = Callable[[ConfigFields], list[str]]
-"""Rule of a family: a function from a config.json to the kind of each layer."""
+"""Function from a config.json to the kind of each layer."""
 MixerOf = Callable[[ConfigFields, str], Mixer]
 """Function from a config.json and a kind of layer to the costs of attention or recurrence."""
 MlpOf = Callable[[ConfigFields, int], MlpWeights]
@@ -484,7 +484,12 @@ def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
 
 
 def _heads(config: ConfigFields, kind: str) -> Mixer:
-    """Return the costs of grouped-query attention in a layer of a kind (`_softmax`)."""
+    """Return the costs of grouped-query attention.
+
+    Args:
+        config: The model.
+        kind: Kind of the layer: "sliding" and "chunked" limit the keys that a query sees.
+    """
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
     weights = config.hidden * dim * 2 * (heads + kv)
     # QK^T and PV take one multiply-add each per head dimension.
@@ -492,7 +497,12 @@ def _heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
-    """Return the costs of `_heads` with elementwise gates of attention's output."""
+    """Return the costs of grouped-query attention whose output has elementwise gates.
+
+    Args:
+        config: The model.
+        kind: Kind of the layer: "sliding" and "chunked" limit the keys that a query sees.
+    """
     made = _heads(config, kind)
     gate = config.hidden * config.heads * config.head_dim
     return made._replace(weights=made.weights + gate)
@@ -505,7 +515,7 @@ def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
 
     Args:
         config: The model.
-        kind: Kind of the layer, as in `_softmax`.
+        kind: Kind of the layer: "sliding" and "chunked" limit the keys that a query sees.
     """
     return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
@@ -645,7 +655,12 @@ def _mamba_layer(config: ConfigFields) -> Mixer:
 
 
 def _rank_of(config: ConfigFields, name: str) -> int:
-    """Return the rank of a low-rank projection; "auto" means hidden size / 16, rounded up."""
+    """Return the rank of a low-rank projection from a field of the config.json.
+
+    Args:
+        config: The model.
+        name: The field. The value "auto" means hidden size / 16, rounded up.
+    """
     return -(-config.hidden // 16) if config.get(name) == "auto" else config.whole(name)
 
 

@@ -92,6 +92,10 @@ class WorkloadModel(Protocol):
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """Return the time to all-gather a micro-batch's keys and values over `cp` ranks.
 
+        Args:
+            num_tokens: Tokens of the micro-batch on all CP ranks.
+            cp: Number of CP ranks.
+
         Returns:
             Forward and backward, in ns. Backward gathers keys and values a second time and
             reduce-scatters their gradients.

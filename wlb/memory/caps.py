@@ -60,16 +60,22 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
 def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, int | None]:
     """Return the most tokens of a micro-batch and of a step that fit on one pipeline rank.
 
-    The limit of a step counts only the tokens of the rank's pipeline. This limit is None if the
-    step needs none.
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        memory_bytes: Memory that plans may use on the rank.
+
+    Returns:
+        (most tokens of a micro-batch, most tokens of a step). The second number counts only the
+        tokens of one pipeline. It is None if all micro-batches in flight fit without this limit.
     """
 
     def estimate(tokens: int) -> MemoryEstimate:
         return memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=tokens)
 
     window, passes = spec.data.context_window, in_flight(spec, pp_rank=pp_rank)
-    # All gradients are counted together with all activations in flight, although the last of them
-    # never exist at the same time. So the limits are a little too low rather than too high.
+    # All gradients are counted together with all activations in flight, although they never all
+    # exist at the same time. So the limits are a little too low rather than too high.
     gradients = sum(stage_gradient_bytes(spec, stage=s) for s in spec.stages_of(pp_rank))
     flowing = most_activation_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=window)
     one = estimate(window)

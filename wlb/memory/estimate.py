@@ -348,6 +348,10 @@ def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Return the bytes of a stage's output for one micro-batch on one rank.
 
     The output is sharded over TP ranks along the sequence.
+
+    Args:
+        spec: The run.
+        micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
     """
     values = _local(spec, micro_batch_tokens) * spec.model.hidden_size
     return values * _compute_bytes(spec) // spec.parallel.tp
@@ -372,6 +376,10 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
 
 def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     """Return how many bytes of tensors one layer needs at three moments of its backward.
+
+    Args:
+        spec: The run.
+        tokens: Tokens of the micro-batch on all CP ranks.
 
     Returns:
         Four numbers of bytes: during the MLP's backward; while attention's kernel runs; while the
@@ -476,6 +484,10 @@ def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
     """Return the bytes that attention's kernel allocates in backward for a rank's longest call.
 
     The result is 0 in float32, where the kernel is sdpa, and for layers without attention.
+
+    Args:
+        spec: The run.
+        tokens: Tokens of the micro-batch on all CP ranks.
     """
     if spec.training.dtype == Dtype.FLOAT32 or spec.model.is_all_linear:
         return 0
@@ -666,7 +678,7 @@ def longest_micro_batch(spec: RunSpec) -> int:
 
 
 def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
-    """Return the tokens of a micro-batch on one CP rank, rounded up."""
+    """Return how many tokens of a micro-batch one CP rank has, rounded up."""
     return -(-micro_batch_tokens // spec.parallel.cp)
 
 

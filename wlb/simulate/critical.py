@@ -149,6 +149,13 @@ def _terms(
     """Return a node's seconds by kind of work, and its CP rank with the most attention time.
 
     The CP rank is -1 unless the node is a pass with attention.
+
+    Args:
+        node: The node of the graph of a step.
+        prices: Prices of the passes.
+        step: Index of the step.
+        pipeline: Index of the pipeline.
+        duration_ns: Duration of the node, used only if the node is not a pass.
     """
     if node.kind != NodeKind.PASS or node.action is None:
         return {NAMES[node.kind]: duration_ns * 1e-9}, -1

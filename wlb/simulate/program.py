@@ -90,7 +90,7 @@ class Reduce(NamedTuple):
 
 
 Instruction = RunPass | Post | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
-"""One entry of a program."""
+"""One thing that a pipeline rank does in a step, such as a pass or an all-gather."""
 Program = list[Instruction]
 """The instructions that one pipeline rank runs in a step, in order."""
 
@@ -155,7 +155,8 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
 def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
     """Return whether FSDP gathers whole stages in advance, rather than layer by layer.
 
-    torch's runtime of interleaved schedules gathers all parameters of a stage before its passes.
+    This is so in interleaved schedules with pp > 1, because torch's runtime of these schedules
+    gathers all parameters of a stage before its passes.
     """
     return pp > 1 and schedule != Schedule.ONE_F_ONE_B
 

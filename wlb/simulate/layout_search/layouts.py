@@ -382,7 +382,12 @@ def need_of(spec: RunSpec) -> tuple[int, int]:
 
 
 def _nothing(gpus: int, out: Layouts) -> str:
-    """Return the error message if no layout is possible."""
+    """Return the text of the error that no layout is possible, with the reasons.
+
+    Args:
+        gpus: Number of devices.
+        out: The layouts that were refused.
+    """
     if out.too_large:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (

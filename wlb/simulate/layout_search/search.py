@@ -30,14 +30,14 @@ from wlb.simulate.layout_search.workers import Workers
 from wlb.spec import RunSpec
 
 SLACK = 0.03
-"""Fraction by which a time may be shorter than its lower bound from the depth before.
+"""Fraction by which a time may be shorter than its lower bound from a less exact simulation.
 
 The bounds are not exact, so candidates whose bound is this much too long are still tried.
 """
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
 """Number of candidates that are evaluated together at the depths `even`, `packed` and `tune`.
 
-The search checks between two blocks whether a depth may stop.
+The search checks between two such blocks whether the other candidates are too slow to be tried.
 """
 MOST_TUNED = 32
 """Most candidates that are tuned, unless `top` is larger; this bounds the time of the search."""
@@ -45,7 +45,7 @@ NEARLY = 1.02
 """Packing policies within this factor of a layout's fastest one are simulated with sharding too."""
 
 Progress = Callable[[str, int], None]
-"""Function that is called with the name of a depth and a number of candidates that passed it."""
+"""Function that is called with what was done ("packed", "tuned", ...) and with how many layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,9 @@ class Tuner:
     workers: Workers  # processes that run the trials
     top: int = 10  # number of fastest layouts that the search must find
     max_delay_mean: float = 0.5  # delay limit: most steps that a token may be delayed on average
-    progress: Progress = lambda what, more: None  # called after each group of trials
+    # Called after each group of trials, with what was done ("packed", "tuned", ...) and the number
+    # of layouts.
+    progress: Progress = lambda what, more: None
 
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
         """Search the fastest layouts, first with rough and then with more exact simulations.
@@ -268,7 +270,11 @@ class Tuner:
         return out
 
     def _too_late(self, known: Search) -> str:
-        """Return the error message if no layout keeps the mean delay within the limit."""
+        """Return the text of the error that no layout keeps the mean delay within the limit.
+
+        Args:
+            known: Results of the search.
+        """
         trials = [trial for tuned in known.tuned.values() for trial in tuned.packed]
         if not trials:
             return (

@@ -33,9 +33,9 @@ from wlb.simulate.step import Simulator, chunked
 from wlb.spec import Policy, RunSpec
 
 RETRIES = 3
-"""Most attempts of a trial.
+"""Most attempts to simulate a run so that it fits into memory.
 
-If a trial exceeds the memory limit, the next attempt gives packing less memory.
+If it exceeds the memory limit, the next attempt gives packing less memory.
 """
 
 
@@ -208,7 +208,11 @@ class TrialRunner:
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
-        """Run a trial; while it exceeds the memory limit, repeat it with less memory for packing.
+        """Simulate a run; while it does not fit into memory, repeat it with less for packing.
+
+        Args:
+            spec: The run.
+            is_sharded: Whether to shard the packed steps. Otherwise all CP ranks get equal work.
 
         Returns:
             The first trial that fits; None if `RETRIES` attempts do not fit.
@@ -234,7 +238,14 @@ class TrialRunner:
         return None
 
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
-        """Run a trial once; packed steps are taken from the cache if an earlier trial made them."""
+        """Pack and simulate a run, whether or not it fits into memory.
+
+        Packed steps are taken from the cache if an earlier trial made them.
+
+        Args:
+            spec: The run.
+            is_sharded: Whether to shard the packed steps. Otherwise all CP ranks get equal work.
+        """
         caps = effective_caps(spec)
         # S_max and T depend on the section and on memory. Packed steps depend only on the resulting
         # S_max and T, so the key has these instead of the section's values.
