@@ -46,7 +46,7 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
-    """Compare the speeds of all ranks. The verdict is warn if a GPU is much slower than the median.
+    """Compare the speeds of all ranks. The verdict is warn if a GPU is slow (`LEAST_OF_MEDIAN`).
 
     The speeds of CPU ranks are shown but not judged, because ranks of a node share caches and
     memory.

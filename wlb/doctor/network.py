@@ -216,7 +216,7 @@ def synchronize(device: torch.device) -> None:
 def link_findings(
     timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> list[Finding]:
-    """Return one finding per axis of the mesh. Only rank 0 calls it.
+    """Return a finding on the communicators of each axis of the mesh. Only rank 0 calls this.
 
     Args:
         timings: Measurements of all ranks.

@@ -395,7 +395,7 @@ def _gathered(report: RankReport, world: World) -> list[RankReport]:
 def _joined(
     reports: Sequence[RankReport], patient: Patient, compared: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the rows of the table: joined findings of all ranks, and findings that compare ranks.
+    """Return all findings for the table: those of all ranks, joined, and those that compare ranks.
 
     Args:
         reports: Reports of all ranks.

@@ -166,7 +166,7 @@ def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Foreca
 
     The simulation is repeated with more steps until the relative standard error of the mean step
     time is at most `ENOUGH`. It ends earlier after about `MOST_MICRO_BATCHES` micro-batches, or at
-    the end of the documents.
+    the end of the documents. `stores` are the run's token stores; None if it names none.
 
     Returns:
         The prediction, and the documents of the simulated steps.
@@ -189,7 +189,8 @@ def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Foreca
 def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
     """Return the first `count` global batches of the run.
 
-    Lengths of documents come from the run's token stores, or are drawn at random if it names none.
+    Lengths of documents come from `stores`, the run's token stores. With None, which means that the
+    run names no store, they are drawn at random.
     """
     batch: dict[str, Any] = {"tokens_per_batch": spec.tokens_per_step, "seed": spec.run.seed}
     if stores is not None:

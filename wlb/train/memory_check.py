@@ -21,7 +21,7 @@ from wlb.spec import RunSpec
 
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
-    """Return the memory of each rank's device, and the parts that plans may use; None if unknown.
+    """Return a rank's device memory and how much of it plans may use; None if it is not known.
 
     `device` is "cpu" or "cuda".
     """
@@ -32,7 +32,7 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
 
 
 def measured_budget(spec: RunSpec) -> Budget | None:
-    """Return the budget for the smallest GPU of this machine; None without a GPU.
+    """Return the memory budget of this machine's smallest GPU; None without a GPU.
 
     This function ignores `cluster.memory_gib`.
     """
@@ -48,7 +48,7 @@ def measured_budget(spec: RunSpec) -> Budget | None:
 def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
     """Return a list with a warning if `cluster.memory_gib` is more than the GPU has, else [].
 
-    `measured` is the budget for the smallest GPU; None without a GPU.
+    `measured` is the memory budget of this machine's smallest GPU; None without a GPU.
     """
     given = spec.cluster.memory_gib
     if measured is None or given <= measured.gib:

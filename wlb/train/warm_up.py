@@ -26,7 +26,7 @@ smaller number, more time is lost, because each collection takes milliseconds on
 
 
 class ConnectRanks(Hook):
-    """Makes one call on every communicator before training, and reports the communicators' number.
+    """Makes one call on every communicator before training, and reports how many there are.
 
     NCCL and Gloo connect ranks in a communicator's first call. Without this hook, the first calls
     would lengthen the first step.

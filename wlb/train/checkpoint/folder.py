@@ -294,8 +294,8 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
 
     Args:
         checkpoint: The folder.
-        files: The `manifest_entry` of each file, by file name. With None, the entries are made by
-            reading all files of the folder.
+        files: The size and checksum of each file (`manifest_entry`), by file name. With None, all
+            files of the folder are read to find these.
     """
     if files is None:
         files = {path.name: manifest_entry(path) for path in sorted(checkpoint.iterdir())}
@@ -437,7 +437,7 @@ def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: fl
 
     Args:
         folder: The folder of the checkpoint.
-        files: The `manifest_entry` of each file, by file name.
+        files: The size and the checksum of each file (`manifest_entry`), by file name.
         within_s: Seconds to wait at most.
 
     Returns:

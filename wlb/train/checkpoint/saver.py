@@ -266,9 +266,10 @@ class CheckpointSaver:
         return self._write_all(task)
 
     def _drop_oldest(self, step: int, dropped: list[str]) -> None:
-        """Remove the incomplete checkpoint of `step`, and the oldest complete one if it may go.
+        """Remove the incomplete checkpoint of `step`, and the oldest complete one.
 
-        The name of the removed complete checkpoint is appended to `dropped`.
+        The newest complete checkpoint that is not damaged is kept in any case. The name of the
+        removed complete checkpoint is appended to `dropped`.
         """
         shutil.rmtree(self._partial(step), ignore_errors=True)
         oldest = to_drop(self.directory)
@@ -317,7 +318,7 @@ class CheckpointSaver:
         Each rank hashes its own files. A collective call.
 
         Returns:
-            The `manifest_entry` of each file, by file name.
+            The size and the checksum of each file (`manifest_entry`), by file name.
 
         Raises:
             CheckpointError: If a rank cannot read its files. All ranks raise it.

@@ -98,7 +98,8 @@ class SaveCheckpoints(Hook):
         At the end of the run `is_last` is true, and the function waits until the save has ended.
 
         Raises:
-            CheckpointError: If the last save failed, or `MOST_FAILED` saves in a row.
+            CheckpointError: If the save at the end of the run failed, or `MOST_FAILED` saves in a
+                row.
         """
         run.position.enter("saving a checkpoint")
         began_s = time.perf_counter()

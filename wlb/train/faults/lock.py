@@ -181,7 +181,7 @@ class RunLock:
             self.console.print(text)
 
     def _owner(self) -> dict[str, Any]:
-        """Read the owner's "pid", "host" and "since" from the lock file.
+        """Read from the lock file who has the lock ("pid" and "host"), and "since" when.
 
         The dictionary is empty if the file cannot be read.
         """

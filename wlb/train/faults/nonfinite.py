@@ -24,12 +24,12 @@ class NonfiniteSteps:
     """
 
     action: OnNonfinite  # the configured reaction (`training.on_nonfinite`)
-    _in_a_row: int = 0  # number of steps skipped since the last finite step
+    _in_a_row: int = 0  # number of steps skipped since the last finite step or rollback
     # Numbers of the steps that were not finite, for `rollback` and `skip`.
     _failed: set[int] = field(default_factory=set[int])
 
     def decide(self, step: int, *, loss: float, norm: float, has_checkpoint: bool) -> OnNonfinite:
-        """Return SKIP or ROLLBACK for a step that is not finite.
+        """Return SKIP or ROLLBACK for a step whose loss or gradient norm is not finite.
 
         Args:
             step: Number of the step.

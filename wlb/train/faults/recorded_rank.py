@@ -26,7 +26,7 @@ from wlb.train.telemetry.appended import AppendedFile
 
 @contextlib.contextmanager
 def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Iterator[Position]:
-    """While the block runs, log this rank's output, and record its position and its failure.
+    """While the block runs, log this rank's output, and record what it is doing and its failure.
 
     An error in the block is first written to `records`. A local rank then raises the error, and the
     process that launched the local ranks ends the other ranks. A rank of torchrun or Slurm ends its
@@ -34,12 +34,13 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
 
     Args:
         directory: The run's folder, in which logs are written.
-        records: The folder for the positions and failures of ranks in this start of the run.
+        records: The folder in which the ranks of this start of the run note what they are doing,
+            and record their failures.
         world: This rank's place among the processes of the launcher.
         mesh: This rank's place in the layout.
 
     Yields:
-        The rank's position. The training updates it as it proceeds.
+        The object in which training notes what this rank is doing.
     """
     c = mesh.at
     words = (
@@ -79,9 +80,9 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
 
 
 def _opened(records: Path, owner: SlotOwner) -> Position:
-    """Open this rank's position file in `records`.
+    """Open the file in `records` in which this rank notes what it is doing.
 
-    If nothing can be written to that folder, the position is kept in memory only.
+    If nothing can be written to that folder, the notes are kept in memory only.
     """
     with unless_unwritable(records):
         records.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """Fit and write the profile, and print which of the old profile's predictions were wrong.
+        """Fit and write the profile, and print which times the run's own profile predicted wrong.
 
         Does nothing except on rank 0.
 

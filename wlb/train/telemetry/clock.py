@@ -159,8 +159,7 @@ _NUM_TRIED = 100
 class StepClock:
     """Times the passes of each step on one rank.
 
-    Only passes inside a block of `step` are timed, so that evaluations, which run the same code,
-    are not.
+    Only passes inside `with step()` are timed. So evaluations, which run the same code, are not.
 
     Args:
         marks: Reads the time, in the way that suits this rank's device.

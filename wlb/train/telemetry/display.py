@@ -72,8 +72,9 @@ The profile was then probably measured on another machine, or this machine has o
 _LOADS = Heading("slowest rank", "CP, experts", 12, 3)
 """A column with two ratios, which is only shown for a model with experts.
 
-The first ratio is the predicted attention time of the slowest CP rank over the mean CP rank's. The
-second is the number of tokens of the most loaded EP rank over the mean EP rank's."""
+The first ratio is the predicted attention time of the slowest CP rank, divided by the mean over CP
+ranks. The second is the number of tokens of the most loaded EP rank, divided by the mean over EP
+ranks."""
 
 
 class StepFigures(NamedTuple):
@@ -276,7 +277,8 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
 
     Args:
         table: The summary.
-        loads: For each step, the tokens of the most loaded expert over those of the mean expert.
+        loads: For each step, the tokens of a layer's most loaded expert over the mean of its
+            experts, averaged over layers.
         sums: Loads by layer and by EP rank, summed over steps.
     """
     if not loads:
@@ -291,9 +293,9 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
     table.add_row("expert load", f"{text}; most in layer {_most(sums, 'expert')}")
     table.add_row(
         "load of ranks",
-        f"attention {sums.mean_attention:.2f} (slowest CP rank over the mean rank, predicted), "
-        f"experts {sums.mean_rank:.2f} (tokens of the EP rank that a layer waits for, over those "
-        f"of the mean rank), most in layer {_most(sums, 'rank')}; in all layers and steps "
+        f"attention {sums.mean_attention:.2f} (slowest CP rank / mean over CP ranks, predicted), "
+        f"experts {sums.mean_rank:.2f} (tokens of the EP rank that a layer waits for / mean over "
+        f"EP ranks), most in layer {_most(sums, 'rank')}; in all layers and steps "
         f"together, EP rank {_most(sums, 'ranks')} has the most tokens",
     )
 
@@ -490,4 +492,4 @@ def _work(work: Work) -> str:
 
 
 def _spread(mean_s: float, largest_s: float, rank: int) -> str:
-    return f"{mean_s:.3f} s on the mean rank, {largest_s:.3f} s at most, mostly on rank {rank}"
+    return f"mean over ranks {mean_s:.3f} s, slowest rank {largest_s:.3f} s, mostly rank {rank}"

@@ -42,10 +42,10 @@ _NONE = -1  # marks unused rows in the array of a rank's passes (`RankMeter._pac
 class StragglerWatch:
     """Finds stragglers: ranks that are slower than others at the same work.
 
-    A rank is a straggler if its ratio of measured to predicted time exceeds the median rank's by
-    the share `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables in a row. It then stays a
-    straggler until the first table in which its ratio does not exceed this limit. A table has the
-    times of all ranks, summed over `RANKS_INTERVAL` steps.
+    A rank is a straggler if its ratio of measured to predicted time is more than
+    1 + `STRAGGLER_THRESHOLD` times the median rank's in `STRAGGLER_TABLES` tables in a row. It then
+    stays a straggler until the first table in which its ratio does not exceed this limit. A table
+    has the times of all ranks, summed over `RANKS_INTERVAL` steps.
 
     On a CPU with one thread per rank, times of decoder layers are compared. Otherwise only times of
     attention kernels are compared, because the rest of a layer includes waits for slower TP and CP

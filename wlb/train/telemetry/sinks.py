@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 
 def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
-    """Open the configured sinks, metrics.jsonl first.
+    """Open the files and services to which records are written, metrics.jsonl first.
 
     Args:
         spec: The run.
