@@ -286,7 +286,7 @@ def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = 
 
 
 def _first_of(n: int) -> Kinds:
-    """Return a function that lists layers' kinds: "full" every n layers from 0, else "sliding"."""
+    """Return a function that lists layers' kinds: 1 of n is "full" (the first), others "sliding"."""
     return lambda config: ["sliding" if i % n else "full" for i in range(config.layers)]
 
 

@@ -37,7 +37,11 @@ class Collective(StrEnum):
     P2P = "p2p"
 
     def wire_share(self, num_ranks: int) -> float:
-        """Return the bytes that one rank sends, divided by the bytes of the whole buffer."""
+        """Return the bytes that one rank sends in this operation, over those of the whole buffer.
+
+        Args:
+            num_ranks: Members of the group.
+        """
         match self:
             case Collective.P2P:
                 return 1.0

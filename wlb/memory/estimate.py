@@ -88,12 +88,12 @@ class MemoryEstimate:
 
     @property
     def terms(self) -> dict[str, int]:
-        """The terms in bytes, by name of the field."""
+        """The parts of the estimate: bytes by name of the field."""
         return {name: v for name, v in asdict(self).items() if name.endswith("_bytes")}
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all terms."""
+        """Bytes of all parts of the estimate together."""
         return sum(self.terms.values())
 
 

@@ -161,7 +161,7 @@ class _Step:
         self.tids, self.lanes = self._message_tids()
 
     def events(self) -> Iterator[TraceEvent]:
-        """Yield all events of the step."""
+        """Yield all trace events of the step."""
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         total = int(self.simulation.ends_ns[:, self.step].max())
         yield self._complete(self.name, "step", (0, STEPS), (0, total), {"step": self.name})

@@ -64,7 +64,7 @@ class Search:
     """Results of a search so far: one dict for each depth, by name of the layout.
 
     The search evaluates layouts at several depths, each of which is more exact and more expensive
-    than the one before. A dict has the layouts that were evaluated at its depth.
+    than the one before. A dict has the layouts that have a result at its depth.
     """
 
     layouts: Layouts  # all candidates and impossible layouts
