@@ -286,7 +286,11 @@ def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = 
 
 
 def _first_of(n: int) -> Kinds:
-    """Return a function that lists layers' kinds: 1 of n is "full" (the first), others "sliding"."""
+    """Return a function that lists layers' kinds, "full" or "sliding".
+
+    Args:
+        n: The first of every n layers is "full".
+    """
     return lambda config: ["sliding" if i % n else "full" for i in range(config.layers)]
 
 

@@ -193,7 +193,7 @@ NAMES = {
 
 
 def _summed(parts: Iterable[tuple[K, float]]) -> dict[K, float]:
-    """Add up the seconds of (key, seconds) pairs with equal keys; return the sums, largest first."""
+    """Add up the seconds of (key, seconds) pairs by key, and return the sums, largest first."""
     out: dict[K, float] = {}
     for key, seconds in parts:
         out[key] = out.get(key, 0.0) + seconds
