@@ -122,9 +122,9 @@ def test_loads_of_experts_have_a_section_of_their_own(page: str, tmp_path: Path)
     assert made.count('<h2 id="experts">') == 1
     assert 'href="#experts"' in made
     text = text_of(made)
-    assert "load of EP ranks 1.250 times the mean rank's rows, on the most loaded EP rank" in text
-    assert "slowest CP rank is 1.062 times the mean rank's" in text
-    assert "EP rank 1 has the most rows, 1.250 times the mean rank's" in text
+    assert "load of EP ranks 1.250 rows of the most loaded EP rank / mean over EP ranks" in text
+    assert "slowest CP rank / mean over CP ranks is 1.062" in text
+    assert "EP rank 1 has the most rows, 1.250 times the mean over EP ranks" in text
 
 
 def test_the_page_says_what_the_numbers_are(page: str) -> None:

@@ -153,7 +153,7 @@ def expert_figure(records: RunRecords) -> Any:
         ),
     ]
     _draw(above, records, series)
-    above.set(ylabel="slowest / mean rank")
+    above.set(ylabel="slowest rank / mean over ranks")
     _finish(figure, [above], records)
     sums = ExpertLoads()
     for step in records.steps:

@@ -492,4 +492,4 @@ def _work(work: Work) -> str:
 
 
 def _spread(mean_s: float, largest_s: float, rank: int) -> str:
-    return f"mean over ranks {mean_s:.3f} s, slowest rank {largest_s:.3f} s, mostly rank {rank}"
+    return f"mean over ranks {mean_s:.3f} s, slowest rank {largest_s:.3f} s (most often {rank})"
