@@ -191,7 +191,7 @@ class AccountedStream(Protocol):
         ...
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for any number of epochs.
+        """Return whether the data ends at `state` for some number of epochs.
 
         The number of epochs of this run does not matter, because the run that saved the state may
         have used another one.

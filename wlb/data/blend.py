@@ -311,7 +311,7 @@ class BlendedBatches(BatchStream):
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for any number of epochs."""
+        """Return whether the data ends at `state` for some number of epochs."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False
@@ -395,11 +395,11 @@ class BlendedBatches(BatchStream):
     def _ordered(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the source, id and length of some of the next documents, sorted by tag.
+        """Return source, id and length of some of the next documents, in the order of the blend.
 
-        A document's tag decides its place in the blend (see the module's docstring). At least one
-        document is returned. All of them together may have more or fewer than `missing` tokens. The
-        arguments have the same meaning as in `_take`, but this function does not change them.
+        They are sorted by tag, as the module's docstring describes. At least one document is
+        returned. All of them together may have more or fewer than `missing` tokens. The arguments
+        have the same meaning as in `_take`, but this function does not change them.
         """
         shares = self._weights / self._weights.sum()
         ids: list[IntArray] = []

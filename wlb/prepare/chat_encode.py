@@ -129,7 +129,7 @@ class ChatChoice(EncoderChoice):
         return BUILT_IN[self.template].special_tokens
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "ChatRecordEncoder":
-        """Open the encoder, and test that the tokenizer fits the template.
+        """Return an encoder that uses this tokenizer, after testing that it fits the template.
 
         Args:
             tokenizer: Path of a tokenizer.json. "" (the tokenizer "bytes") is refused.
@@ -185,7 +185,7 @@ class ChatFormat:
 
 
 class ChatRecordEncoder:
-    """Encodes records that are conversations as documents. A long one may become several."""
+    """Encodes each conversation as a document. A long conversation may become several."""
 
     def __init__(self, choice: ChatChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
         self._choice = choice

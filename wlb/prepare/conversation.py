@@ -325,7 +325,7 @@ def _content(value: object, name: str) -> str:
 
 
 def _text_key(part: Mapping[str, Any]) -> str:
-    """Return the key under which a part has its text, or "" if it has none."""
+    """Return the key under which a part of a content has its text, or "" if it has no text."""
     return next((key for key in _PART_TEXT if part.get(key) is not None), "")
 
 

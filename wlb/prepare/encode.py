@@ -142,7 +142,7 @@ class EncoderChoice(Protocol):
         return {}
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:
-        """Open the encoder. Each worker does this once.
+        """Return an encoder that uses this tokenizer. Each worker calls this once.
 
         Args:
             tokenizer: Path of a tokenizer.json, or "" for bytes.
@@ -193,7 +193,7 @@ class TextChoice(EncoderChoice):
         return vocabulary.eos_id if self.policy != DocumentPolicy.NONE else None
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoder":
-        """Open the encoder."""
+        """Return an encoder that uses this tokenizer."""
         return TextEncoder(self, tokenizer, vocabulary)
 
 

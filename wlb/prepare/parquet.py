@@ -50,9 +50,10 @@ def open_parquet(path: str) -> Any:
 
 
 def _check_footer(file: Any) -> None:
-    """Raise ValueError if the footer contradicts itself.
+    """Raise ValueError if the footer of an open Parquet file is damaged.
 
-    If the numbers of rows disagreed, rows would be lost.
+    It is damaged if the numbers of rows of the row groups do not add up to that of the file (rows
+    would be lost), if a number or size is negative, or if the name of a column is not text.
     """
     names, metadata = file.schema_arrow.names, file.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]

@@ -253,7 +253,7 @@ def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
 
     Args:
         folder: The folder.
-        prefix: Remove only temporary files of files whose names begin with this.
+        prefix: Remove only those that were to become a file or folder whose name begins with this.
     """
     for entry in os.scandir(folder):
         if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
@@ -264,7 +264,10 @@ def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
 
 
 def draw(seed: int, name: str) -> float:
-    """Hash (seed, record name) to a number in [0, 1). Records below the fraction are held out."""
+    """Return a number in [0, 1), which is a hash of a seed and the name of a record.
+
+    The record is held out if this number is below the held-out fraction.
+    """
     data = f"{seed}\0{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 

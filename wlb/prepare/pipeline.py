@@ -221,7 +221,7 @@ class _Preparation:
 
     @property
     def parts(self) -> Path:
-        """The folder `<out>.parts`, which has one encoded part for each shard until the end."""
+        """The folder `<out>.parts`, in which the encoded shards are kept until they are merged."""
         return store_path(self.options.out, ".parts")
 
     def find_or_make(self) -> StoreReport:

@@ -88,7 +88,7 @@ def compiled(source: str) -> tuple[Template, dict[str, Any]]:
     known: Any = environment  # jinja2 does not type the environment's dictionaries
     known.filters["tojson"] = to_json
     known.globals["raise_exception"] = refuse
-    known.globals.pop("lipsum")  # random text would make each store different
+    known.globals.pop("lipsum")  # its random text would change each store
     parsed = environment.parse(source)
     has_blocks = any(BEGIN in data.data for data in parsed.find_all(nodes.TemplateData))
     used = sorted(meta.find_undeclared_variables(parsed))

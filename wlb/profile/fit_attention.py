@@ -95,7 +95,7 @@ class FittedAttention:
 def fit_attention(
     attention: AttentionRecords, *, backends: tuple[str, ...], provenance: Provenance
 ) -> FittedAttention:
-    """Fit a table to the records of one head layout.
+    """Fit an attention table to the records of one head layout, and measure its errors.
 
     Args:
         attention: Head layout and records.
@@ -129,7 +129,10 @@ def _from_grid(
     *,
     blocks: BlockCost | None = None,
 ) -> AttentionTable:
-    """Fit a table to calls on equal segments alone (steps 1 and 2 at the top of this file).
+    """Fit an attention table to calls on equal segments alone.
+
+    The table has the fixed costs of a call and the throughput of segments, both not yet corrected
+    with random batches (`_fit_batches`).
 
     Args:
         attention: Head layout and records.
@@ -289,7 +292,9 @@ def _rates(
         took = record.numbers[f"{name}_ns"]
         # The fixed cost is uncertain, so at least a fifth of the call's time counts for segments.
         price = max(took - fixed, 0.2 * took) / count
-        rows = next((n for n in layout.padded_lengths if n >= q), q)  # rows with padding
+        rows = next(
+            (n for n in layout.padded_lengths if n >= q), q
+        )  # rows, with the kernel's padding
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
         work = float(tile_pairs(*sides, tile_rows=tile)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
@@ -372,14 +377,14 @@ def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
 def _fit_batches(
     attention: AttentionRecords, table: AttentionTable, *, has_blocks: bool
 ) -> tuple[AttentionTable, list[str]]:
-    """Correct a table with random batches, which is step 3 of the fit (see the top of this file).
+    """Correct an attention table so that it predicts the times of random batches better.
 
     The fit finds factors for the times of segments, and new values for the fixed costs of calls.
 
     Args:
         attention: Head layout and records.
         table: Table fitted to calls on equal segments.
-        has_blocks: Whether to fit a cost of thread blocks, too (step 4).
+        has_blocks: Whether to fit the cost of a call's grid of thread blocks, too.
 
     Returns:
         The corrected table, and notes on what is missing or doubtful.

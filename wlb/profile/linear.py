@@ -313,9 +313,9 @@ def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbe
     by_sum, by_branch = (bench.random(tokens, width) for _ in range(2))
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
-        # In a layer, x goes into the sum and into the branch, so autograd adds two gradients of x.
-        # Here x is a second output of the graph, and the branch's gradient of x is passed to
-        # autograd. So autograd adds the two gradients, but the branch need not be computed.
+        # A layer computes x + branch(x), so autograd adds two gradients of x: that of the sum and
+        # that of the branch. Here the branch is not computed. Instead, x is a second output of the
+        # graph, and its gradient is given, so autograd adds two gradients of x as well.
         return torch.autograd.grad((out, x), (x, y), (by_sum, by_branch))
 
     return bench.graph(lambda: x + y, backward)

@@ -192,7 +192,7 @@ class CpuTimer(KernelTimer):
         return tuple(Timing.of(column) for column in times.T)
 
     def _once(self, steps: Sequence[Step]) -> list[int]:
-        """Run all parts of the call once, and return the CPU time of each in nanoseconds."""
+        """Run the parts of a call (such as forward, backward) once; return CPU ns of each part."""
         took: list[int] = []
         value = None
         for step in steps:
@@ -267,7 +267,7 @@ class CudaTimer(KernelTimer):
     def _once(
         self, steps: Sequence[Step], spins: Sequence[int]
     ) -> tuple[list[_Events], list[float]]:
-        """Run all parts of the call once.
+        """Run all parts of a call once, such as forward and then backward.
 
         Args:
             steps: Parts of the call.

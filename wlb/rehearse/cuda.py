@@ -154,7 +154,7 @@ def _tensors() -> None:
         return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
     def read_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if isinstance(tensor, FakeTensor):  # a host copy, which was recorded when it was made
+        if isinstance(tensor, FakeTensor):  # a copy from the GPU, which is recorded already
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
         return numpy(tensor, *args, **options)
 
@@ -243,7 +243,7 @@ def all_gather_object(found: list[Any], obj: Any, *_: Any, **__: Any) -> None:
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective on host objects that also records each call in `GPU.messages`."""
+    """Return a collective between hosts that also records each call in `GPU.messages`."""
 
     def call(*args: Any, group: Any = None, **options: Any) -> Any:
         where = recorder().communicator(_group(group))
@@ -274,8 +274,8 @@ def recorder() -> Recorder:
 def use(made: Recorder) -> None:
     """Make `made` the recorder of this process. Call this once.
 
-    It then also records torch.distributed calls between hosts, sends and receives between stages,
-    and the operators of compiled graphs.
+    From now on `made` records collectives between hosts, the transfers between pipeline stages and
+    the operators of compiled graphs, too.
     """
     _recorders.append(made)
     setattr(torch, "compile", compiler.compiling(made))  # noqa: B010

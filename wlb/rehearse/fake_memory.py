@@ -186,13 +186,18 @@ class Footprint:
         self.add(tensor).recorded_streams.add(stream.id)
 
     def restart_peak(self) -> tuple[int, dict[str, int]]:
-        """Start a new measurement of the peak, and return the previous peak for `keep_peak`."""
+        """Start a new measurement of peak memory, and return the previous peak for `keep_peak`."""
         before = self.peak, self.at_peak
         self.peak, self.at_peak = self.now, dict(self.by_kind)
         return before
 
     def keep_peak(self, peak: int, at_peak: dict[str, int]) -> None:
-        """Restore a peak that `restart_peak` returned, unless the present peak is higher."""
+        """Restore a peak that `restart_peak` returned, unless the present peak is higher.
+
+        Args:
+            peak: Most bytes that were allocated at a time.
+            at_peak: Bytes of each kind of memory at that time.
+        """
         if peak > self.peak:
             self.peak, self.at_peak = peak, at_peak
 

@@ -72,7 +72,7 @@ class Prices:
         """
         num_bytes = size_of(ins) + size_of(outs)
         if name == _WRITES_ROWS:
-            num_bytes = 2 * size_of(ins[2:])  # only the copied rows are read and written
+            num_bytes = 2 * size_of(ins[2:])  # only the copied rows, each read and written once
         if name in _PRODUCTS:
             a, b = args[_PRODUCTS[name] :][:2]
             return self._product(a, b, num_bytes)

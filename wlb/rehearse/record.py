@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         name: str = func._schema.name
         GPU.op = str(func)
         if name == "prim::device" and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # return early, because no other operator is so frequent
+            return args[0].fake_device  # early, as this operator is the most frequent
         # 1. Operators on CPU tensors run as they are. Only messages between hosts are recorded.
         flat = [*_leaves(args, Tensor), *_leaves(kwargs, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
