@@ -103,7 +103,7 @@ class StepBalance:
 
     @property
     def imbalance(self) -> float:
-        """`step_time` over the mean time that ranks compute, without waiting. 1.0 is perfect."""
+        """Predicted time of the step over the mean time that a rank computes in it; 1.0 is best."""
         return self.step_time / self._mean if self.step_time else 1.0
 
     @property

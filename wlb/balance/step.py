@@ -161,7 +161,7 @@ def _divide(request: StepRequest, work: FloatArray) -> list[IntArray]:
 def _units(
     request: StepRequest, work: FloatArray, samples: IntArray, *, is_dynamic: bool
 ) -> tuple[Units, IntArray]:
-    """Join the samples of each atom into a unit, and sort units by descending work.
+    """Join samples that must share a micro-batch into units, and sort units by descending work.
 
     A unit of more than `max_tokens` tokens counts as a unit of exactly `max_tokens` tokens. The
     effect is the same, because a unit of either size is alone in its micro-batch.
@@ -252,6 +252,8 @@ def _assignment(
     model: WorkloadModel | None,
 ) -> StepBalance:
     """Collect the assignments of all mini-batches in one record, and number blocks consecutively.
+
+    A block is the set of samples of one micro-batch.
 
     Args:
         parts: The assignment of each mini-batch.

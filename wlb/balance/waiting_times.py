@@ -49,7 +49,7 @@ class WaitingRule(Protocol):
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
         """Return the pairs of bins that exchange units in a round.
 
-        The bins that exceed their targets most are paired with others.
+        The bins (micro-batches) that exceed their target work most are paired with others.
 
         Args:
             excess: Work of each bin minus its target.

@@ -210,7 +210,8 @@ def _decreasing(lengths: IntArray, capacity: int, *, method: BinMethod, num_firs
     is_first_fit = method == BinMethod.FIRST_FIT_DECREASING
     fills = _place(runs, room, _FirstFitGroups() if is_first_fit else _BestFitGroups(room))
     start, num_documents, each, filled = fills.T
-    # 3. Divide the fills into visits. A visit puts the next `each` documents into one bin.
+    # 3. Divide the fills (documents of one run that go to one group of bins) into visits. A visit
+    # puts the next `each` documents into one bin.
     num_visits = num_documents // each
     each = np.repeat(each, num_visits)
     nth = np.arange(each.size) - np.repeat(offsets_of(num_visits)[:-1], num_visits)

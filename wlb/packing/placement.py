@@ -214,7 +214,7 @@ def least_loaded(
     # document is put into a bin whose load exceeds this level.
     level = (sum(np.max(begin, axis=0).tolist()) + num * max(steps)) // len(free) + 1
     bins, load = _by_load(begin, steps, _entries(begin, steps, free, level))
-    # If some bins become full, the others take more than an even share and may exceed the level.
+    # If some bins become full, the others take more than an even share and may exceed this mean.
     # Then list all placements for which bins have room, which takes longer.
     if bins.size < min(num, int(free.sum())) or (load[:num] > level).any():
         bins, _ = _by_load(begin, steps, free)

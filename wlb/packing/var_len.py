@@ -156,7 +156,7 @@ class VarLenPacker(PolicyPacker):
         return tuple(plans), self._carry(pieces.take(waiting), step, slot)
 
     def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
-        """Return which outliers have waited for `hold` steps, a mask of shape [num_pieces].
+        """Return which outliers have waited for `self.hold` steps, a mask of shape [num_pieces].
 
         If all waiting pieces are outliers, nothing else could be trained. Then the oldest outliers
         leave although they have waited for fewer steps.

@@ -384,7 +384,9 @@ class Planner:
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
-        """Read the next global batch and pass it to both packers. At the end, flush both packers.
+        """Read the next global batch, and pass it to the packer and to the baseline's packer.
+
+        At the end of the data, both packers are flushed.
 
         Returns:
             The state after the batch, with the new plans of both packers.
@@ -603,6 +605,8 @@ def assign_rounds(
 
 def _spread(members: IntArray, tokens: IntArray) -> IntArray:
     """Assign the micro-batches of each round to the pipelines of an EP group, balancing tokens.
+
+    A round is the i-th micro-batches of all pipelines of the group, which run at the same time.
 
     Args:
         members: Micro-batches of each round, shape [num_rounds, pipelines_per_ep_group].

@@ -34,7 +34,7 @@ class Address:
 
     @property
     def alive(self) -> Path:
-        """A file that contains the process id and that the process touches as long as it runs."""
+        """A file with the planner's process id, which the planner touches as long as it runs."""
         return self.folder / "alive"
 
     @classmethod
@@ -45,9 +45,9 @@ class Address:
             token: A random secret that all nodes of the run share. If it is empty, a new one is
                 drawn.
             node: Index of the node.
-            folder: Folder in which a folder for the socket is made. The caller removes it when the
-                run is over. If the argument is empty, or the path too long for a socket, a
-                temporary folder is used.
+            folder: Folder in which the process makes a folder for its socket. The caller removes
+                `folder` when the run is over. If `folder` is empty, or the path too long for a
+                socket, a temporary folder is used.
         """
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):

@@ -116,7 +116,11 @@ def _check_plan(plan: PackingPlan) -> None:
 
 
 def _check_steps(state: PlannerState) -> None:
-    """Check that the planned steps have consecutive numbers, and that carries begin after them."""
+    """Raise UserError unless planned steps are in order and come before the next step to plan.
+
+    The numbers of the run's planned steps must be consecutive. Those of the usual loader, with
+    which the run is compared, may have gaps.
+    """
     planned = [plan.step for plan in state.ready]
     after = state.carry.next_step
     if planned != list(range(after - len(planned), after)):
@@ -134,7 +138,10 @@ def _check_steps(state: PlannerState) -> None:
 
 
 def _check_policies(state: PlannerState, known: Collection[str]) -> None:
-    """Check that planned steps and waiting pieces belong to one policy, which is in `known`."""
+    """Raise UserError unless planned steps and waiting pieces have the same policy, a known one.
+
+    The policy of the usual loader, with which the run is compared, must be in `known` too.
+    """
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:
             raise UserError(
@@ -150,7 +157,7 @@ def _check_policies(state: PlannerState, known: Collection[str]) -> None:
 
 
 def _check_carry(state: PlannerState, carry: Carry, packer: object) -> None:
-    """Check that pieces wait in slots of the carry that their policy uses.
+    """Raise UserError if a waiting piece has a slot that its packing policy never gives it.
 
     Args:
         state: The state.

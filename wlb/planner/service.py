@@ -46,7 +46,7 @@ from wlb.planner.liveness import SILENCE_S, Address, PlannerLost, PlanningError,
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that stop a run. The planner process ignores them, because ranks still need plans until
-they have written a checkpoint. They end the process afterwards."""
+they have written a checkpoint. Ranks end the process afterwards."""
 _BEAT_S = 0.25
 """Seconds after which a planner process touches its file again, to show that it is alive."""
 _DIED = (

@@ -53,7 +53,7 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 
 
 def _least_rows_of(reach: FloatArray, length: int) -> int:
-    """Return the rows of a document that the rank that receives most must at least receive.
+    """Return a number of rows of a document that at least one rank must receive from others.
 
     If rank j needs `reach[j]` rows and receives R of them, it must have the other reach[j] - R rows
     itself. Together, the ranks cannot have more rows than the document. So R has a lower bound.

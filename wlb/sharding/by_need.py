@@ -211,8 +211,7 @@ class _PlanMaker:
 
         Args:
             options: Where documents are cut.
-            scale: Work that each rank is to get, in multiples of its share of the tokens, shape
-                [cp].
+            scale: Work per token that each rank is to get, relative to the other ranks, shape [cp].
             group_size: Number of consecutive ranks that form a node or group.
             node_share: Most work of one document in a group, in multiples of a group's mean work.
         """
@@ -231,11 +230,11 @@ class _PlanMaker:
         return out
 
     def _corrected(self, scale: FloatArray, plan: ShardingPlan) -> FloatArray:
-        """Return new shares of the work: less for slow ranks of `plan`, more for fast ones.
+        """Return a new `scale`: lower for the slow ranks of `plan`, higher for the fast ones.
 
         Args:
-            scale: Work that each rank was to get in `plan`, in multiples of its share of the
-                tokens, shape [cp].
+            scale: Work per token that each rank was to get in `plan`, relative to the other ranks,
+                shape [cp].
             plan: The plan that was made with `scale`.
         """
         forward, backward = self.cost.segment_times_ns(plan.stop - plan.start, plan.stop)

@@ -156,7 +156,8 @@ def fill(
     Args:
         parts: Documents or parts of them by descending density (work per token).
         rooms: Tokens that each rank is to get. Their sum is the number of tokens of `parts`.
-        scale: Work that each rank is to get, in multiples of its share of the tokens.
+        scale: Work per token that each rank is to get, relative to the other ranks. Equal values
+            give work in proportion to tokens.
         heads: Predicts the work of the first tokens of a document.
         options: Where documents are cut.
 

@@ -41,6 +41,8 @@ def hybrid(
 ) -> ShardingPlan:
     """Shard a micro-batch by the best threshold between long and short documents.
 
+    Each long document is cut over all ranks. The short ones are cut together, as one sequence.
+
     Args:
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Number of CP ranks.

@@ -35,7 +35,8 @@ def split(
     Args:
         parts: Whole documents by descending density (work per token).
         rooms: Tokens that each node is to get. Their sum is the number of tokens of `parts`.
-        scale: Work that each node is to get, in multiples of its share of the tokens.
+        scale: Work per token that each node is to get, relative to the other nodes. Equal values
+            give work in proportion to tokens.
         heads: Predicts the work of the first tokens of a document.
         share: Most work of one document that a node may have, in multiples of a node's work. At
             least 1.

@@ -291,7 +291,10 @@ def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict
 
 
 def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: IntArray) -> float:
-    """Return the mean weight (`label_weights`) of the labels of the longest documents.
+    """Return the mean weight in the loss that a label of the longest documents has.
+
+    The longest documents are those that together have the share LONGEST of all labels. A label
+    weighs more in a step with few labels (`label_weights`).
 
     Args:
         stream: The plans before the flush.
