@@ -35,7 +35,7 @@ class StageTimes:
 class StageLayers:
     """What the price of a stage depends on: how many layers of which kind it has.
 
-    Stages with equal records have equal prices.
+    Stages in which all these fields are equal have equal prices.
     """
 
     counts: tuple[int, ...]  # number of layers of each kind in `ModelSpec.layer_kinds`

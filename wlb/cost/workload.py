@@ -179,14 +179,14 @@ class ProfiledWorkload:
         return forward, np.minimum(backward / cp, 2 * chunk_backward)
 
     def mean_chunk(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return query rows and keys of the mean chunk of a piece that is sharded per document.
+        """Return the mean query rows and keys of a piece's chunks in per-document sharding.
 
         Args:
             d: Tokens of each piece, shape [n].
 
         Returns:
-            Query rows and keys of the mean of its 2 * cp chunks, shape [n] each. With cp = 1 the
-            chunk is the whole piece.
+            Query rows and keys, averaged over the 2 * cp chunks of each piece, shape [n] each. With
+            cp = 1 the only chunk is the whole piece.
         """
         cp = self.parallel.cp
         return (d, d) if cp == 1 else (d / (2 * cp), d * (2 * cp + 1) / (4 * cp))

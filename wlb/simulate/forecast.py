@@ -119,7 +119,7 @@ def simulated_shares(
 
 
 def packed_by(spec: RunSpec, section: PackingSection) -> RunSpec:
-    """Return a run with another packing section.
+    """Return the run with another `packing` section of its configuration.
 
     `packing.method` is removed if it contradicts the section's policy. `packing.packs` is always
     removed.

@@ -83,12 +83,12 @@ class Search:
 
     @property
     def ranking(self) -> list[Trial]:
-        """The best trial of each tuned layout, fastest first."""
+        """The best result of each layout that was simulated with every packing, fastest first."""
         best = [t.best for t in self.tuned.values() if t.best is not None]
         return sorted(best, key=lambda t: (t.time_s, t.name))
 
     def bound_s(self, name: str) -> float:
-        """Return the best known lower bound of a candidate's time, in seconds per global batch."""
+        """Return the highest known lower bound of a layout's time, in seconds per global batch."""
         known = self.even.get(name) or self.work[name]
         return known.time_s
 
@@ -110,9 +110,9 @@ class Tuner:
         """Search the fastest layouts, first with rough and then with more exact simulations.
 
         Args:
-            layouts: The candidates.
+            layouts: The layouts among which to search.
             own: The user's run, which is also simulated with its own layout. None means that only
-                candidates are simulated.
+                `layouts` are simulated.
 
         Raises:
             UserError: No packing of any layout keeps the mean delay within the limit.
@@ -147,12 +147,12 @@ class Tuner:
         return known
 
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Simulate candidates with one packing each, and add the results to `known`.
+        """Simulate layouts with one packing each, and add the results to `known`.
 
         The packing is the first of `PackingChoices.first` with which the layout fits into memory.
 
         Returns:
-            Times of the candidates that fit into memory.
+            Times of the layouts that fit into memory, in seconds per global batch.
         """
         todo = [c for c in candidates if c.name not in known.packed]
         found = self._run(todo, _pack_one, "packed", self.choices)
@@ -160,12 +160,13 @@ class Tuner:
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Simulate candidates with every packing, and add the results to `known`.
+        """Simulate layouts with every packing, and add the results to `known`.
 
         The fastest packing within the delay limit is also simulated with sharding.
 
         Returns:
-            Times of the candidates that have a packing within the delay limit.
+            Times of the layouts that have a packing within the delay limit, in seconds per global
+            batch.
         """
         todo = [c for c in candidates if c.name not in known.tuned]
         found = self._run(todo, _tune_one, "tuned", self.choices, self.max_delay_mean)
@@ -174,13 +175,13 @@ class Tuner:
         return [trial.time_s for trial in best if trial is not None]
 
     def polish(self, names: Sequence[str], known: Search) -> None:
-        """Try further settings of tuned layouts, and keep the fastest in `known`.
+        """Try further settings of layouts, and keep the fastest setting of each layout in `known`.
 
         These settings are all shardings, other policies that are nearly as fast, more
         micro-batches, and later weight-gradient passes.
 
         Args:
-            names: Names of the layouts.
+            names: Names of the layouts, which were simulated with every packing before.
             known: Results so far.
         """
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
@@ -190,11 +191,11 @@ class Tuner:
     def _outline(
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
     ) -> list[float]:
-        """Compute a lower bound of each candidate's time, add it to `known`, and return the bounds.
+        """Compute a lower bound of each layout's time, add it to `known`, and return the bounds.
 
         Args:
-            candidates: The candidates.
-            known: Bounds by name of the candidate, which is changed.
+            candidates: The layouts.
+            known: Bounds by name of the layout. The new bounds are added.
             is_walked: Whether to simulate one step whose micro-batches are all equal. Otherwise the
                 bound is the work of a pipeline rank, added up without bubbles, which is lower.
         """
@@ -212,19 +213,19 @@ class Tuner:
         block: int,
         most: int | None = None,
     ) -> bool:
-        """Evaluate candidates in blocks, in the order of the lower bounds of their times.
+        """Simulate layouts in blocks, in the order of the lower bounds of their times.
 
-        The search stops when the remaining candidates cannot be among the `top` best.
+        This stops when the remaining layouts cannot be among the `top` best.
 
         Args:
-            bounds: Bounds by name of the candidate. Candidates without a bound are left out.
-            layouts: The candidates.
-            evaluate: Evaluates the candidates of a block and returns their times.
-            block: Number of candidates in a block.
-            most: Largest number of candidates to evaluate; None means no limit.
+            bounds: Lower bounds of times by name of the layout. Layouts without one are left out.
+            layouts: The layouts.
+            evaluate: Simulates the layouts of a block, and returns their times.
+            block: Number of layouts in a block.
+            most: Most layouts to simulate, rounded up to whole blocks; None means no limit.
 
         Returns:
-            Whether the search stopped because of `most`.
+            Whether this stopped because of `most`.
         """
         found = [c for c in layouts.candidates if c.name in bounds]
         found.sort(key=lambda c: (bounds[c.name].time_s, c.name))
@@ -254,7 +255,7 @@ class Tuner:
         task, so they may not be in the order of `items`.
 
         Args:
-            items: Runs, candidates or tuned layouts.
+            items: Runs, or layouts before or after `tune`.
             function: Called as `function(runner, item, *arguments)`.
             what: What is done with the items, for example "tuned"; `progress` gets it.
             *arguments: Further arguments of the function.

@@ -215,7 +215,7 @@ class TrialRunner:
             is_sharded: Whether to shard the packed steps. Otherwise all CP ranks get equal work.
 
         Returns:
-            The first trial that fits; None if `RETRIES` attempts do not fit.
+            The result of the first attempt that fits; None if `RETRIES` attempts do not fit.
         """
         limit = planned_bytes(spec)
         for _ in range(RETRIES):
@@ -240,7 +240,7 @@ class TrialRunner:
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
         """Pack and simulate a run, whether or not it fits into memory.
 
-        Packed steps are taken from the cache if an earlier trial made them.
+        Packed steps are taken from the cache if they are in it.
 
         Args:
             spec: The run.

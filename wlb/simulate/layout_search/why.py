@@ -92,8 +92,8 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     families = _families(known.layouts, winner.spec, own)
     best = {label: _likeliest(group, known) for label, group in families.items() if group}
     tuner.pack([c for c in best.values() if c.name not in known.tuned], known)
-    # If the best candidate of a family is not tuned, it is compared with the winner at depth
-    # `packed`. So the winner needs a trial at that depth.
+    # If the best candidate of a family was simulated with only one packing, it is compared with a
+    # simulation of the winner with one packing. So the winner needs such a simulation too.
     winners = [c for c in known.layouts.candidates if c.name == winner.layout]
     tuner.pack(winners, known)
     for label, candidate in best.items():
