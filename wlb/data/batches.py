@@ -682,7 +682,17 @@ def checked_lengths(
 
 
 def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
-    """Return `value` as an int of at most 64 bits; raise UserError if it is not a whole number."""
+    """Return a document length as an int of at most 64 bits.
+
+    Args:
+        name: Name of the source, for the error message.
+        where: Returns the name of an entry in the error message, given its index.
+        at: Index of the entry.
+        value: The entry.
+
+    Raises:
+        UserError: The entry is not a whole number, or is too large for 64 bits or for a float.
+    """
     if isinstance(value, float | np.floating):
         exact = float(cast("float", value))
         if exact.is_integer() and abs(exact) < EXACT_FLOATS:

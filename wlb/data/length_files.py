@@ -311,7 +311,13 @@ def _is_head(cells: list[str]) -> bool:
 
 
 def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row of a table. Blank rows are left out."""
+    """Yield the line number and the cells of each row of a text table, without blank rows.
+
+    Args:
+        name: Name of the file, for error messages.
+        data: Content of the file.
+        separator: Character between cells.
+    """
     reader = csv.reader(_lines(data, ""), delimiter=separator)
     try:
         for row in reader:

@@ -308,7 +308,15 @@ def _unread(
 
 
 def _content(value: object, name: str) -> str:
-    """Return a message's content as text, joining the texts of a list of parts."""
+    """Return a message's content as text, joining the texts of a list of parts.
+
+    Args:
+        value: The content in the record: text or a list of parts.
+        name: Name of the content for error messages.
+
+    Raises:
+        UserError: The content, or a part of it, is not text.
+    """
     if not isinstance(value, list):
         return _text(value, name)
     texts: list[str] = []
@@ -342,7 +350,12 @@ def _text(value: object, name: str) -> str:
 
 
 def _reasoning(data: dict[str, Any], role: Role, name: str) -> str:
-    """Return the reasoning of an assistant's message, or "".
+    """Return the reasoning of an assistant's message, or "" if it has none.
+
+    Args:
+        data: The message in the record.
+        role: Role of the message.
+        name: Name of the message for error messages, such as "message 2".
 
     Raises:
         UserError: A message of another role has reasoning, or two keys have different texts.

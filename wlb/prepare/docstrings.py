@@ -84,7 +84,12 @@ def docstring_conversations(documents: TextDocuments | None = None) -> Iterator[
 
 
 def write_docstring_conversations(path: str | Path, documents: TextDocuments | None = None) -> None:
-    """Write the conversations of `docstring_conversations` atomically as a JSONL file."""
+    """Write conversations about Python sources to a JSONL file, atomically.
+
+    Args:
+        path: The JSONL file.
+        documents: Python sources, as in `docstring_conversations`. None = the standard library.
+    """
     records = docstring_conversations(documents)
     write_text(Path(path), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 

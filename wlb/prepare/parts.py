@@ -204,8 +204,16 @@ def _records(
 ) -> Iterator[tuple[RecordPosition, Sequence[Encoded]]]:
     """Yield the position and the encoded documents of each record of a shard.
 
-    Records that are not documents are counted in `summary` instead. The other arguments have the
-    same meaning as in `encode_shard`.
+    Args:
+        job: Settings of all shards.
+        encoder: The opened encoder.
+        shard: The part of the input to read.
+        summary: Counts the records that are not documents and are skipped. Updated in place.
+        is_stopped: Returns whether to stop early, because another shard failed.
+
+    Raises:
+        UserError: A record is not a document, and `job` says that such records are errors.
+        Stopped: `is_stopped` returned True.
     """
     records = read_shard(shard, text_key=job.text_key, columns=job.choice.columns)
     for number, (position, record) in enumerate(records):

@@ -76,7 +76,13 @@ def prepare_synthetic(
 
 
 def _lengths(family: str, window: int, seed: int) -> Iterator[int]:
-    """Yield document lengths of a family without end. Equal arguments give equal lengths."""
+    """Yield document lengths without end. Equal arguments give equal lengths.
+
+    Args:
+        family: Name of the distribution of lengths, a key of `FAMILIES`.
+        window: Context window in tokens, which is also the longest length.
+        seed: Seed of the random numbers.
+    """
     for i in range(1 << 62):
         drawn = lengths_of_family(
             family, window=window, num_documents=DRAWN_AT_A_TIME, seed=seed * 1_000_003 + i

@@ -201,7 +201,13 @@ def reason_of(path: str | Path, error: OSError) -> str:
 def describe_empty(
     description: str, skipped: Mapping[Skip, int] | Mapping[str, int], examples: Sequence[str] = ()
 ) -> str:
-    """Return the error message for a corpus without any UTF-8 text."""
+    """Return the error message for a corpus without any UTF-8 text.
+
+    Args:
+        description: What the documents are, in words.
+        skipped: Number of files that were skipped, by reason.
+        examples: The first files that cannot be read, each with the reason.
+    """
     counts = {str(reason): count for reason, count in skipped.items() if count}
     shown = f"; not read: {', '.join(examples)}" if examples else ""
     reasons = f" (left out: {counts}{shown})" if counts else ""

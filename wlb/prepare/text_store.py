@@ -133,7 +133,10 @@ def _find(documents: TextDocuments, prefix: str | Path, fingerprint: str) -> Sto
 def _sample(
     documents: TextDocuments, heldout_fraction: float, seed: int, sample_bytes: int
 ) -> Iterator[str]:
-    """Yield texts of training documents with `sample_bytes` in all; the last text is cut."""
+    """Yield texts of random training documents, `sample_bytes` in all; the last text is cut.
+
+    The other arguments decide which documents are held out, and so are not read.
+    """
     heldout = heldout_rows(documents.names, fraction=heldout_fraction, seed=seed)
     rows: IntArray = np.flatnonzero(~heldout)
 

@@ -92,7 +92,16 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
 
 
 def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
-    """Return `spec` with the changes that a rehearsal makes to a run."""
+    """Return the configuration of a run with the changes that a rehearsal needs.
+
+    Args:
+        spec: Configuration of the run.
+        folder: Temporary folder for the run's files.
+        steps: Number of steps to rehearse.
+
+    Raises:
+        UserError: The run uses kernels that cannot run on fake tensors.
+    """
     model = replace(spec.model, vocab_size=spec.model.vocab_size or VOCABULARY)
     run = replace(spec.run, device=Device.CUDA, output_dir=str(folder), stop_file="")
     cluster = replace(spec.cluster, memory_gib=cluster_gib(spec))

@@ -233,7 +233,7 @@ class _Hosts:
             self.at[rank] += 1
 
     def _arrive(self, rank: int, where: Communicator | None) -> bool:
-        """Note that a rank has reached a collective of a communicator.
+        """Note that a rank has reached its next collective, which is in communicator `where`.
 
         If all other members have already reached the collective, all members advance to their next
         message.

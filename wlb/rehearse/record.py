@@ -173,7 +173,16 @@ class Recorder(TorchDispatchMode):
         outs: list[Tensor],
         stream: FakeStream,
     ) -> None:
-        """Note which tensors a kernel reads and writes, and check for races between streams."""
+        """Note which tensors a kernel reads and writes, and check for races between streams.
+
+        Args:
+            func: The operator.
+            args: Arguments of the operator.
+            kwargs: Keyword arguments of the operator.
+            ours: Tensors on the GPU that the kernel reads.
+            outs: Tensors on the GPU that the operator returns.
+            stream: Stream on which the kernel runs.
+        """
         for x in ours:
             FOOTPRINT.read(x, stream)
         written = self._arguments_written(func)
