@@ -296,7 +296,7 @@ class _FirstFitGroups:
             The free tokens of each bin of the group, and the group; None if no group has room.
         """
         # Lengths descend, except where new documents follow the leftovers. If the length is larger
-        # than before, groups that were ready may now have too little room.
+        # than before, groups that had room for a document may now have too little.
         if length > self.length:
             ready, self.ready = self.ready, []
             for start, stop, filled, room in ready:

@@ -440,7 +440,7 @@ class WaitingDocuments:
         self.outlier_sums = self.sums[:, : num + 1]
         forced = self.rows[:, :num] * self.must_leave[:num]
         self.must_leave_sums = np.stack([offsets_of(row) for row in forced])
-        # 3. Sum the values of the ordinary documents that must leave (`ordinary_forced`) and of the
+        # 3. Sum `rows` over the ordinary documents that must leave (`ordinary_forced`) and over the
         # other ordinary documents (`ordinary`). For the latter, also compute running sums of
         # tokens, the mean delay of a token if none of them is trained in this step, and work per
         # token.
@@ -588,8 +588,8 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     forced = (outliers[:, :num_outliers] * waiting.must_leave[:num_outliers]).max(1, initial=0)
     height = np.maximum(highest[:, candidates.tallest], forced[:, None])
     # (b) Choose the ordinary documents that fill the step. If those with least work can raise the
-    # mean work of a micro-batch to `height`, take them. Otherwise take some of those with most
-    # work.
+    # mean work of a micro-batch to that of the largest document (`height`), take them. Otherwise
+    # take some of those with most work.
     room: IntArray = np.minimum(limits.step_tokens - taken[0], waiting.ordinary[0])
     before, sums = waiting.tokens_before, waiting.sums
     light = num_outliers + np.searchsorted(before, int(before[-1]) - room, "left")
@@ -602,10 +602,10 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     fluid = np.where(is_light, lightest[3:], heaviest[3:] * part)
     tokens: IntArray = np.where(is_light, lightest, heaviest)[0]
     mean = (taken[3:] + fluid) / num
-    # (c) The slowest micro-batch has at least the mean work, and at least `height`. Among N + 1
-    # outliers two must share a micro-batch, and among 2N + 1 three must. Because size classes are
-    # sorted by age, the n-th outlier may have less work than a later one, but at least CLASS times
-    # as much.
+    # (c) The slowest micro-batch has at least the mean work, and at least that of the largest
+    # document (`height`). Among N + 1 outliers two must share a micro-batch, and among 2N + 1 three
+    # must. Because size classes are sorted by age, the n-th outlier may have less work than a later
+    # one, but at least CLASS times as much.
     count = end - first
 
     def nth(n: int) -> IntArray:
@@ -1058,7 +1058,10 @@ class _Packing:
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:
-        """Return the exchange that lowers the slowest micro-batch's load most.
+        """Return the exchange that makes the slower of its two micro-batches as fast as possible.
+
+        An exchange moves a document from the slowest micro-batch to another one, or swaps a
+        document of each.
 
         Args:
             top: The slowest micro-batch.
@@ -1078,12 +1081,13 @@ class _Packing:
             other_documents = sorted(rows[j], key=work.__getitem__)
             other_work = [work[e] for e in other_documents]
             half = (loads[top] - loads[j]) // 2
-            # Try to move the two documents whose work is closest to half of the difference.
+            # Try to move one document: the one with just less work than half of the difference of
+            # the loads, or the one with just more.
             at = bisect_left(top_work, half)
             moved = top_documents[max(0, at - 1) : at + 1]
             tried: list[tuple[int, int | None]] = [(d, None) for d in moved]
-            # Try to swap each of the largest documents with two documents of micro-batch j, such
-            # that about half of the difference moves.
+            # Try to swap each of the largest documents with either of two documents of micro-batch
+            # j, such that about half of the difference of the loads moves.
             for d in top_documents[-MOST_SWAPPED:]:
                 at = bisect_left(other_work, work[d] - half)
                 tried += [(d, e) for e in other_documents[max(0, at - 1) : at + 1]]

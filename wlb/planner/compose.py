@@ -594,7 +594,8 @@ def assign_rounds(
     for group, chosen in enumerate(
         assign_micro_batches(slowest, together, dp // pipelines_per_ep_group)
     ):
-        # Order a group's rounds by their first micro-batches, which keeps the packer's order.
+        # Sort a group's rounds by the lowest index of their micro-batches, which keeps about the
+        # order in which the packer returned them.
         members = rounds[chosen]
         members = members[np.argsort(members.min(1), kind="stable")]
         pipelines[group * pipelines_per_ep_group : (group + 1) * pipelines_per_ep_group] = _spread(
