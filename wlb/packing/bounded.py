@@ -529,7 +529,7 @@ class Candidates:
 
 
 def _candidates(waiting: WaitingDocuments) -> Candidates:
-    """List the choices of outliers that the next step could train.
+    """List the candidates: the choices of outliers that the next step could train.
 
     Outliers are sorted by size class. A candidate trains up to two intervals of them, each of
     which begins where a size class begins. Its step has at most T tokens, and at least LEAST global

@@ -132,7 +132,7 @@ def per_document(
     # A single rank gets all tokens, so there is no remainder to distribute.
     remainder = Remainder(remainder) if cp > 1 else Remainder.MERGED
     start, stop = document_chunks(pieces, cp, grows=remainder == Remainder.MERGED)
-    # Order spans by rank, then by piece. A rank's first chunk of a piece comes before its second one.
+    # Order spans by rank, then by piece. Of a rank's two chunks of a piece, the first comes first.
     heads_tails = [np.stack([x[:, :cp], x[:, : cp - 1 : -1]], 2) for x in (start, stop)]
     begin, end = (x.transpose(1, 0, 2).ravel() for x in heads_tails)
     piece = np.tile(np.repeat(np.arange(pieces.size), 2), cp)

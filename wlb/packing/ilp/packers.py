@@ -78,7 +78,10 @@ class IlpOptions:
             check_at_least("divisible_below", self.divisible_below, 0)
 
     def below(self, context_window: int) -> int:
-        """Return the length in tokens below which the solver may divide documents freely."""
+        """Return the length in tokens below which the solver may divide documents freely.
+
+        It is `divisible_below`, or 1/16 of the context window if that is None.
+        """
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 
 
