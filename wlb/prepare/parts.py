@@ -60,7 +60,7 @@ class PartJob:
     on_error: OnError  # what to do with a record that is not a document
 
     def open_encoder(self) -> RecordEncoder:
-        """Open the encoder of the records. Each worker does this once."""
+        """Return an encoder for the records of the shards. Each worker calls this once."""
         return self.choice.open(self.tokenizer, self.vocabulary)
 
     def prefix(self, shard: int, side: int) -> Path:

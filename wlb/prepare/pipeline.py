@@ -174,7 +174,7 @@ class _Preparation:
     report: Progress  # called with the progress
 
     def check_heldout(self) -> None:
-        """Raise UserError if OUT-heldout is a store that was not made together with OUT."""
+        """Raise UserError if there is a store `<out>-heldout` that was not made with `<out>`."""
         out, heldout = self.options.out, f"{self.options.out}-heldout"
         if not store_path(heldout, ".idx").exists():
             return
@@ -238,13 +238,17 @@ class _Preparation:
         return replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
 
     def tidy(self) -> None:
-        """Remove the folder of parts, if a call finished the store but was killed before that."""
+        """Remove the folder of parts, which is no longer needed once the store is finished.
+
+        It is left over if a call was killed after finishing the store. A folder with another
+        manifest belongs to other arguments or inputs, and stays.
+        """
         folder = self.parts
         if is_manifest(folder / MANIFEST, self.manifest) or not any(folder.iterdir()):
             remove_parts(folder, with_manifest=True)
 
     def make(self) -> tuple[int, int]:
-        """Encode the inputs into parts, and merge the parts into the stores.
+        """Encode each shard of the inputs into small stores (a part), and merge these at the end.
 
         Returns:
             The number of shards, and how many of them an interrupted call had already encoded.

@@ -68,7 +68,10 @@ class Scales:
 
     @property
     def relative(self) -> dict[str, float]:
-        """Name of each term -> its measured / predicted time over the median of the other terms."""
+        """Name of each term -> its factor over the median factor of the other terms.
+
+        A factor is measured / predicted time (`by_term`).
+        """
         factors = self.by_term
         return {
             name: factor / median(f for other, f in factors.items() if other != name)

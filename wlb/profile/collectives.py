@@ -144,7 +144,7 @@ def collective_tasks(
 
 
 def default_sizes(device: torch.device) -> list[int]:
-    """Return the sizes of buffers to measure on a device, in bytes."""
+    """Return the sizes of buffers for which collectives are measured by default, in bytes."""
     largest = CPU_LARGEST_BYTES
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -289,7 +289,7 @@ class _LedRanks:
     released: bool = False
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Broadcast a point to the other ranks, measure it together with them, and return numbers.
+        """Broadcast a point to the other ranks, measure it together with them; return the numbers.
 
         Only rank 0 calls this, because it belongs to every group. The other ranks are in `follow`.
         """

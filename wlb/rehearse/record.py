@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
             func: The operator.
             args: Arguments of the operator.
             kwargs: Keyword arguments of the operator.
-            ours: Tensors on the GPU that the kernel reads.
+            ours: Tensors on the GPU among the arguments.
             outs: Tensors on the GPU that the operator returns.
             stream: Stream on which the kernel runs.
         """
