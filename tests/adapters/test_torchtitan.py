@@ -201,7 +201,7 @@ def test_refusals(store: str) -> None:
             dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=8, local_batch_size=2
         )
     theirs = {"dp_rank_0": b"", "world_size": 1}
-    with pytest.raises(ValueError, match="another dataloader"):
+    with pytest.raises(ValueError, match="not saved by wlb's dataloader"):
         loader(store).load_state_dict(theirs)
 
 

@@ -79,7 +79,7 @@ def test_systems_undo_what_contradicts_them(words, capsys):
 
 
 def test_a_step_can_be_chosen(capsys):
-    assert "step 1 of run" in simulate(capsys, "--step", "1")
+    assert "Step 1 of the run" in simulate(capsys, "--step", "1")
 
 
 def test_the_time_is_that_of_the_trace(tmp_path, capsys):
@@ -114,7 +114,7 @@ def test_alternatives_that_do_not_fit_are_passed_over(capsys):
         (["--step", "99"], "--step = 99 must be the number of a simulated step"),
         (
             ["--strict", "--set", "cost.profile=h100"],
-            "does not cover this run: 1 query heads a KV head",
+            "does not cover this run: 1 query heads per KV head",
         ),
         (["--set", "parallel.tp=3"], "is not a multiple of parallel.tp = 3"),
         (["--set", "parallel.pp=3"], "not a multiple of pp 3 x virtual stages 4"),

@@ -75,8 +75,8 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     # Two layers' attention, 64 FLOPs a pair and half of d^2 pairs, is 2,464 a token at d = 77.
     assert model.crossover == 77
     assert str(model) == (
-        "llama: 2 layers (2 full attention); 0.0M parameters; attention costs what everything "
-        "else does in a document of 77 tokens"
+        "llama: 2 layers (2 full attention); 0.0M parameters; attention costs as much as "
+        "everything else in a document of 77 tokens"
     )
 
 

@@ -69,7 +69,7 @@ def test_the_power_limit_chooses_among_profiles_of_a_device(monkeypatch):
     assert of_run.profile.name == "h100_runs_500w"
     assert "power limit" not in " ".join(mismatches(of_run))
     told = workload_for(load("7b_128k", ["cost.profile=h100_sxm"]), "cuda")
-    assert "a power limit of 700 W, this GPU has 500 W" in " ".join(mismatches(told))
+    assert "a power limit of 700 W, but this GPU has a limit of 500 W" in " ".join(mismatches(told))
 
 
 def test_the_cpus_name_comes_from_the_kernel(monkeypatch, tmp_path):

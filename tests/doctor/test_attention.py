@@ -62,7 +62,7 @@ FAULTS = {
 def test_the_cpu_s_kernel_passes(dtype: torch.dtype) -> None:
     found = examine_kernel(SDPA, patient(is_quick=False), dtype, is_chosen=True)
     assert found.verdict == Verdict.PASS, found
-    assert re.search(r"is \d\.\d\d of .* eps\)", found.found)
+    assert re.search(r"is \d\.\d\d times the allowed error .* eps\)", found.found)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
