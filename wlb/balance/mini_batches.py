@@ -41,8 +41,9 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
     held = np.bincount(out, samples, num)
     if equal_counts and held.min() < held.max():
         raise UserError(
-            f"equal_counts requires {samples.sum() / num:g} samples in each mini-batch, but groups "
-            f"and atoms, which stay whole, would give {held.min():.0f} to {held.max():.0f}; give "
-            f"groups of equal size, whose number is a multiple of mini_batches = {num}"
+            f"equal_counts requires {samples.sum() / num:g} samples in each mini-batch, but "
+            f"samples that must stay together (those with equal `groups` or `atoms`) would give "
+            f"{held.min():.0f} to {held.max():.0f}; give groups of equal size, and as many as a "
+            f"multiple of mini_batches = {num}"
         )
     return out

@@ -226,9 +226,10 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         )
     if not tried:
         raise UserError(
-            "no setting can be tried: every T (step_tokens) is so large that S_max limits a step "
-            "first, or no setting has room for a global batch in a step; give smaller values of "
-            "step_tokens, or larger values of s_max"
+            "no setting can be tried, because micro-batches of at most packing.s_max context "
+            "windows have too little room: in each setting, a step cannot hold a global batch, or "
+            "never reaches packing.step_tokens; give larger values of s_max, or smaller ones of "
+            "step_tokens"
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:

@@ -88,7 +88,8 @@ def check_headers(saved_in: Path) -> None:
         ) from error
     except OSError as error:
         raise UserError(
-            f"the checkpoint {saved_in} cannot be read: {error}; make it readable and try again"
+            f"the checkpoint {saved_in} cannot be read: {error}; correct this, or resume "
+            "from another checkpoint"
         ) from error
 
 

@@ -184,9 +184,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if torn and not {"begin", "lost"} & data.keys():
             raise UserError(
-                f"{path} is damaged: the incomplete line {torn[:40]!r} is followed by "
-                "a step, although only a new start may follow it; restore the file, "
-                "or train again with telemetry.ledger = true"
+                f"{path} is damaged: the incomplete line {torn[:40]!r} is followed by the line of "
+                "a step, but only the line of a restart may follow it; restore the file, or train "
+                "again with telemetry.ledger = true"
             )
         torn = ""
         yield data
