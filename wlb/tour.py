@@ -182,6 +182,8 @@ def exchanged(pipeline: PipelinePlan) -> None:
 def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
     """Train the step on this rank; return the loss of all ranks and the norm of one gradient.
 
+    The loss is divided by `num_labels`, the number of labels on all ranks.
+
     The executor decides nothing: every rank has the plan, and all shapes follow from it.
     """
     mesh = build_mesh(SPEC.parallel, torch.device("cpu"))
@@ -209,7 +211,10 @@ def rows_of_ranks(pipeline: PipelinePlan) -> None:
 
 
 def one_process(pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
-    """Train the same documents one by one in one process; return loss and gradient norm."""
+    """Train the step's documents one by one in one process; return loss and gradient norm.
+
+    The loss is divided by `num_labels`, as in `execute`, so both must agree.
+    """
     model = build_reference(SPEC.model, seed=SPEC.run.seed)
     total = 0.0
     for document in np.concatenate([b.pieces.document for b in pipeline.micro_batches]).tolist():

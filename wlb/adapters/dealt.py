@@ -52,9 +52,12 @@ class DealtRows:
         return (self.offsets.size - 1) // self.num_micro_batches
 
     def step(self, step: int) -> Iterator[IntArray]:
-        """Yield the rows of each micro-batch of a step.
+        """Yield the dataset rows of each micro-batch of a step, on all ranks.
 
         The first micro-batch of every rank comes first, then the second of every rank, and so on.
+
+        Args:
+            step: Index of the step, from 0.
         """
         first = step * self.num_micro_batches
         for i in range(first, first + self.num_micro_batches):
@@ -98,9 +101,12 @@ class DealtSteps:
         return len(self._steps)
 
     def step(self, step: int) -> list[IntArray]:
-        """Return the rows of each micro-batch of a step.
+        """Return the dataset rows of each micro-batch of a step, on all ranks.
 
         The first micro-batch of every rank comes first, then the second of every rank, and so on.
+
+        Args:
+            step: Index of the step, from 0.
 
         Raises:
             IndexError: The step is after the last one.
@@ -110,7 +116,7 @@ class DealtSteps:
         return self._steps[step]
 
     def all_rows(self) -> DealtRows:
-        """Plan all steps that are not planned yet and return all of them."""
+        """Plan all steps that are not planned yet, and return the dataset rows of all steps."""
         while self._plan():
             pass
         rows = [row for step in self._steps for row in step]
@@ -152,13 +158,13 @@ class RankBalance:
     """How evenly predicted work is divided over ranks that wait for each other in every step."""
 
     num_steps: int  # number of steps from which the figures below are computed
-    imbalance: float  # work of the slowest rank over the mean of all ranks; mean over the steps
+    imbalance: float  # slowest rank's work over the mean of all ranks; unweighted mean over steps
     worst: float  # imbalance of the worst step
     utilisation: float  # share of the predicted time that ranks compute instead of waiting
 
     @classmethod
     def of(cls, work_ns: IntArray | FloatArray) -> "RankBalance":
-        """Compute the balance from predicted work.
+        """Compute how evenly the ranks are loaded, from the predicted work of each rank.
 
         Args:
             work_ns: Predicted work of each rank in each step, shape [num_steps, num_ranks].

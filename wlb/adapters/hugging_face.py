@@ -350,7 +350,7 @@ def _check_rows(lengths: IntArray, balance: Balance) -> None:
 
 
 def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> None:
-    """Raise UserError for options with which some row could never be trained."""
+    """Raise UserError for sizes below 1, and for limits with which some rows could never train."""
     check_at_least("number of processes", num_ranks, 1)
     check_at_least("gradient_accumulation_steps", accumulation_steps, 1)
     check_at_least("context_window of Balance", balance.context_window, 1)

@@ -130,22 +130,26 @@ def _change(one: Tensor, other: Tensor) -> float:
 def _tokens(input_ids: Tensor, which: int) -> list[int]:
     """Return the `LENGTH` tokens of one of the test's documents.
 
-    The tokens occur in the batch, so they are in the vocabulary. If all tokens of the batch are
-    equal, a neighbouring token id is used as well.
+    They are taken from the first tokens of the batch, so they are in the vocabulary. If these
+    tokens are all equal, a neighbouring token id is used as well.
 
     Args:
         input_ids: Tokens of the batch.
-        which: Number of the document. Documents 3 i and 3 i + 1 differ at every position.
+        which: Number of the document, from 0. Every test has three documents; the first two of them
+            (3 n and 3 n + 1 in test n) differ at every position.
     """
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
     if len(known) == 1:  # two ids are needed, and the id before this one is in the vocabulary
         known.append(known[0] - 1 if known[0] else 1)
-    # Three documents at a time step through the ids with the same stride, but from different ids.
+    # The three documents of test n take every (n + 1)-th id. Each begins one id after the last one.
     return [known[(which + (1 + which // 3) * i) % len(known)] for i in range(LENGTH)]
 
 
 def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]:
-    """Return a packed row of these documents, with the boundary keys and device of the batch."""
+    """Return the documents as a packed row, a batch for the model.
+
+    The row is on the device of `batch`, and describes document boundaries by the same keys.
+    """
     tokens, positions = batch["input_ids"], batch.get("position_ids")
     collator = PaddingFreeCollator(
         return_flash_attn_kwargs=batch.get("cu_seq_lens_q") is not None,
@@ -162,7 +166,11 @@ def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int]]) -> Tensor:
-    """Return the logits of a packed row of documents, float32 [2 * LENGTH, vocabulary]."""
+    """Return the logits of the documents, computed as one packed row, in float32.
+
+    The documents have 2 * LENGTH tokens in all, so the shape is [2 * LENGTH, vocabulary]. The row
+    has the device of `batch` and describes document boundaries by the same keys.
+    """
     row = _row(batch, documents)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         row["use_cache"] = False  # transformers supports no KV cache with gradient checkpointing
@@ -199,7 +207,14 @@ def _callable(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within this context, the model evaluates without gradients; at the end, restore its state."""
+    """Within this context, the model is in evaluation mode, and no gradients are computed.
+
+    At the end, training modes, buffers and random number generators are restored.
+
+    Args:
+        model: The model.
+        device: Device of the batches, whose random number generator is restored as well.
+    """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())

@@ -191,7 +191,10 @@ class BalancedDataLoader(BaseDataLoader):
             skip = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the most recent micro-batch; it is equal on all ranks."""
+        """Return the position in the data after the micro-batch that was returned last.
+
+        The position is equal on all ranks. torchtitan saves it in its checkpoints.
+        """
         state = {"before": self._before, "given": self._num_returned}
         state |= {"dp": self._dp, "micro_batches_per_step": self._num, "planned": self._planned}
         return {"wlb": json.dumps(state)}

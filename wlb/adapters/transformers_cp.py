@@ -198,8 +198,8 @@ def context_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1).to(dtype).contiguous() for x in (query, key, value))
     head_dim = query.shape[-1]
-    # The kernels always scale scores by 1 / sqrt(D), so multiply the queries by the rest of another
-    # scale.
+    # The kernels always scale scores by 1 / sqrt(D). For another scale, multiply the queries by the
+    # ratio of both.
     if scaling is not None and scaling != head_dim**-0.5:
         q_THD = q_THD * (scaling * head_dim**0.5)
     out = wlb_context.attend(q_THD, k_TGD, v_TGD, window=sliding_window, softcap=softcap)
@@ -277,7 +277,14 @@ class ContextParallel:
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the plan in the arguments of the decoder's forward by a `RowsAttention`."""
+        """Replace the plan in the arguments of the decoder's forward by a `RowsAttention`.
+
+        torch calls this hook before the decoder's forward. In evaluation, a batch need not have a
+        plan; its arguments are returned unchanged.
+
+        Raises:
+            UserError: A training batch has no plan, or does not fit its plan.
+        """
         host = kwargs.get(ROWS_KEY)
         if host is None:
             if decoder.training and torch.is_grad_enabled():

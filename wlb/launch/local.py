@@ -271,7 +271,11 @@ class _LocalRanks:
         self.results: dict[int, Any] = {}  # results of the function, by rank
 
     def start(self, preload: Sequence[str]) -> None:
-        """Start the forkserver if necessary, and fork all ranks."""
+        """Start the forkserver if necessary, and fork all ranks.
+
+        Args:
+            preload: More modules for the forkserver to import before it forks.
+        """
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
         context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
@@ -374,7 +378,10 @@ class _LocalRanks:
         return RankFailure(report.text, rank=report.rank, error=report.error)
 
     def _silent(self) -> list[FailedRank]:
-        """Make running ranks write their stacks; return a failure for each that does not react."""
+        """Make running ranks write their stacks; return the failures of ranks that cannot react.
+
+        A rank cannot react to signals if its process is stopped or waits for a disk.
+        """
         return [
             self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({why})")
             for rank in self._dump_stacks()

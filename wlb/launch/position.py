@@ -80,11 +80,13 @@ class SeenPosition(NamedTuple):
 
 
 class Position:
-    """Writes to this rank's slot what the rank is doing. The training thread calls the methods.
+    """Records what this rank is doing, in its slot of the node's position file.
+
+    The training thread calls the methods.
 
     Args:
-        buffer: Memory that contains the slot. None means memory of this process, which nobody else
-            can read.
+        buffer: The mapped file, or other memory that contains the slot. None means memory of this
+            process, which nobody else can read.
         offset: Byte at which the slot begins in the buffer.
     """
 
@@ -155,7 +157,7 @@ class Position:
                 self._buffer.flush()
 
     def now(self) -> SeenPosition:
-        """Return what the rank is doing now, as read from this rank's slot of the buffer."""
+        """Return what this rank is doing now, in the form in which `read_positions` returns it."""
         return _seen(bytes(self._buffer[self._offset : self._offset + _SLOT_BYTES]))
 
     def _change(self) -> None:

@@ -316,7 +316,7 @@ def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
 
 
 def _about(seen: RankState, directory: Path) -> list[str]:
-    """Return the report's lines about a rank that caused the failure."""
+    """Return the lines of the failure report about a rank that caused the failure."""
     lines: list[str] = []
     if seen.at is not None:
         since = datetime.fromtimestamp(seen.at.changed_s).strftime("%H:%M:%S")
@@ -343,7 +343,7 @@ def _log_lines(directory: Path, rank: int) -> list[str]:
 
 
 def _flight(directory: Path, records: Path) -> list[str]:
-    """Return [a line that names the files of NCCL's flight recorder], or [] if there are none.
+    """Return the report's line that names the files of NCCL's flight recorder; [] without files.
 
     Files that were written before the run's most recent start do not count.
 
@@ -366,7 +366,7 @@ def _failed_first(seen: RankState) -> tuple[bool, float, int]:
 
 
 def _line(seen: RankState) -> str:
-    """Return the report's line about a rank that did not cause the failure."""
+    """Return the line of the failure report about a rank that did not cause the failure."""
     what = "was running"
     if seen.failure and seen.failure.kind == FailureKind.RAISED:
         what = f"then failed: {seen.failure.error}"
@@ -386,7 +386,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _more(ranks: Sequence[RankState]) -> list[str]:
-    """Return a line that counts the ranks after the first `_MOST_OTHERS`, if there are more."""
+    """Return a line that says how many ranks the report leaves out; [] if it lists all of them."""
     return [f"and {len(ranks) - _MOST_OTHERS} more ranks"] * (len(ranks) > _MOST_OTHERS)
 
 

@@ -202,7 +202,10 @@ def replay(
 
 
 def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, pp: int) -> None:
-    """Raise ValueError for a step that does not fit the pipeline or the first step."""
+    """Raise ValueError for a step that does not fit the pipeline or the other steps of the replay.
+
+    It must have as many stages as the pipeline, and the same dp and cp as the first step.
+    """
     schedule, virtual_stages = pipeline.schedule, pipeline.virtual_stages
     if pp < 1 or virtual_stages < 1:
         raise ValueError(f"pp = {pp} and virtual_stages = {virtual_stages} must be at least 1")
@@ -283,8 +286,8 @@ class _Timer:
 def _latest(instant_s: float, group: dist.ProcessGroup | None = None) -> float:
     """Return the latest `instant_s` of the ranks of a group, which all must call this function.
 
-    Instants of different ranks can be compared, because all processes of a machine have the same
-    clock (`time.perf_counter`).
+    None means the group of all ranks. Instants of different ranks can be compared, because all
+    processes of a machine have the same clock (`time.perf_counter`).
     """
     latest = torch.tensor([instant_s], dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
@@ -389,7 +392,7 @@ class _Rank:
         return _RankTimes(at, stop_s, self.timer.spans)
 
     def _micro_batches(self, step: StepWaits, factor: float) -> list[_WaitingMicroBatch]:
-        """Return this rank's sleeping times for each micro-batch."""
+        """Return this rank's sleeping times for each micro-batch, multiplied by `factor`."""
         dp, cp = self.mesh.at.dp, self.mesh.at.cp
         kinds = step.by_kind.items()
         return [

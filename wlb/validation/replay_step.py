@@ -38,15 +38,15 @@ class Agreement:
 
     @property
     def difference(self) -> float:
-        """Return the median replayed time over the simulated time, minus 1."""
+        """Return the relative difference: the replays' median step time / the simulated one - 1."""
         return median(self.replayed_s) / self.simulated_s - 1
 
 
 def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWaits:
     """Return the times of a simulated step's passes as sleeping times for a replay.
 
-    Very short passes are lengthened (`MOST_SPREAD`). Then all times are multiplied by one factor,
-    so that the shortest pass takes `shortest_s`.
+    Passes that are far shorter than the mean are lengthened (see `MOST_SPREAD`). Then all times are
+    multiplied by one factor, so that the shortest pass takes `shortest_s`.
 
     Args:
         simulation: The simulation.

@@ -395,8 +395,8 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
         )
     code: Any = values.get("auto_map") or {}
     named = cast("dict[str, Any]", code).get(_MODEL) if isinstance(code, dict) else code
-    # Accept custom code if its class is called as the class in transformers. Such code computes the
-    # same, for example with a faster attention kernel.
+    # Accept custom code if its class has the same name as the class in transformers. Such code
+    # computes the same, for example with a faster attention kernel.
     if named is not None and str(named).rpartition(".")[2] != ARCHITECTURES[model_type]:
         raise keys.error(
             "auto_map", f"names code of another model than {ARCHITECTURES[model_type]}"
@@ -499,7 +499,12 @@ def _share(keys: Fields, rope: Fields, model_type: str) -> float:
 
 
 def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
-    """Return RoPE's scaling from the keys of `rope_parameters` or of `rope_scaling`."""
+    """Return RoPE's scaling from the keys of `rope_parameters` or of `rope_scaling`.
+
+    Args:
+        rope: The keys.
+        max_positions: Longest text in training, in tokens.
+    """
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope.values.get("type") not in (None, kind):
         raise rope.error("type", f"contradicts rope_type = {kind!r}; remove the wrong one")
@@ -552,7 +557,11 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
 
 
 def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:
-    """Return the token ids under a key whose value may be null, one id or a list of ids."""
+    """Return the token ids under a key whose value may be null, one id or a list of ids.
+
+    Raises:
+        UserError: The value has another type, or an id is not below `vocab_size`.
+    """
     value = keys.values.get(name)
     ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     ids = [i for i in ids if i is not None]

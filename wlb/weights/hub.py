@@ -53,7 +53,7 @@ class HubTensors:
     left_out: dict[str, int] = field(default_factory=dict[str, int])
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the file and position of a tensor."""
+        """Return in which file a tensor is, and where in the file."""
         return self.tensors[name]
 
     def read(self, name: str) -> Tensor:

@@ -336,7 +336,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         found.update({own: TensorPart(name, shape, of) for own, of in rows.items()})
 
     def by_head(sizes: dict[str, int]) -> dict[str, Tensor]:
-        """Return the row indices of projections that are interleaved head by head.
+        """Return each projection's row indices in a tensor that fuses projections head by head.
 
         Args:
             sizes: Rows per head of each projection, in the order within a head.

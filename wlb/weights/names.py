@@ -45,7 +45,7 @@ class Parameter:
 
     @property
     def shape_in_files(self) -> tuple[int, ...]:
-        """Return the shape of each tensor in the folder that `in_files` names."""
+        """Return the shape that each of the tensors `in_files` has in the Hugging Face folder."""
         if self.part is not None:
             return self.part.shape
         return self.unpadded[1:] if self.is_stack else self.unpadded
@@ -54,7 +54,7 @@ class Parameter:
         """Return the parameter's value without vocabulary padding.
 
         Args:
-            tensors: The folder's tensors that `in_files` names, in that order.
+            tensors: The Hugging Face folder's tensors with the names `in_files`, in that order.
         """
         if self.is_stack:
             return torch.stack(tensors)
@@ -78,7 +78,7 @@ class Parameter:
 
     @property
     def num_padding_rows(self) -> int:
-        """Return the number of rows that pad the vocabulary."""
+        """Return how many rows pad the vocabulary; 0 unless this is the embedding or the head."""
         return self.shape[0] - self.unpadded[0]
 
     @property

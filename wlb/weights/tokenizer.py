@@ -65,6 +65,9 @@ class FoundTokenizer:
 
         Args:
             template: A value of `wlb prepare --chat`.
+
+        Raises:
+            UserError: No tokenizer was found.
         """
         if self.file is None:
             raise UserError(

@@ -46,7 +46,7 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     if model_type == "qwen3_moe" and window:
         _check_all_slide(keys)
     if model_type in ("llama", "mistral", "qwen3_moe"):
-        # transformers ignores layer_types in these families, so refuse a list that contradicts it.
+        # transformers ignores layer_types in these families, so refuse a list of other layer types.
         slide = [window > 0] * num_layers
         if types is not None and types != slide:
             raise keys.error("layer_types", f"contradicts a window of {window or 'no'} tokens")

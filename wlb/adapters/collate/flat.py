@@ -106,8 +106,9 @@ class FlatBatch:
     # Shifted labels, shape [T]: at each token, the label of the next token of its document, and
     # `separator_id` at the document's last token. None if `FlatOptions.next_labels` is False.
     next_labels: TokenArray | None = None
-    # Number of targets that next_labels have and labels lack: one for each piece that ends before
-    # its document does, unless the token after the piece has no label.
+    # Number of targets that are in next_labels but not in labels. If a piece ends before its
+    # document does, its last token predicts the token after the piece; this counts as one, unless
+    # that token has no label.
     num_cut_targets: int = 0
 
     @property
@@ -454,7 +455,13 @@ def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> No
 
 
 def _not_integers(what: str, values: Sequence[IntLike], dtype: np.dtype[Any]) -> str:
-    """Return an error message about the first value that is not an integer within `dtype`."""
+    """Return an error message about the first value that is not an integer within `dtype`.
+
+    Args:
+        what: Name of the values in the message.
+        values: One list or array for each example.
+        dtype: The integer type that must be able to represent every value.
+    """
     info = np.iinfo(dtype)
     for i, value in enumerate(values):
         for at, item in enumerate(value):

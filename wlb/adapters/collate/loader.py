@@ -27,9 +27,9 @@ class LoadedStep(NamedTuple):
 
 
 class PlannedRank:
-    """Base class of loaders: a planner, and after which of its steps this rank continues.
+    """Base class of loaders. It has a planner, and remembers which steps this rank has returned.
 
-    A checkpoint saves this position (`state_dict`).
+    A checkpoint saves this position in the data (`state_dict`).
 
     Args:
         planner: The planner, which must be the same on all ranks.
@@ -47,7 +47,10 @@ class PlannedRank:
         self._state = planner.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned step as JSON values, equal on all ranks."""
+        """Return the planner's state after the last returned step, for a checkpoint.
+
+        The state consists of JSON values and is equal on all ranks.
+        """
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -88,6 +88,12 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
 
 def _labels(atoms: list[Any]) -> Any:
-    """Concatenate the labels of all ranks, shifted so that no two ranks have a label in common."""
+    """Concatenate all ranks' labels of samples (`Cut.atoms`), so that ranks share no label.
+
+    For this, each rank's labels are shifted above those of the ranks before it.
+
+    Args:
+        atoms: For each rank, an array with a label for each of its samples.
+    """
     above = np.cumsum([0, *(int(a.max()) + 1 for a in atoms)])
     return np.concatenate([a + first for a, first in zip(atoms, above[:-1], strict=True)])

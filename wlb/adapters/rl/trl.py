@@ -91,7 +91,8 @@ def _check_slices(trainer: Any) -> None:
             "of the other"
         )
     if min(generated, accumulated) == 1:
-        # Each step has only one slice of each generation, so its slices cannot differ in length.
+        # Each step has only one micro-batch of each generation of completions. So sorting a step's
+        # completions by length cannot make one micro-batch shorter than another.
         return
     one_slice = "or set gradient_accumulation_steps = 1"
     if args.loss_type == "bnpo":
