@@ -43,7 +43,7 @@ def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
 
 
 def levels(floor: FloatArray, mean: FloatArray) -> FloatArray:
-    """Return how much work a bin of each slot should have, shape [num_slots].
+    """Return for each slot how much work each of its bins should have, shape [num_slots].
 
     A slot is the set of bins (micro-batches) that run at the same time. A slot with a heavy unit
     takes at least as long as this unit, so its other bins should get as much work, and the bins of

@@ -1,4 +1,4 @@
-"""When ranks wait for each other, and what follows for the work that each bin should have.
+"""When ranks wait for each other, and how much work each bin should have (its target).
 
 A bin is one micro-batch of one rank, and a slot is the set of bins that run at the same time. There
 are three cases:
@@ -6,6 +6,9 @@ are three cases:
 - `Slots`: ranks wait for each other after every micro-batch, and any bin may go to any rank.
 - `RankSlots`: ranks wait for each other after every micro-batch, and every bin has its rank.
 - `RankTotals`: ranks wait for each other once in a step. So only the sum of a rank's bins matters.
+
+In the first two cases, all bins of a slot have the same target, so that no rank waits. In the third
+case the total work of ranks is compared instead.
 
 Each case computes how long a step takes (`time`), by how much each bin exceeds its target
 (`excess`), and which bins exchange units in a round (`pairs`).
@@ -167,9 +170,10 @@ class RankTotals:
 
 
 def _level(bins: SharedBins, loads: FloatArray, slots: IntArray) -> FloatArray:
-    """Return how much work each bin of a slot should have, shape [num_slots].
+    """Return for each slot the work that each of its bins should have, shape [num_slots].
 
     A bin is one micro-batch of one rank, and a slot is the set of bins that run at the same time.
+    If every bin has the returned work, no rank waits for another one.
 
     Args:
         bins: The bins, with their units.

@@ -107,7 +107,7 @@ class CountedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedWorkload(FlopsWorkload):
-    """The workload of a layer, averaged over a counted model's layers; one ns means one FLOP.
+    """The workload of a model's average layer from its FLOPs, where one ns means one FLOP.
 
     Only ratios of times matter. `quadratic_ns` prices layers in which a query sees all keys before
     it. In layers with a window or chunks, W_a grows linearly once a document is longer than the

@@ -1,6 +1,6 @@
 """The layers of each counted family of transformers models, from the fields of a config.json.
 
-`FAMILIES` has one row per family with three functions: the kind of each layer, the cost of
+`FAMILIES` has one entry per family with three functions: the kind of each layer, the cost of
 attention (or of what replaces it), and the cost of the MLP or experts. All facts are taken from
 transformers' models: tests count the parameters and FLOPs of a small model of each family and
 compare.

@@ -113,8 +113,8 @@ def gated_delta_rule(
 
     Args:
         rows: Queries and keys [T, G, K], values [T, H, V], logarithms of decays [T, H], and
-            fractions beta [T, H] by which stored values are replaced. Queries and keys are
-            normalised, and queries also scaled. G divides H.
+            fractions beta [T, H] by which stored values are replaced. The caller has normalised
+            queries and keys, and scaled the queries. G divides H.
         cu_seqlens: First row of each span, then T; int64 on the device, shape [S + 1].
         cu_seqlens_cpu: The same values on the host, so that nothing waits for the device.
         state_SHKV: The state before each span. None means zeros.

@@ -104,7 +104,8 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
     Args:
         model: The model.
-        load: Rows on this rank, divided by the mean of all EP ranks.
+        load: Factor for the values of routed experts: this rank's rows, divided by the mean of all
+            EP ranks.
     """
     experts = model.experts
     if not experts.num:
@@ -131,8 +132,8 @@ def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> 
         model: The model.
         is_recomputed: Whether layers are recomputed. Recomputed layers also save the chosen
             experts, in 16 bits each.
-        load: Rows on this rank, divided by the mean of all EP ranks. The indices of received rows
-            are proportional to it.
+        load: Factor for the indices of received rows: this rank's rows, divided by the mean of all
+            EP ranks.
     """
     copies = bool(model.experts.num) * model.experts.per_token
     return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
@@ -143,8 +144,8 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
     Args:
         model: The model.
-        load: Rows on this rank, divided by the mean of all EP ranks. The values of shared experts
-            do not depend on it.
+        load: Factor for the values of routed experts, but not of shared ones: this rank's rows,
+            divided by the mean of all EP ranks.
     """
     if not model.experts.num:
         return model.ffn_hidden_size
@@ -159,8 +160,7 @@ def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
     Args:
         model: The model.
-        load: Rows on this rank, divided by the mean of all EP ranks. All values are assumed to be
-            proportional to it.
+        load: Factor for all values: this rank's rows, divided by the mean of all EP ranks.
     """
     values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
     return round(load * values)

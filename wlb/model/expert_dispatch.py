@@ -245,11 +245,12 @@ class FirstPass:
 
     If a whole layer is recomputed, backward starts to send gradients to the experts (`Way.back`)
     when it reaches the layer, and attention is recomputed while the gradients travel. If only the
-    layer's second half is recomputed, little could run while the gradients travel. Then the
-    recomputation starts to send them, right after it has started to send its rows (`Way.again`).
+    layer's second half (everything after attention) is recomputed, the gradients are sent a little
+    later: the recomputation first starts to send rows to the experts, and right after that it
+    starts to send the gradients (`Way.again`).
 
     Args:
-        whole_layer: Whether the whole layer is recomputed, not just its second half.
+        whole_layer: Whether the whole layer is recomputed, not just the half after attention.
     """
 
     def __init__(self, *, whole_layer: bool) -> None:

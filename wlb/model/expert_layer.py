@@ -350,7 +350,7 @@ class MixtureMlp(nn.Module):
         `FirstPass`).
 
         Args:
-            whole_layer: Whether the whole layer is recomputed, or only its second half.
+            whole_layer: Whether the whole layer is recomputed, or only the half after attention.
         """
         first = FirstPass(whole_layer=whole_layer)
         return (

@@ -185,7 +185,9 @@ class PolicyPacker:
 
     options: PackerOptions  # the options that every policy has
     policy: ClassVar[str]  # name of the policy in `packing.policy`
-    slots: ClassVar[CarrySlots] = CarrySlots.ANY  # which slots waiting pieces have
+    # Which slots the pieces in a carry can have. A slot is a number that the policy gives to each
+    # piece that waits, such as its outlier queue.
+    slots: ClassVar[CarrySlots] = CarrySlots.ANY
     # Whether a waiting piece may have an `arrival_step` later than the next step. This happens if a
     # policy collects several batches before it packs them together.
     batches_wait: ClassVar[bool] = True

@@ -157,9 +157,10 @@ class BoundedPacker(PolicyPacker):
     - No step, if less than half a global batch of tokens waits. If less than a whole global batch
       waits, a step also requires that the batch brought documents, and that at least as many
       documents wait as a step has micro-batches.
-    - Several steps, until at most the tokens of max_delay / 2 global batches wait (but at least of
-      two). This happens when a document of many windows arrives. All its tokens come in one batch,
-      and the next batches bring no documents, so that batches have N x C tokens on average.
+    - Several steps, if more tokens wait than max_delay / 2 global batches have (or two, if that is
+      more), until no more than these wait. This happens when a document of many windows arrives.
+      All its tokens come in one batch, and the next batches bring no documents, so that batches
+      have N x C tokens on average.
     - At the end of the data, as many steps as it takes. The last batch is packed together with
       everything that waits, so that nothing is left to flush.
     """
@@ -658,9 +659,10 @@ def _crowded(
 
     Suppose that each of the k largest outliers of a step has a micro-batch to itself. The other
     N - k micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must
-    go to these k. Two values of k are tried, both at most N: the number of consecutive outliers
-    that the step trains from its first one on, and how many of these are in the size class of the
-    first one. The larger of the two bounds is returned.
+    go to these k. The bound is computed for two values of k, and the larger result is returned.
+    Outliers are sorted by size class. The first k counts the outliers from the first one that the
+    step trains to the next one that it does not train, but at most N. The second k counts only
+    those of them that are in the size class of the first one.
 
     Args:
         waiting: The waiting documents.

@@ -139,12 +139,12 @@ def take_tokens(
     documents from the last to the first:
 
     1. A document with no more tokens than the remaining surplus is held back whole.
-    2. The rest of the surplus is cut off the first document that has more tokens than that, but at
-       most `longest_cut`. If there is no such document, it is cut off the shortest document that
-       has enough tokens.
+    2. The first document that has more tokens than the remaining surplus, and no more than
+       `longest_cut`, is cut: the surplus is cut off its end. If there is no such document, the
+       shortest document that has enough tokens is cut.
 
-    If the document in which the first `size` tokens end were cut instead, one in four documents as
-    long as the window would be cut at W = 1.
+    A simpler rule would be to cut the document in which the first `size` tokens end. But at W = 1
+    that rule would cut one in four documents that are as long as the window.
 
     Args:
         stream: The pieces that wait, in order.

@@ -224,7 +224,11 @@ def least_loaded(
 def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """List the possible placements of equal documents, those into the least loaded bins first.
+    """List the places that bins have for equal documents, in the order in which to fill them.
+
+    Each bin has counts[i] places. A document that takes the first place of a bin finds the bin's
+    load so far. One that takes the second place also finds the work of the first document, and so
+    on. Places at which documents find the lowest load come first.
 
     Args:
         begin: Load of each bin so far: one array of shape [num_bins] for each price of attention.
@@ -232,8 +236,8 @@ def _by_load(
         counts: Most documents that each bin takes, shape [num_bins].
 
     Returns:
-        The bin of each placement, and the load of this bin before the placement (the larger one
-        over all prices). Both have shape [sum of counts].
+        The bin of each place, and the load that a document finds there (the largest one over all
+        prices). Both have shape [sum of counts].
     """
     bins = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)

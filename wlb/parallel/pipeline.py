@@ -224,9 +224,10 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
     """Return the actions, changed so that FSDP gathers each stage's parameters once per step.
 
-    Of each stage's gathers only the first one stays, and of its drops of parameters only the last
-    one. torch's schedules keep the parameters of at most three of a rank's stages at a time, and
-    gather the others before each of their passes.
+    The first action that gathers a stage's parameters stays, and so does the last one that drops
+    them. All other gathers and drops of the stage are removed. torch's schedules keep the
+    parameters of at most three of a rank's stages at a time, and gather the others before each of
+    their passes.
 
     Args:
         actions: The actions of one rank in a schedule, in order.

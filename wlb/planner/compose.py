@@ -420,9 +420,9 @@ class Planner:
 def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
     """Return a carry that `packer` can use, with the pieces of `carry`.
 
-    Only the policy that made a carry understands its slots, and arrival steps later than the next
-    step. If `packer` has another policy, all slots are set to 0, and such arrival steps are set to
-    the next step.
+    The slot of a waiting piece, such as its outlier queue, has a meaning only for the policy that
+    made the carry. The same holds for an arrival step that is later than the next step. If `packer`
+    has another policy, all slots are set to 0, and such arrival steps to the next step.
     """
     if carry.policy == packer.policy:
         return carry

@@ -88,8 +88,8 @@ class SignsOfLife:
     Args:
         address: Address of the process.
         silence_s: Seconds without a sign of life after which the process is considered stopped.
-        pid: Id of the process. 0 reads it from the file that the process touches. The parent
-            process gives it, because this file does not exist at first.
+        pid: Id of the planner process. With 0 it is read from the file that the process touches.
+            This file does not exist at first, so the parent of the process gives the id here.
     """
 
     def __init__(self, address: Address, silence_s: float = SILENCE_S, *, pid: int = 0) -> None:

@@ -185,7 +185,7 @@ class ChatEncoder:
 
         Only special tokens between the end of the content and the end of the turn are considered.
         If the reply has tool calls, the last of these tokens ends it. Otherwise the first token
-        does, or, if other tokens follow it without any text between, the last of that row.
+        does, or, if other special tokens directly follow it, the last one of these.
         """
         found = list(self._pattern.finditer(text, reply.content_end, reply.stop))
         if not found or reply.has_calls:

@@ -4,7 +4,7 @@ Records may have one of four shapes: messages (OpenAI), conversations (ShareGPT)
 completion, or instruction and output (Alpaca). A record's text under "system" becomes a system
 message before the others. A key whose value is null counts as absent, because rows of
 Parquet have all columns. wlb guesses nothing. It refuses a conversation if messages are out of
-order, have no text, or have parts that would be lost. Error messages say which message it is.
+order, have no text, or have parts that would be lost. The error names the message.
 """
 
 from collections.abc import Mapping, Sequence

@@ -43,7 +43,7 @@ class TemplateRenderer:
 
         Raises:
             TemplateLimit: The template exceeded a limit.
-            RuntimeError: The render process was killed for another reason.
+            RuntimeError: The process that renders templates was killed for another reason.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -75,7 +75,7 @@ class TemplateRenderer:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the render process, if it runs."""
+        """End the process that renders templates, if it runs."""
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()

@@ -114,7 +114,10 @@ class TemplateSource:
 
     @cached_property
     def _examined(self) -> dict[str, Any]:
-        """What the render process answers about the source: variables and generation blocks.
+        """What the process that renders templates found in this template's source.
+
+        "used" has the variables that the template uses, and "generation" says whether it has
+        generation blocks.
 
         Raises:
             UserError: The template is invalid, or a variable has no value.
@@ -255,7 +258,7 @@ class TemplateSource:
         *,
         may_fail: bool = False,
     ) -> tuple[list[tuple[str | None, Any]], list[int | None]]:
-        """Render conversations, and beginnings of the last conversation, in the render process.
+        """Render conversations, and beginnings of the last conversation, in a child process.
 
         Args:
             given: For each conversation, the variables "messages" and "tools".

@@ -105,7 +105,10 @@ def _call(value: object, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: object, what: str) -> object:
-    """Return the parsed value of JSON text, or a parsed value without keys whose value is null.
+    """Parse JSON text, in which keys with the value null are kept.
+
+    From a value that is parsed already, such keys are removed instead: rows of Parquet have all
+    columns, so the keys may not be in the original record.
 
     Args:
         value: JSON text, or a value that is already parsed.

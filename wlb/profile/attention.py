@@ -168,8 +168,8 @@ def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, i
     """Yield (queries, keys) of the grid points, which have at most as many queries as keys.
 
     A kernel that pads lengths is not equally fast on segments with and without a prefix (keys
-    before the first query). So it gets, for each point (n, n), a second point (n - 1, n) with a
-    prefix of one key.
+    before the first query). So for such a kernel each point (n, n) is followed by a second point
+    (n - 1, n), which has a prefix of one key.
 
     Args:
         layout: Kernel and heads.

@@ -323,10 +323,10 @@ def _rates(
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
     """Return throughput with all gaps filled.
 
-    Points with more queries than keys do not exist, but interpolation reads their throughput. It is
-    chosen so that time does not depend on the number of keys. A point for which memory ran out gets
-    the throughput of the next smaller number of keys. If memory ran out for all points of a number
-    of queries, they get the throughput of the next smaller number of queries.
+    Points with more queries than keys do not exist, but interpolation reads them too. Their
+    throughput is chosen so that time does not depend on the number of keys. A point for which
+    memory ran out gets the throughput of the next smaller number of keys. If memory ran out for all
+    points of a number of queries, they get the throughput of the next smaller number of queries.
 
     Args:
         axis_q: Numbers of queries of the grid, shape [num_rows].

@@ -1,8 +1,8 @@
 """Rehearse one rank: run the real trainer on fake CUDA tensors.
 
-The trainer, mesh, model, optimiser and checkpoint copies are the code of a real run. Fakes replace
-the feed of plans, threads, the values of weights and the writing of checkpoints. A process
-rehearses a single rank.
+Most code is that of a real run: the trainer, the mesh, the model, the optimiser, and copying the
+state of checkpoints to the host. Fakes replace the feed of plans, threads, the values of weights
+and the writing of checkpoints. A process rehearses a single rank.
 """
 
 import contextlib

@@ -150,7 +150,7 @@ def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
 
 
 def _graphs(ranks: Iterable[RankResult]) -> list[str]:
-    """Return a line on how many graphs torch.compile made in each step; [] if it made none."""
+    """Return a line with the number of graphs torch.compile made in each step; [] if none."""
     counts: Counter[int] = Counter()
     for result in ranks:
         for step in result.steps:

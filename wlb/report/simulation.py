@@ -106,6 +106,6 @@ def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
 
 
 def worth_line(profile: KernelProfile) -> str:
-    """Return a line on which numbers of a kernel profile were measured, published or assumed."""
+    """Return a line that says which numbers of a profile were measured, published or assumed."""
     kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
     return f"predicted with kernel profile {profile.name} ({profile.device}; {kinds})"

@@ -94,8 +94,8 @@ def _best_thresholds(
 def _thresholds(ordered: IntArray) -> list[int]:
     """Choose the thresholds between long and short documents that are tried.
 
-    A threshold lies between two different lengths. If there are more than MOST_THRESHOLDS of them,
-    those are chosen that divide the tokens most evenly.
+    A threshold lies between two different lengths. If there are more than MOST_THRESHOLDS, only
+    some are kept, between which there are nearly equal numbers of tokens.
 
     Args:
         ordered: Tokens of each document, in descending order, shape [n].

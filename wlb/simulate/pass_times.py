@@ -242,7 +242,7 @@ class StepPrices:
         return out
 
     def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return the ns of a stage's passes, [steps, dp, n].
+        """Return the ns of a stage's passes, shape [steps, dp, micro-batches of a pipeline].
 
         A pass takes as long as its slowest CP rank.
 
@@ -257,13 +257,15 @@ class StepPrices:
     def _with_ep_group(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
         """Add the times for which pipelines that share an EP group wait for each other.
 
-        In a stage with experts these pipelines wait for the slowest of them. All of them spend the
-        mean of their times in experts, because the experts compute the tokens of all these
-        pipelines together. Weight-gradient passes and stages without experts do not wait. If only
-        one pipeline is simulated, the others of its EP group are assumed to be equal to it.
+        In a stage with experts, all pipelines of an EP group take equally long. The time outside of
+        experts is that of the group's slowest pipeline. The time in experts is the mean of the
+        group's pipelines, because each EP rank computes tokens of all of them. Weight-gradient
+        passes and stages without experts do not wait. If only one pipeline is simulated, the others
+        of its EP group are assumed to be equal to it.
 
         Args:
-            alone_ns: Times without waiting in ns, [steps, dp, n].
+            alone_ns: Times without waiting in ns, shape [steps, dp, n] with n micro-batches per
+                pipeline.
             kind: Kind of pass.
             stage: The stage.
         """
@@ -281,14 +283,14 @@ class StepPrices:
 
     @property
     def layer_wait(self) -> float:
-        """Time of the slowest ranks of EP groups over that of all their ranks; 1: no rank waits.
+        """Time of the slowest rank of an EP group over the mean of its ranks; 1: no rank waits.
 
         The ranks of a group belong to several pipelines and CP ranks, and wait for each other at
         each all-to-all of the experts. For each group, micro-batch and pass, the longest and the
-        mean time of a rank are computed. Both are added up before they are divided. The time of a
-        rank is that of one layer (averaged over all layers of the model). It includes attention and
-        all work that is proportional to the rank's tokens, except the products of experts.
-        Weight-gradient passes do not count.
+        mean time of a rank are computed. The result is the sum of all longest times divided by the
+        sum of all mean times. The time of a rank is that of one layer (averaged over all layers of
+        the model). It includes attention and all work that is proportional to the rank's tokens,
+        except the products of experts. Weight-gradient passes do not count.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0

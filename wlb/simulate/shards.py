@@ -302,9 +302,10 @@ def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = None) -> int:
     """Return the number of consecutive ranks to assume for an FSDP group when it is priced.
 
-    The price spreads the members evenly over this many ranks. The number is chosen so that each
-    node gets its true number of members. Consecutive CP ranks are one TP group apart, and
-    consecutive dp ranks are one pipeline apart. Only ranks of one stage are members.
+    The price of a collective assumes that the group's members are spread evenly over consecutive
+    ranks. But an FSDP group has the ranks of one stage. In these, neighbours in CP are `tp` ranks
+    apart, and neighbours in DP a whole pipeline. The result is the number of consecutive ranks over
+    which an even spread puts as many members into each node as are really there.
 
     Args:
         parallel: Degrees of parallelism.

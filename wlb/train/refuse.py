@@ -223,10 +223,9 @@ def priced_workload(planner: Planner) -> ProfiledWorkload:
 def model_change(model: ModelSpec, saved_in: Path) -> str:
     """Return a line for the log if a run computes another model with a checkpoint's weights.
 
-    Otherwise the result is "".
-
-    The weights have the same shapes, but keys that change the model's output differ (`MEANING`).
-    For example, long-context training continues with the same weights but another RoPE scaling.
+    That is the case if the weights have the same shapes, but configuration keys that change the
+    model's output differ (`MEANING`). For example, long-context training continues with the same
+    weights but another RoPE scaling. Otherwise the result is "".
 
     Args:
         model: The run's model.

@@ -86,12 +86,12 @@ class StepWaits:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return the shape of the arrays of seconds: (dp, n, num_stages, cp)."""
+        """Return (dp, micro-batches of a pipeline, num_stages, cp), the shape of the arrays."""
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property
     def by_kind(self) -> dict[PassKind, FloatArray]:
-        """Return the sleeping times by kind of pass, each of shape [dp, n, num_stages, cp]."""
+        """Return the seconds that ranks sleep by kind of pass, in arrays of shape `shape`."""
         return {
             PassKind.FORWARD: self.forward,
             PassKind.BACKWARD: self.backward + self.weight,

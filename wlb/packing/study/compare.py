@@ -113,8 +113,9 @@ def _bounded(base: PackingSection) -> list[PackingSection]:
     """Return two [packing] sections with policy `bounded`: one as configured, one with a small T.
 
     T (most tokens of a step) is CONSTANT_TOKENS global batches in the second one, so that all steps
-    have nearly equal numbers of tokens. The second one is left out if the configured T or S_max is
-    at most CONSTANT_TOKENS.
+    have nearly equal numbers of tokens. The second one is left out if steps can have no more tokens
+    than this in the first one either, because the configured T (in global batches) or S_max (in
+    context windows) is at most CONSTANT_TOKENS.
 
     Args:
         base: The run's [packing] section.

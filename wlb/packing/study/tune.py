@@ -2,7 +2,7 @@
 
 It tries the number and values of queue thresholds, S_max and T for Algorithm 1, and S_max, T and
 the delay price for `bounded`. It recommends the setting with the least imbalance within a budget of
-mean delay (0.5 steps, the paper's figure), or the one with the least delay if none is within it.
+mean delay (0.5 steps, the paper's figure), or the one with the least delay if all exceed it.
 
 The result also has the Pareto front: the settings for which no other setting is at least as good in
 all of OBJECTIVES. These are time-weighted imbalance, the mean, 99th percentile and maximum of the

@@ -59,8 +59,9 @@ class DeviceStage(NamedTuple):
         """Return the segments of the stage's attention call.
 
         Args:
-            numbers: This stage's row of `FlatExchange.numbers`. Its first values are the largest
-                numbers of queries and of keys of a segment, and the size of the sliding window.
+            numbers: Sizes of this stage, from `FlatExchange.numbers`. The first ones are the
+                largest numbers of queries and of keys of a segment, and the size of the sliding
+                window.
             softcap: Cap on scores, 0 for none.
         """
         max_q, max_k, sliding = numbers[:3]
@@ -71,7 +72,7 @@ class DeviceStage(NamedTuple):
         """Return how many rows come from each rank, and how many go to each rank.
 
         Args:
-            numbers: This stage's row of `FlatExchange.numbers`.
+            numbers: Sizes of this stage, from `FlatExchange.numbers`.
         """
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 

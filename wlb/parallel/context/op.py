@@ -99,7 +99,7 @@ def _start_return(
     Args:
         dkv_R2GD: Gradients of the rows of K and V that this rank received.
         stage: The stage of the exchange.
-        numbers: This stage's row of `FlatExchange.numbers`.
+        numbers: Sizes of this stage, from `FlatExchange.numbers`.
         group_name: Name of the CP group.
     """
     # Sum in float32: a bfloat16 sum would be rounded once per rank, so its error would grow with
@@ -275,9 +275,9 @@ class AddAndGatherAgain(torch.autograd.Function):
     """Adds x and y at the end of a layer; backward starts to gather the layer's K and V again.
 
     The arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, then the
-    `num_slots` slots that `context_attend` returned, and the tensors of the exchange. Backward
-    passes the gathered rows to attention's backward as the gradients of these slots. Meanwhile the
-    backward of the MLP and of the output projection runs.
+    `num_slots` slots that `context_attend` returned, and the tensors of the exchange. A slot is a
+    tensor without memory. Backward passes the gathered rows to attention's backward as the
+    gradients of the slots. Meanwhile the backward of the MLP and of the output projection runs.
     """
 
     @staticmethod

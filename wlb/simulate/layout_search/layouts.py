@@ -4,7 +4,7 @@ A layout is a choice of degrees of TP, CP, PP, DP and EP, a schedule, a number o
 a kind of recompute. The product of the first four degrees is the number of devices. Each
 combination that `wlb.spec.check`, the schedule and memory allow becomes a candidate. A candidate
 must have memory for a step whose micro-batches are all one window long; `Candidate.caps` says how
-much longer they may be. If a kind of recompute leaves packing all the memory that it can use, kinds
+much longer they may be. If one kind of recompute leaves as much memory as packing can use, kinds
 with more recompute are not tried.
 """
 

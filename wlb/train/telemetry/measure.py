@@ -67,12 +67,12 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Return how many tokens' expert work this rank's measured times include, by micro-batch.
+    """Return for how many tokens this rank's measured times include the work of experts.
 
-    If all EP ranks have equal loads, the number is that of the rows of a micro-batch, averaged over
-    the pipelines that share the EP group. Otherwise it is this average times the load of this rank
-    over the mean load of EP ranks. On CUDA the load of the most loaded EP rank is taken instead,
-    because the measured times include waits for that rank.
+    For a micro-batch, this is the mean number of rows in the pipelines that share the EP group,
+    times the load of this rank: the rows that its experts compute, over the mean of all EP ranks.
+    On CUDA the load of the most loaded EP rank is taken instead, because the measured times include
+    waits for that rank.
 
     Args:
         step: The executed step.
