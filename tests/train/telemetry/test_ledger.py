@@ -148,7 +148,7 @@ def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, th
     ("text", "said"),
     [
         ('{"begin": 0}\n{"step": 1}\n', "line for step 1 where step 0 must follow"),
-        ('{"begin": 0}\n{"step": 0}\n{"st\n{"step": 1}\n', "is followed by a step"),
+        ('{"begin": 0}\n{"step": 0}\n{"st\n{"step": 1}\n', "is followed by the line of a step"),
     ],
 )
 def test_a_ledger_with_a_hole_is_refused(tmp_path: Path, text: str, said: str) -> None:
