@@ -102,7 +102,7 @@ def fill(
 def _most_room(
     work: FloatArray, tokens: FloatArray, level: FloatArray, cap: int
 ) -> IntArray | None:
-    """Assign each unit to the bin that lacks most of the work that it should have and has room.
+    """Assign each unit to the bin with room that is furthest below the work that it should have.
 
     If such a bin is not found quickly, the bin with the fewest tokens is taken.
 
@@ -143,7 +143,7 @@ def _most_room(
 def _lowest_with_room(
     heap: list[tuple[int, int]], excess: list[int], size: list[int], most: int, full: int
 ) -> int | None:
-    """Return the bin that lacks most of the work that it should have, and has room for a unit.
+    """Return the bin furthest below the work that it should have, among bins with room for a unit.
 
     Only about TRIED bins are looked at. If none of them has room, return None. Bins in which not
     even the smallest unit fits are removed from the heap.

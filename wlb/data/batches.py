@@ -392,9 +392,9 @@ class GlobalBatches(SourceBatches):
         check_were_read(pieces, epoch * size + rows, np.full(len(pieces), first))
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of the next documents, which have at least `missing` tokens.
+        """Return ids and lengths of the next documents, as many as have `missing` tokens together.
 
-        They have fewer tokens only if the data ends.
+        The last document may bring more tokens. There are fewer tokens only if the data ends.
 
         Args:
             first: Position in the stream, which is the number of documents that were read before.

@@ -364,9 +364,9 @@ class BlendedBatches(BatchStream):
     def _take(
         self, documents_read: IntArray, tokens_read: IntArray, missing: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the next documents, which have at least `missing` tokens.
+        """Return the next documents, as many as have `missing` tokens together.
 
-        They have fewer tokens only if the data ends.
+        The last document may bring more tokens. There are fewer tokens only if the data ends.
 
         Args:
             documents_read: Number of documents read of each source, shape [num_sources]. Updated in

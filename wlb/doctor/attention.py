@@ -157,8 +157,8 @@ def examine_kernel(
 def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) -> list[Scores]:
     """Return the changes of attention scores to test: a sliding window and a softcap.
 
-    Those that the kernel does not support are left out. If `Patient.is_quick` is true, so are those
-    that no layer of the run uses.
+    A change that the kernel does not support is left out. If `Patient.is_quick` is true, a change
+    that no layer of the run uses is left out too.
     """
     model = patient.spec.model
     is_used_by_layers = {WINDOW: model.num_sliding_layers > 0, CAP: model.attention_softcap > 0}

@@ -168,7 +168,7 @@ class Segments:
         *,
         is_causal: bool = True,
     ) -> "Segments":
-        """Return the segments whose `from_offsets` made these two tensors.
+        """Return the segments for which `from_offsets` made these two tensors.
 
         For other tensors, such as copies or tensors changed in place, new segments without key_rows
         are made. A backend that needs their offsets on the host then waits for the device.

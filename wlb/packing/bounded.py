@@ -454,10 +454,11 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return where, in the order of outliers, the size class of a step's largest one ends.
+        """Return the position at which the size class of a step's largest outlier ends.
 
-        Only consecutive outliers that the step trains count, and at most N of them, since each is
-        assumed to have a micro-batch to itself.
+        Positions are those of outliers sorted by size class. Only consecutive outliers that the
+        step trains count, and at most N of them, since each is assumed to have a micro-batch to
+        itself.
 
         Args:
             candidates: Choices of the outliers that the step trains.

@@ -45,8 +45,8 @@ def runs_of_spans(plan: ShardingPlan) -> tuple[IntArray, IntArray, IntArray]:
 def summaries_made(plan: ShardingPlan) -> IntArray:
     """Return how many summaries each rank makes, shape [cp].
 
-    A rank makes one summary for each run of spans (`runs_of_spans`) that is not the last run of its
-    piece.
+    Consecutive spans of a piece on one rank form a run (`runs_of_spans`). A rank makes one summary
+    for each of its runs, except for the last run of a piece.
     """
     piece, _, rank = runs_of_spans(plan)
     has_later = np.append(piece[1:] == piece[:-1], np.zeros(min(1, piece.size), bool))
@@ -56,8 +56,8 @@ def summaries_made(plan: ShardingPlan) -> IntArray:
 def summaries_moved(plan: ShardingPlan) -> IntArray:
     """Return how many summaries rank i receives from rank j, as an array [i, j] of shape [cp, cp].
 
-    If a rank has spans of a document, it receives the summaries of all runs (`runs_of_spans`) that
-    precede the rank's last run in the document, except summaries that the rank made itself. The
+    Consecutive spans of a piece on one rank form a run (`runs_of_spans`). If a rank has runs of a
+    piece, it receives the summaries of all runs of other ranks that precede its last run. The
     diagonal is zero.
     """
     piece, place, rank = runs_of_spans(plan)

@@ -135,7 +135,7 @@ def _sample(
 ) -> Iterator[str]:
     """Yield texts of random training documents, `sample_bytes` in all; the last text is cut.
 
-    The other arguments decide which documents are held out, and so are not read.
+    Held-out documents are not read. `heldout_fraction` and `seed` decide which documents these are.
     """
     heldout = heldout_rows(documents.names, fraction=heldout_fraction, seed=seed)
     rows: IntArray = np.flatnonzero(~heldout)

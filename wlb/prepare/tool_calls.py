@@ -70,9 +70,9 @@ def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_other_arguments(text: str) -> list[str]:
-    """Return one variant of a JSON list of calls for each call in it.
+    """Return variants of a JSON list of calls, one for each call.
 
-    In the variant, that call's arguments are replaced by {"wlb": "probe"}.
+    In variant i, the arguments of call i are {"wlb": "probe"}. Nothing else differs.
     """
     calls: list[dict[str, Any]] = json.loads(text)
     changed: list[str] = []

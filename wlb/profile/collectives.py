@@ -281,7 +281,8 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 class _LedRanks:
     """Measures points on all ranks that a launcher started. Rank 0 broadcasts each point.
 
-    The other ranks wait in the broadcast for the next point. They fail if its timeout passes first.
+    The other ranks wait in the broadcast for the next point. If the timeout of the broadcast passes
+    first, they fail.
     """
 
     world: worlds.World

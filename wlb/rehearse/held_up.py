@@ -84,7 +84,7 @@ def _stands_before(program: Sequence[RankMessage], j: int, i: int) -> bool:
     Transfer i need not wait if NCCL starts both in the same batch.
 
     Args:
-        program: Messages of the rank, of which i and j are indices.
+        program: Messages of the rank. i and j are indices into this list.
         j: Index of the earlier transfer.
         i: Index of the later transfer.
     """

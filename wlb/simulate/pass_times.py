@@ -159,9 +159,10 @@ class StepPrices:
         return frozenset(stage for stage, layers in enumerate(self.expert_layers) if layers)
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Return the ns of a stage's attention kernels on each CP rank, [steps, dp, n, cp].
+        """Return the ns of a stage's attention kernels on each CP rank.
 
-        Weight-gradient passes have no attention kernels, so their times are 0.
+        The shape is [steps, dp, micro-batches of a pipeline, cp]. Weight-gradient passes have no
+        attention kernels, so their times are 0.
 
         Args:
             kind: Kind of pass.
@@ -183,7 +184,7 @@ class StepPrices:
             stage: The stage.
 
         Returns:
-            Differences, mostly negative, shape [steps, dp, n].
+            Differences, mostly negative, shape [steps, dp, micro-batches of a pipeline].
         """
         match kind:
             case PassKind.FORWARD:
@@ -230,7 +231,9 @@ class StepPrices:
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
-        """Return the ns of a stage's passes without attention kernels, [steps, dp, n].
+        """Return the ns of a stage's passes without attention kernels.
+
+        The shape is [steps, dp, micro-batches of a pipeline].
 
         Args:
             kind: Kind of pass.
@@ -314,7 +317,9 @@ class StepPrices:
         return slowest / mean if mean else 1.0
 
     def message_ns(self, scope: Scope) -> IntArray:
-        """Return the ns of sending each micro-batch's output to the next stage, [steps, dp, n].
+        """Return the ns of sending each micro-batch's output to the next stage.
+
+        The shape is [steps, dp, micro-batches of a pipeline].
 
         Args:
             scope: Whether both stages are in one node.

@@ -340,9 +340,10 @@ class ModelSpec:
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether every layer is linear.
+        """Whether every layer is a linear-attention layer.
 
-        Only a `LayerKind.model` can be all linear. `check` refuses other such models.
+        This is true only for the model of a `LayerKind`, because `check` refuses a run whose whole
+        model is like this.
         """
         return self.linear.num_value_heads > 0 and not self.full_every
 

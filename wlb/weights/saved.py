@@ -133,7 +133,7 @@ def _single_process(failed: str) -> Generator[None]:
     """Within this context, silence DCP's warning about a single process, and catch DCP's errors.
 
     DCP raises CheckpointException, which derives from BaseException, so that `except Exception`
-    does not catch it. It is replaced by a UserError.
+    does not catch it. The context raises a UserError instead.
 
     Args:
         failed: Beginning of the error message.

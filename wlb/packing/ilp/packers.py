@@ -80,7 +80,7 @@ class IlpOptions:
     def below(self, context_window: int) -> int:
         """Return the length in tokens below which the solver may divide documents freely.
 
-        It is `divisible_below`, or 1/16 of the context window if that is None.
+        It is `divisible_below`, or 1/16 of the context window if `divisible_below` is None.
         """
         return context_window // 16 if self.divisible_below is None else self.divisible_below
 

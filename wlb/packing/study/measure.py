@@ -136,7 +136,7 @@ class StepLoads:
         """Mean imbalance of all steps, weighted by their work.
 
         It is the work of the slowest micro-batch of each step, summed over steps, divided by the
-        mean work of a micro-batch of each step, summed likewise.
+        mean work of a micro-batch of each step, also summed over steps.
         """
         slowest, total = (sum(pair[i] for pair in self._slowest_and_sum) for i in (0, 1))
         return slowest * self._num / total if total else 1.0

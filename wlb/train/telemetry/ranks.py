@@ -190,9 +190,9 @@ class RankMeter:
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """Return the ranks whose passes a timeline shows.
 
-    These are the ranks with TP rank 0 of the first pipelines. If a pipeline has more than
-    `MOST_TIMED` of them, only those with CP rank 0 are taken. As many pipelines are taken as have
-    at most `MOST_TIMED` such ranks together, but at least one.
+    Of a pipeline, the ranks with TP rank 0 are shown. If these are more than `MOST_TIMED`, only the
+    ranks with CP rank 0 among them are shown. At least the first pipeline is shown, and further
+    ones as long as all shown ranks together are at most `MOST_TIMED`.
     """
     # The ranks with TP rank 0, in shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
