@@ -5,7 +5,8 @@ a sample, or samples that must share a micro-batch.
 
 1. In each slot, the bins with most samples go to the ranks with fewest samples so far.
 2. While ranks have unequal numbers of samples, the rank with most samples gives its unit with least
-   work to the rank with fewest. Of the bins with room, the one that lacks most work gets the unit.
+   work to the rank with fewest. There, of the bins with room, the unit goes to the one that is
+   furthest below the mean work of its slot.
 """
 
 import numpy as np

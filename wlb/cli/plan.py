@@ -433,7 +433,7 @@ def _solved(
 
 
 def _stream(options: argparse.Namespace, source: LengthSource, batches: list[GlobalBatch]) -> str:
-    """Return a sentence on how many tokens were packed and whether the documents were repeated."""
+    """Return a sentence that says how many tokens were packed and if documents were repeated."""
     packed = sum(batch.documents.num_tokens for batch in batches)
     passes = sources.passes_of(source, batches)
     line = f"{packed:,} tokens were packed"

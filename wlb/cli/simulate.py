@@ -288,7 +288,7 @@ def _show(
 
 
 def _answer(runs: list[RunSimulation]) -> str:
-    """Return a sentence on how much less GPU time the run takes than the first system.
+    """Return a sentence that says how much less GPU time the run takes than the first system.
 
     Args:
         runs: Simulations of the systems to compare with (such as Megatron-LM), then of the run.

@@ -221,7 +221,7 @@ def _say_how_to_use_it(screen: Console, options: argparse.Namespace, command: st
 
 
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
-    """Return the values of --s-max that fit in GPU memory, and a remark on the other values.
+    """Return the values of --s-max that fit in GPU memory, and a remark about the other values.
 
     On a CPU, or if no value fits, all values are returned. The list of remarks is empty if all
     values are returned.
@@ -246,7 +246,7 @@ def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, .
 
 
 def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
-    """Return a list with a sentence on whether the setting fits in GPU memory; empty on a CPU."""
+    """Return [a sentence that says whether the setting fits in GPU memory]; [] on a CPU."""
     if options.device == "cpu":
         return []
     need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)

@@ -511,8 +511,8 @@ models without QK norm.
 class ElementwiseCost:
     """Cost of a memory-bound operator: bytes / throughput, plus a constant time for each call.
 
-    The bytes are those that a fused kernel moves (`wlb.cost.flops.elementwise_values`). If an
-    operator moves more bytes, its throughput is lower, because it is computed from the same count.
+    The bytes are those that a fused kernel moves (`wlb.cost.flops.elementwise_values`). A measured
+    operator that moves more bytes gets a lower throughput: the same bytes over a longer time.
     """
 
     op: Elementwise

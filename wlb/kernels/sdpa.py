@@ -44,8 +44,9 @@ class _Rows:
     Source rows are the rows of the tensor of queries or keys. One may be copied several times.
     """
 
-    # Source row of each row of the batches. Padding repeats the first row of its segment, so that a
-    # NaN stays in its segment. None if the batches have exactly the source rows, in order.
+    # For each row of the batches, the source row that is copied there. Padding repeats the first
+    # row of its segment, so that a NaN stays in its segment. None if the batches have exactly the
+    # source rows, in order.
     take_P: Tensor | None
     padding: Tensor  # indices of the batches' rows that are padding
     first_N: Tensor  # for each source row the first row of the batches that is a copy of it

@@ -199,7 +199,7 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
 
 
 def _hopper_rows(head_size: int, is_causal: bool) -> int:
-    """Return the query rows of a tile of FlashAttention-3 and -4 on Hopper; head sizes above 64."""
+    """Return a tile's query rows in FlashAttention-3 and -4 on Hopper, for head sizes above 64."""
     return 80 if 96 < head_size <= 128 and not is_causal else 64
 
 

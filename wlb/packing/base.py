@@ -121,7 +121,7 @@ class PackerOptions:
         return (self.num_windows or self.num_micro_batches) * self.context_window
 
     def workloads(self, pieces: Pieces, *, factor: float = 1.0) -> IntArray:
-        """Return the work factor * W_a + W_l of each piece in ns, shape [num_pieces].
+        """Return the work of each piece, factor * W_a + W_l, in ns, shape [num_pieces].
 
         Args:
             pieces: The pieces.

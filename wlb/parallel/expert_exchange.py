@@ -232,7 +232,7 @@ class _Choice:
         return _within(self.order_M[rows], rows)
 
     def inverse_of(self, stage: int) -> Tensor:
-        """Return the order that puts rows sorted by `order_of` back as they arrived in a stage."""
+        """Return the order that puts a stage's sorted rows back in the order of their arrival."""
         assert self.inverse_M is not None
         rows = self.stages[stage].rows
         return _within(self.inverse_M[rows], rows)

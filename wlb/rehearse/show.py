@@ -31,7 +31,7 @@ def show(found: Rehearsed, console: Console) -> None:
 
 
 def verdict(found: Rehearsed) -> list[str]:
-    """Return sentences on faults, on requests that exceed the memory, and on what was proven.
+    """Return sentences about faults, requests that exceed the memory, and what was proven.
 
     Lines of faults begin with "FAULT", and lines of warnings with "warning".
     """
@@ -141,7 +141,7 @@ def _parts(found: Rehearsed) -> Table:
 
 
 def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
-    """Return lines on how CP ranks exchange the keys of the last step's longest micro-batch."""
+    """Return lines that say how CP ranks exchange keys in the last step's longest micro-batch."""
     found = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
     return [
         f"exchange of keys in the longest micro-batch of the last step: {way}"

@@ -217,7 +217,7 @@ def refusal_lines(report: LayoutReport) -> list[str]:
 
 
 def effort_line(report: LayoutReport) -> str:
-    """Return a text on how many layouts fit in memory and how many each phase simulated."""
+    """Return a text that says how many layouts fit in memory and how many each phase simulated."""
     known = report.search
     text = (
         f"{len(known.layouts.candidates):,} layouts fit in memory; {len(known.even):,} were "

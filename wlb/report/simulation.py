@@ -1,4 +1,4 @@
-"""Table of simulated runs, and a text on how the numbers of their kernel profile were obtained."""
+"""Table of simulated runs, and a text that says how a kernel profile was obtained."""
 
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,8 @@
 Keys of tokens on another node take many times as long to transfer as keys of tokens on the same
 node. So documents stay whole on one node if possible.
 
-1. Documents are taken by descending density (work per token). Each goes to the node that lacks most
-   of its share of the work.
+1. Documents are taken by descending density (work per token). Each goes to the node that is
+   furthest below its share of the work.
 2. A document with more work than `share` times the work of a node, or with more tokens than a node
    may have, is cut among nodes. All others stay whole.
 3. Swaps of short documents bring every node close to the number of tokens that it is to get. The
@@ -72,7 +72,7 @@ class _Nodes:
         self.parts: list[list[FillPart]] = [[] for _ in rooms]
 
     def place(self, part: FillPart) -> None:
-        """Assign a document to the node that lacks most work, or cut it if no node can take it."""
+        """Assign a document to the node furthest below its share of work, or cut the document."""
         if part.work > self.most or part.size > max(self.rooms):
             self._cut(part)
             return
@@ -91,7 +91,7 @@ class _Nodes:
         self.lacks[node] -= part.size * (part.density - self.light)
 
     def _cut(self, part: FillPart) -> None:
-        """Cut a document among the nodes that lack most work, and give each a part of it.
+        """Cut a document; give the parts to the nodes that are furthest below their share of work.
 
         The document is cut symmetrically: all parts have the same work per token.
         """

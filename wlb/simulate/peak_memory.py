@@ -28,7 +28,10 @@ from wlb.spec import RunSpec
 
 
 class PassBytes(NamedTuple):
-    """Bytes that the passes of each micro-batch store in one layer or in one stage, [..., n]."""
+    """Bytes that the passes of each micro-batch store in one layer or in one stage.
+
+    The last axis of each array is the micro-batch.
+    """
 
     kept: IntArray  # activations that the forward pass stores
     output: IntArray  # output of the stage

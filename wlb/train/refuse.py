@@ -184,9 +184,9 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
         probe: Calls checks that use a GPU, in this process or in a child process.
 
     Returns:
-        A line each on attention, on fused kernels, on linear-attention layers if the model has any,
-            and, for a model with experts, on whether the host must wait for the device to know how
-            many tokens each expert gets.
+        One line for each of these: the attention kernel; the fused kernels; the implementation of
+            linear-attention layers, if the model has any; and for a model with experts, whether the
+            host must wait for the device to know how many tokens each expert gets.
 
     Raises:
         UserError: If no kernel can compute the run on this device.

@@ -131,7 +131,7 @@ def verdict(
     simulated: Sequence[SavedShare] | None,
     error: PublishedError | None,
 ) -> str:
-    """Return a sentence on what balanced packing would save on the given documents.
+    """Return a sentence that says what balanced packing would save on the given documents.
 
     Args:
         saving: Results of the best policy and of the usual loader.
@@ -215,7 +215,7 @@ def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, tit
 
 
 def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] | None) -> str:
-    """Return a detailed sentence on how many GPU hours the best policy saves.
+    """Return a detailed sentence that says how many GPU hours the best policy saves.
 
     Args:
         saving: Results of the best policy and of the usual loader.

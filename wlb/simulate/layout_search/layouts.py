@@ -328,8 +328,8 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
 def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
     """Add a layout to `out` with each kind of recompute with which it fits into memory.
 
-    The kind with the least recompute is tried first. Once a kind leaves packing all the memory that
-    it can use, kinds with more recompute are not tried.
+    The kind with the least recompute is tried first. Once a kind leaves as much memory as
+    packing can use, kinds with more recompute are not tried.
     """
     has_all_room = False
     for recompute in (r for r in Recompute if r in choices.recompute):

@@ -117,7 +117,7 @@ class TelemetryMeter:
             plan: The plan of this rank's pipeline for the step.
             times: Measured times of the step's passes.
             exposed: Times outside of the passes; None means that all are 0.
-            experts: For each micro-batch, the number of tokens whose expert work is in the measured
+            experts: For each micro-batch, for how many tokens experts worked during the measured
                 times, shape [n] (`wlb.train.telemetry.measure.expert_tokens`). None for a model
                 without experts.
         """
