@@ -188,9 +188,9 @@ def _partners(order: IntArray, num: int, turn: int) -> Pairs:
     """Pair the bins (micro-batches) that exceed their target work most with other bins.
 
     Args:
-        order: Indices of bins, sorted by ascending work above target, shape [num_rows, n]. Both
-            bins of a pair are taken from the same row.
-        num: Number of pairs in each row.
+        order: Indices of bins in one or several groups, shape [num_groups, bins of a group]. Each
+            group is sorted by ascending work above target. Both bins of a pair are in one group.
+        num: Number of pairs in each group.
         turn: Index of the round. Partners change from round to round.
     """
     top, rest = order[:, ::-1][:, :num], order[:, : order.shape[1] - num]

@@ -424,7 +424,7 @@ Initial = Callable[[str, torch.Size, int], Tensor]
 
 
 def initial_experts(name: str, shape: torch.Size, first: int, seed: int, one: Initial) -> Tensor:
-    """Make the initial weights of consecutive experts of a layer, shape [n, out, in].
+    """Make the initial weights of consecutive experts of a layer, shape [experts, out, in].
 
     An expert's weights depend only on the parameter's name, the expert's number and the seed.
 

@@ -28,7 +28,7 @@ def check_planner_state(
     It checks that
 
     - every token that was read is either trained, planned or waiting, exactly once,
-    - waiting pieces are parts of documents that were read,
+    - pieces that wait or are planned are parts of documents that were read,
     - each waiting piece is in a slot (such as an outlier queue) that its packing policy uses,
     - steps have consecutive numbers,
     - all numbers are finite.

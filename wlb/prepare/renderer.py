@@ -25,7 +25,7 @@ class TemplateLimit(UserError):
 
 
 class TemplateRenderer:
-    """Starts the render process, a child of this process, and sends it requests.
+    """Starts a child process that renders templates (the render process), and sends it requests.
 
     The render process starts with the first request, and again after a template exceeded a limit.
     It ends when this process ends, because its stdin is closed then.
@@ -34,8 +34,8 @@ class TemplateRenderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        # PID of the process that started the render process. A forked process must not share the
-        # pipes of its parent, so it starts a render process of its own.
+        # PID of the process that started `_process`. A forked process must not share the pipes of
+        # its parent, so it starts another `_process` of its own.
         self._owner = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:

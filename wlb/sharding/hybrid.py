@@ -160,8 +160,8 @@ def _long_parts(
     divided among all ranks, in two chunks for each rank.
 
     Args:
-        start: First token of each chunk of each document, shape [n, 2 * cp].
-        stop: End of each chunk, shape [n, 2 * cp].
+        start: First token of each chunk of each document, shape [num_documents, 2 * cp].
+        stop: End of each chunk, shape [num_documents, 2 * cp].
         cost: Predicts the times of attention.
         counts: Number of long documents for each threshold.
 

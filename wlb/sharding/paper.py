@@ -273,7 +273,8 @@ def cheapest(
         found: list[tuple[tuple[float, float], int, ShardingPlan]] = []
         for i in map(int, np.argsort(slowest, kind="stable")):
             # Plans are tried by ascending time without the wait for the exchange. If this plan
-            # takes longer even without the wait than the best plan with it, so do all later plans.
+            # without its wait takes longer than the best plan with its wait, no later plan is
+            # better.
             if found and slowest[i] > found[0][0][0]:
                 break
             tried = [replace(plans[i], exchange=name) for name in names]

@@ -206,7 +206,8 @@ class StepPrices:
         if self.others is None:
             return whole
         # `mean` is the price of a mixture of layers with and without full attention. If this stage
-        # has more layers without it, `more_others` average layers are replaced by such layers.
+        # has more layers without full attention than the mixture, `more_others` average layers are
+        # replaced by such layers.
         more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 
@@ -337,7 +338,7 @@ class StepPrices:
         """Return prices in which each value is replaced by its mean over some axes.
 
         Args:
-            axes: Axes of [steps, dp, n, cp].
+            axes: Some of the axes 0 (steps), 1 (dp), 2 (micro-batches of a pipeline) and 3 (cp).
         """
 
         def mean(x: IntArray) -> IntArray:
@@ -454,7 +455,8 @@ def prices_of(
     Args:
         spec: The run.
         cost: Prices.
-        tokens: Rows of each micro-batch on all CP ranks together, padding included, [steps, dp, n].
+        tokens: Rows of each micro-batch on all CP ranks together, padding included, shape
+            [steps, dp, micro-batches of a pipeline].
         times: Returns the times of one layer under given prices. It is called with `cost`, and also
             with `cost.of_other_layers` if stages differ in their fraction of layers with full
             attention.

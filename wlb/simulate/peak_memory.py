@@ -45,7 +45,7 @@ def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
 
     Args:
         spec: The run.
-        tokens: Tokens of each micro-batch on all CP ranks, shape [..., n].
+        tokens: Tokens of each micro-batch on all CP ranks, shape [..., micro-batches].
     """
     return PassBytes(
         kept=_by_length(layer_activation_bytes, spec, tokens),
@@ -59,7 +59,7 @@ def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
 
     Args:
         spec: The run.
-        tokens: Tokens of each micro-batch on all CP ranks, shape [..., n].
+        tokens: Tokens of each micro-batch on all CP ranks, shape [..., micro-batches].
     """
     kinds = [(pass_bytes(kind, tokens), counts) for kind, counts in layer_kinds(spec)]
     by_stage = list(zip(*(counts for _, counts in kinds), strict=True))

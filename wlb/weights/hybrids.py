@@ -374,7 +374,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
     return found
 
 
-# For parameters that are not fused but have another name in files: that name, by wlb.model's name.
+# Parameters that are not fused but have another name in files: name in wlb.model -> name in files.
 _RENAMED = {f"{x}_proj.weight": f"in_proj_{x}.weight" for x in "zab"}
 _RENAMED["o_proj.weight"] = "out_proj.weight"
 
