@@ -83,8 +83,8 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
 
     Args:
         run: Contents of the checkpoint's run.json.
-        chat: A chat template that replaces the store's, so that the store's is not read. None means
-            the store's.
+        chat: A chat template to use instead of the store's, which is then not read. None means the
+            store's.
 
     Raises:
         UserError: The stores of a blend were prepared with different chat templates.
