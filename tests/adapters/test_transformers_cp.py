@@ -214,7 +214,7 @@ def test_autocast_computes_attention_in_its_dtype() -> None:
         (
             "phi3",
             {"pad_token_id": 0},
-            r"Phi3ForCausalLM \(model_type 'phi3'\) is not supported .* llama, mis",
+            r"Phi3ForCausalLM \(model_type 'phi3'\) is not supported .* llama, mistral",
         ),
         (
             "llama",
