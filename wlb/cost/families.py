@@ -319,10 +319,10 @@ def _from_layer(field: str) -> Kinds:
 
 
 def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
-    """Return a function that lists layers' kinds: all are "full" unless a field is true.
+    """Return a function that lists layers' kinds: "full" for all unless a config field is true.
 
     Args:
-        kinds: Returns the kinds if the field is true.
+        kinds: Returns the kinds if the field of config.json is true.
         flag: Name of the field.
     """
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers

@@ -430,7 +430,8 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     rows, copied = spec.parallel.cp * local, _copied_keys(spec, local)
     in_kernel = (rows + 2 * copied) * kv_bytes
     if spec.cp.overlap:
-        # The attention call over other ranks' keys copies its queries, outputs and their gradients.
+        # The attention call over other ranks' keys copies its queries, its outputs and the
+        # outputs' gradients: three tensors of one size.
         in_kernel += 3 * local * q_bytes
     if spec.cp.stages > 1:
         # Q's gradients from several stages are added up in float32.

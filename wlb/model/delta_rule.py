@@ -51,7 +51,7 @@ class SpanLayout(NamedTuple):
     """
 
     lengths: tuple[int, ...]  # number of tokens of each span, in the order of the rows
-    slots_T: Tensor  # index of each token in the chunks, which have N * C positions in all
+    slots_T: Tensor  # index of each token among the positions of N chunks of C
     steps: tuple[Tensor, ...]  # for each step i the numbers of the spans that have an i-th chunk
     sizes: tuple[int, ...]  # for each step the number of those spans; the sum is N
     bounds: "SpanBounds"  # offsets of the spans, for the kernels of flash-linear-attention

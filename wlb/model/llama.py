@@ -62,7 +62,7 @@ class LocalAttend:
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: None
     ) -> tuple[Tensor, None]:
-        """Return attention's output, [T, H, D], and None."""
+        """Return attention's output, [T, H, D], and None: `add` has nothing to wait for."""
         return self.call(q_THD, k_TGD, v_TGD), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:

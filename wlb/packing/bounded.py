@@ -1103,7 +1103,9 @@ class _Packing:
         return best
 
     def _highest(self, top: int, j: int, d: int, e: int | None) -> int:
-        """Return the largest load of micro-batches `top` and j, at any price, after an exchange.
+        """Return the larger load of micro-batches `top` and j after an exchange of documents.
+
+        The result is the maximum over all prices of the price range.
 
         Args:
             top: The slowest micro-batch.

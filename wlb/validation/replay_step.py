@@ -103,7 +103,9 @@ def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> floa
 def compare(
     waits: Sequence[StepWaits], labels: Sequence[str], pipeline: PipelineSection, *, pp: int
 ) -> list[Agreement]:
-    """Simulate and replay each step; return both times for each step.
+    """Simulate each step, and replay it with processes that sleep instead of computing.
+
+    Returns both times of each step.
 
     Args:
         waits: The sleeping times of each step.
