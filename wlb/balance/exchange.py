@@ -44,11 +44,12 @@ def sums_by(label: IntArray, values: FloatArray, num: int = 0) -> FloatArray:
 
 @dataclass(slots=True, eq=False)
 class SharedBins:
-    """The units of each bin, which `redistribute` changes in place.
+    """Which units each bin has. `redistribute` changes this record in place.
 
-    Units are sorted by descending work. The index `num_units` stands for "no unit": bins with fewer
-    units than others are filled up with it. The first three arrays have a last entry of 0 for this
-    index. Values are integers in float64.
+    A bin is one rank's micro-batch. A unit is a sample, or several samples that stay together.
+    Units are sorted by descending work. Rows of `members` are filled up with the index `num_units`,
+    which stands for "no unit". The first three arrays have a last entry of 0 for this index, and
+    have integers in float64.
     """
 
     work: FloatArray  # work of each unit, then 0 for "no unit", shape [num_units + 1]
@@ -188,7 +189,7 @@ def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
 
 
 def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> BoolArray:
-    """Return which ways to divide the units of two bins would leave a bin without a unit.
+    """Return for each way to divide units between two bins whether it leaves a bin empty.
 
     Args:
         bins: All bins.
@@ -197,8 +198,8 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
         units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
 
     Returns:
-        A mask of shape [num_pairs, 256]: eight units can be divided over two bins in 256 ways
-        (`WAYS`).
+        A mask of shape [num_pairs, 256]. The eight units that a pair offers can be divided between
+        its two bins in 256 ways (`WAYS`).
     """
     real = (units < bins.work.size - 1).astype(np.float64)
     to_first = real @ WAYS.T
@@ -209,7 +210,9 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
 def _breaks_counts(
     bins: SharedBins, a: _Side, b: _Side, units: IntArray, spare: FloatArray
 ) -> BoolArray:
-    """Return which ways to divide the units of two bins give a rank too many or too few samples.
+    """Return for each way to divide units between two bins whether a rank's sample count is wrong.
+
+    It is wrong if the rank would have more or fewer samples than it may have.
 
     Args:
         bins: All bins.
@@ -219,8 +222,8 @@ def _breaks_counts(
         spare: How many samples each bin may gain (first row) and lose (second row).
 
     Returns:
-        A mask of shape [num_pairs, 256]: eight units can be divided over two bins in 256 ways
-        (`WAYS`).
+        A mask of shape [num_pairs, 256]. The eight units that a pair offers can be divided between
+        its two bins in 256 ways (`WAYS`).
     """
     gained = bins.samples[units] @ WAYS.T - bins.samples[a.units].sum(1)[:, None]
     up = np.minimum(spare[0][a.bins], spare[1][b.bins])[:, None]

@@ -785,10 +785,11 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
-        """Return the ns that expert parallelism costs in one layer for any number of tokens.
+        """Return the part of a layer's time that expert parallelism adds whatever its rows, in ns.
 
-        This time consists of the latency of all-to-alls that no computation hides, and of the time
-        that experts lose because each of the `expert_stages` computes smaller matrix products.
+        This constant time consists of the latency of all-to-alls that no computation hides, and of
+        the time that is lost because experts are computed in `expert_stages` parts, each with
+        smaller matrix products.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         with_latency = work.waits(stages, self._routed_alpha_ns / tokens)
@@ -857,10 +858,10 @@ class LinearCost:
 
     @property
     def routed_ns_per_token(self) -> Work:
-        """Time of routed experts' matrix products for one token in all layers of a pipeline rank.
+        """Ns per token of routed experts' matrix products, in all layers of a pipeline rank.
 
-        The time is in ns, and is part of `ns_per_token`. The products run on the ranks of the EP
-        group that hold the token's experts. The price is that of the EP rank with the most rows.
+        They are part of `ns_per_token`. The products of an EP group are as slow as those of the EP
+        rank that receives the most rows, so the time is that rank's (`expert_load` times the mean).
         """
         factor = self.num_layers * self.expert_load
         forward, backward, recomputed = self._routed_ns()

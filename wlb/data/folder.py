@@ -95,7 +95,10 @@ def make_and_open(path: Path, *, mode: int = 0o777) -> int:
 
 
 def refuse_nowhere(path: Path) -> None:
-    """Raise UserError if no folder can be created at `path`, regardless of permissions."""
+    """Raise UserError if a file or a broken link prevents that a folder is created at `path`.
+
+    Permissions are not checked.
+    """
     if reason := _obstacle(path):
         raise UserError(f"the folder {path} cannot be created: {reason}, or choose another folder")
 

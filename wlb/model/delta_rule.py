@@ -22,8 +22,8 @@ map, too, which we call the span's **summary**. Applying the summaries of a docu
 after the other gives the state before any of its spans (`Summary.after`). Therefore
 context-parallel ranks need to exchange only summaries.
 
-Shapes: T tokens of all spans, S spans, N chunks, C tokens of a chunk, H heads, K and V dimensions
-of a key and a value.
+Shapes: T tokens of all spans, S spans (in shapes S is not a state), N chunks, C tokens of a chunk,
+H heads, K and V dimensions of a key and a value.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class SpanLayout(NamedTuple):
     """
 
     lengths: tuple[int, ...]  # number of tokens of each span, in the order of the rows
-    slots_T: Tensor  # index of each token among the positions of N chunks of C
+    slots_T: Tensor  # index of each token among the positions of N chunks, each of C positions
     steps: tuple[Tensor, ...]  # for each step i the numbers of the spans that have an i-th chunk
     sizes: tuple[int, ...]  # for each step the number of those spans; the sum is N
     bounds: "SpanBounds"  # offsets of the spans, for the kernels of flash-linear-attention
@@ -196,7 +196,11 @@ class Chunks(NamedTuple):
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """Yield the first chunks of the spans of `of`, then all their second chunks, and so on."""
+        """Yield the first chunk of every span as one `Chunks`, then the second ones, and so on.
+
+        Args:
+            of: Which chunks belong to which spans.
+        """
         chunks = self
         if isinstance(of, SpanMembers):
             # Selections are used only to compute states. States do not depend on queries, so leave

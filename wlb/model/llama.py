@@ -42,7 +42,14 @@ class Attend(Protocol):
         ...
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Any) -> tuple[Tensor, Any]:
-        """Return attention's output, [T, H, D], and a record to be passed to `add` (or None)."""
+        """Return attention's output, [T, H, D], and a record that the caller passes to `add`.
+
+        Args:
+            q_THD: Queries.
+            k_TGD: Keys.
+            v_TGD: Values.
+            begun: The result of `begin` for the same keys and values.
+        """
         ...
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: Any, /) -> Tensor:
@@ -62,7 +69,7 @@ class LocalAttend:
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: None
     ) -> tuple[Tensor, None]:
-        """Return attention's output, [T, H, D], and None: `add` has nothing to wait for."""
+        """Return attention's output, [T, H, D], and None, because `add` needs no record."""
         return self.call(q_THD, k_TGD, v_TGD), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:

@@ -119,11 +119,11 @@ class StagedTrip:
         self._back: list[tuple[Tensor, torch.dtype | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Copy the rows that `start` will send, and their scores.
+        """Copy the rows that `start` will send, and their scores, into new tensors.
 
         Args:
             x: Rows to select from.
-            rows_N: Index in x of each row that travels, in the order of `Way.order_N`.
+            rows_N: Index in x of each of the N rows that travel, in the order of `Way.order_N`.
             scores_N: Score of each of these rows. With None no scores are sent.
         """
         self._leaving = _select(x, rows_N, scores_N)
@@ -259,10 +259,10 @@ class StagedWay:
         self.there, self.back = StagedTrip(group, choice), StagedTrip(group, choice)
 
     def begin(self) -> None:
-        """Read the numbers of rows on the host, and start to send rows to their experts.
+        """Wait until the host knows how many rows each rank gets, and start to send the rows.
 
-        In a recomputation the numbers are already known. This call then also starts to send the
-        gradients of the experts' outputs, because backward needs them next.
+        When backward recomputes the layer, the numbers are known, so nothing is waited for. The
+        call then also starts to send the gradients of the experts' outputs, which are needed next.
         """
         if self._first is not None:
             self.there.start()

@@ -351,7 +351,14 @@ def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
 
 
 def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[Any]:
-    """Return the array of a .npy file, after checking that the file has all bytes of the array."""
+    """Return the array of a .npy file, after checking that the file has all bytes of the array.
+
+    Args:
+        data: Content of the .npy file.
+        name: Name of the array in an .npz file, "" for a single array. Used in messages.
+        where: The file that was read, for messages.
+        remedy: What the user can do if the file is damaged, for messages.
+    """
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     read = {

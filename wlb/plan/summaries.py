@@ -81,13 +81,14 @@ class RowsOf(NamedTuple):
     which are in the order of the sending ranks. `found` has indices into this concatenation.
     """
 
-    kept: IntArray  # numbers of the local rows that any rank reads, ascending; shape [N]
-    # indices into `kept` of the rows to send, sorted by receiving rank; shape [M]
+    # indices of the local rows that at least one rank reads, ascending, shape [num_kept]
+    kept: IntArray
+    # indices into `kept` of the rows to send, sorted by receiving rank, shape [num_sent]
     sent: IntArray
     splits: IntArray  # number of rows to send to each rank, shape [cp]
     received: IntArray  # number of rows to receive from each rank, shape [cp]
-    # for each of the rank's S spans, indices of the rows that it reads, shape [S, columns]. Columns
-    # that a span does not need are -1.
+    # for each of the rank's S spans, the rows that it reads, shape [S, width]: indices into the
+    # concatenation, padded with -1
     found: IntArray
 
 

@@ -139,9 +139,13 @@ def _check_steps(state: PlannerState) -> None:
 
 
 def _check_policies(state: PlannerState, known: Collection[str]) -> None:
-    """Raise UserError unless planned steps and waiting pieces have the same policy, a known one.
+    """Raise UserError if the saved state needs a packing policy that the planner does not have.
 
-    The policy of the usual loader, with which the run is compared, must be in `known` too.
+    Also raise it if the steps that are planned already have another policy than the waiting pieces.
+
+    Args:
+        state: The saved state, with the waiting pieces of the run and of the usual loader.
+        known: Names of the policies that the planner has.
     """
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in known:

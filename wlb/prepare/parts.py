@@ -344,8 +344,8 @@ def merge_parts(
     """Write the final stores from the parts, in the order of the parts.
 
     Args:
-        job: Settings of all shards.
-        parts: Summaries of all parts, in order.
+        job: Settings of the preparation.
+        parts: Summaries of the parts, which are the stores that workers wrote; in order.
         prefixes: Prefix of the training store, and of the held-out store if there is one.
         about: Other keyword arguments of `TokenStoreWriter`, for both stores.
         report: Called with the progress after each part.

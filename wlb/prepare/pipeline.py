@@ -299,8 +299,8 @@ class _Preparation:
         """Write the tokenizer's file, and then merge the parts into the final stores.
 
         Args:
-            job: Settings of all shards.
-            parts: Summaries of all parts, in order.
+            job: Settings of the preparation.
+            parts: Summaries of the parts, which are the stores that workers wrote; in order.
             tokenizer: Entries about the tokenizer for `StoreInfo.preparation`.
         """
         options, left_out = self.options, totals(parts, self.left_out, self.unreadable)

@@ -74,7 +74,7 @@ class AttentionRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCall:
-    """A held-out call, with its measured and predicted time."""
+    """A measured call that the fit did not use, with its measured and predicted time."""
 
     kind: str  # "held_pair" or "held_batch"
     label: Mapping[str, int]  # the whole numbers in `Record.point`, such as sizes of the call
@@ -368,7 +368,7 @@ def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
 
 
 def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
-    """Return queries, keys, predicted forward ns and backward ns, one array over segments each."""
+    """Return (queries, keys, forward ns, backward ns) of each segment, as predicted by `table`."""
     q, kv = (x.astype(np.float64) for x in call)
     times = table.times_ns(q, kv, num_heads=table.num_heads, head_dim=table.head_dim)
     return q, kv, *times
@@ -569,7 +569,12 @@ def _heads(attention: AttentionRecords) -> dict[str, FloatArray]:
 
 
 def held_out(attention: AttentionRecords, table: AttentionTable) -> list[HeldOutCall]:
-    """Return all held-out calls with their measured and predicted times."""
+    """Return measured and predicted times of all calls that were kept out of the fit.
+
+    Args:
+        attention: The measurements.
+        table: The fitted table, which predicts the times.
+    """
     return [
         HeldOutCall(
             kind=kind,

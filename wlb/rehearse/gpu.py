@@ -149,7 +149,7 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
-        """Note that the host waits for this stream."""
+        """Record that the host waits for this stream."""
         GPU.host_waits("Stream.synchronize", self.time_ns)
 
     def query(self) -> bool:
@@ -228,7 +228,7 @@ class FakeEvent:
         (stream or GPU.current).join(self.seen, self._time_ns, self._part)
 
     def synchronize(self) -> None:
-        """Note that the host waits for this event."""
+        """Record that the host waits for this event."""
         GPU.host_waits("Event.synchronize", self._time_ns)
 
     def query(self) -> bool:
@@ -291,7 +291,7 @@ class FakeGpu:
         totals.time_ns += time_ns
 
     def host_waits(self, what: str, until_ns: float | None = None) -> None:
-        """Note that the host waits for the GPU.
+        """Record that the host waits for the GPU.
 
         Args:
             what: The call that waits, such as "item()".

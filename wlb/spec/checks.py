@@ -191,13 +191,16 @@ def _check_layout(spec: RunSpec) -> None:
 
 
 def _divided_linear(spec: RunSpec) -> dict[str, int]:
-    """Return {key: number of heads} of linear layers, which TP divides; {} without such layers."""
+    """Return what TP divides in linear-attention layers: their number of key heads.
+
+    It is returned under its configuration key, for messages. {} if the model has no such layers.
+    """
     linear = spec.model.linear
     return {"model.linear.num_key_heads": linear.num_key_heads} if linear.num_value_heads else {}
 
 
 def _divided_mlp(spec: RunSpec) -> dict[str, int]:
-    """Return {key: size} of the model's MLPs and shared experts, which TP divides.
+    """Return what TP divides in MLPs and shared experts: their hidden sizes, by configuration key.
 
     Routed experts are left out, because EP (parallel.ep) divides them instead.
     """
@@ -392,8 +395,8 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
     good = [m for m in range(max(1, each - pp), each + pp + 1) if schedule.takes(m, pp)]
     raise UserError(
         f"each pipeline has {each} micro-batches per step, but pp.schedule = {schedule} with "
-        f"parallel.pp = {pp} processes them in {each // pp} rounds, which must have equally many; "
-        f"set {name} to one of {[dp * m for m in good]}"
+        f"parallel.pp = {pp} processes them in {each // pp} rounds, each of which must "
+        f"have equally many micro-batches; set {name} to one of {[dp * m for m in good]}"
     )
 
 

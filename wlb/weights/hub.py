@@ -168,7 +168,8 @@ def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
         stored: Where the tensor is in its file.
 
     Returns:
-        Where each matrix is in the file, by its name in a folder with one tensor per expert.
+        Where each matrix is in the file. The keys are the names that the matrices have in model
+        folders that store each expert separately.
     """
     block, _, last = name.rpartition(".")
     if not block.endswith(".mlp.experts") or len(stored.shape) != 3:

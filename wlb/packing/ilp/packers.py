@@ -114,9 +114,10 @@ class IlpReport:
 
     @property
     def optimal(self) -> bool:
-        """Whether the objective reaches its lower bound, but for errors of rounding.
+        """Whether the objective equals `bound_ns`, except for rounding errors.
 
-        No packing is better then, except possibly one with cuts to which the bound does not apply.
+        Then no packing is better, except perhaps one to which the bound does not apply, because it
+        cuts many or expensive pieces (see `bound_ns`).
         """
         return self.gap <= OPTIMAL_GAP
 

@@ -112,10 +112,9 @@ def _in_windows(base: PackingSection) -> PackingSection:
 def _bounded(base: PackingSection) -> list[PackingSection]:
     """Return two [packing] sections with policy `bounded`: one as configured, one with a small T.
 
-    T (most tokens of a step) is CONSTANT_TOKENS global batches in the second one, so that all steps
-    have nearly equal numbers of tokens. The second one is left out if steps can have no more tokens
-    than this in the first one either, because the configured T (in global batches) or S_max (in
-    context windows) is at most CONSTANT_TOKENS.
+    In the second one, T (the most tokens of a step) is CONSTANT_TOKENS global batches, so that all
+    steps have nearly equal numbers of tokens. The second one is left out if the first one already
+    limits steps to so few tokens, by its T (in global batches) or S_max (in context windows).
 
     Args:
         base: The run's [packing] section.

@@ -23,7 +23,8 @@ class FlatExchange(NamedTuple):
     """A rank's exchange of keys and values, as three arguments that custom ops can take."""
 
     # On the device: the tensors of every stage, in the order of `DeviceStage`'s fields. With the
-    # `needed` exchange `RankExchange.returned` follows.
+    # `needed` exchange, the last tensor is `RankExchange.returned`, by which backward adds up the
+    # gradients that other ranks send back.
     tensors: list[Tensor]
     # int64 on the host, with one row for each stage. The columns are: largest number of queries of
     # a segment, largest number of keys, size of the sliding window, then for each rank the number
@@ -85,10 +86,10 @@ def flatten(
     device: torch.device,
     scores: Scores,
 ) -> tuple[FlatExchange, Segments]:
-    """Return the flat form of an exchange, and the segments of its first attention call.
+    """Return an exchange as plain tensors for a custom op, and its first call's segments.
 
     Args:
-        rows: Index arrays of one rank.
+        rows: The exchange of one rank, as numpy arrays.
         on_device: The same arrays as tensors on the device, by the names of `RankExchange.arrays`.
         backend: Name of the attention kernel.
         device: Device to which the offsets of segments are copied.

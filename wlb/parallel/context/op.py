@@ -51,7 +51,10 @@ _collectives = torch.ops._c10d_functional
 
 
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
-    """Return the stages that have a transfer: all except the one that reads only local keys."""
+    """Return an exchange's stages that have a transfer: all but the one that reads only local keys.
+
+    The arguments are those of `stages_of`.
+    """
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]
 
@@ -122,9 +125,10 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
-    """Make slots (tensors without memory) for the gradients of K and V that backward computes.
+    """Make the slots whose gradients will be the gradients of K and V; see the module docstring.
 
-    There is one for the rows sent in each of `stages`, and one for local keys.
+    There is one slot for the rows that this rank sends in each of `stages`, and a last one for the
+    rows that its own queries read.
     """
     num_rows = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
     return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in num_rows]
@@ -419,11 +423,13 @@ def context_attend(
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
         keep_gathered: Keep the received rows for backward. Otherwise backward gathers them again.
-        fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
+        fused: Whether a Triton kernel adds up the gradients of a row's copies. A row is copied
+            once for each segment that attends to it.
 
     Returns:
-        The output [T, H, D], the log-sum-exp [H, T], and the slots [R, 2, G, D] through which
-        `AddAndGatherAgain` passes the rows that it gathers in backward.
+        The output [T, H, D], the log-sum-exp [H, T], and for each stage a slot [R, 2, G, D] for the
+        R rows that arrive in it: `AddAndGatherAgain`, which gathers them again in backward, passes
+        them on as the gradient of this slot.
     """
     stages, _ = stages_of(tensors, layout)
     arriving = begun[: len(_travelling(tensors, layout))]
@@ -470,11 +476,12 @@ def _stage_backward(
         stage: The stage of the call.
         segments: Segments of the call.
         local: Local k and v. Only the stage without a transfer reads them.
-        left: Received rows of this stage and of the stages after it. This function removes the
-            first entry, unless the stage reads local keys.
+        left: Rows that this stage and later ones receive, an entry for each. This function removes
+            the entry that it uses. A stage that reads only local keys uses none.
         of_queries: For all queries: gradient of the output, q, output and log-sum-exp.
         backend: Name of the attention kernel.
-        fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
+        fused: Whether a Triton kernel adds up the gradients of a row's copies. A row is copied
+            once for each segment that attends to it.
 
     Returns:
         dQ, and dK and dV as one tensor [R, 2, G, D]. The tensor is in float32, unless the kernel
@@ -542,7 +549,8 @@ def context_attend_backward(
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
-        fused: Let a Triton kernel add up the gradients of keys that were copied from one row.
+        fused: Whether a Triton kernel adds up the gradients of a row's copies. A row is copied
+            once for each segment that attends to it.
 
     Returns:
         dQ, and a list of gradients of K and V in float32. First comes one tensor for each transfer:

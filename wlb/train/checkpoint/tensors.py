@@ -137,7 +137,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rng_states(rank: int) -> dict[str, torch.Tensor]:
-    """Return the states of this rank's random generators as uint8 tensors, by name in files."""
+    """Return the states of this rank's random generators, by their names in a checkpoint."""
     states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
