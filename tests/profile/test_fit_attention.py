@@ -231,7 +231,7 @@ def test_too_little_is_refused():
     of = layout("sdpa")
     few = replace(measured(of, kernel(of)), records=measured(of, kernel(of)).records[:1])
     with pytest.raises(
-        ValueError, match="too little was measured of sdpa with 4 heads: the sweep has 1 "
+        ValueError, match="sdpa with 4 heads has too few measurements for a fit: 1 single calls"
     ):
         fit_attention(few, backends=("sdpa",), provenance=SOURCE)
 

@@ -181,11 +181,13 @@ def context_attention(
             given["softcap"] = softcap
         return plain(module, query, key, value, attention_mask, **given)
     if dropout or kwargs.get("output_attentions"):
-        unsupported = (
-            "output_attentions" if kwargs.get("output_attentions") else f"dropout = {dropout}"
+        unsupported, remedy = (
+            ("output_attentions = True", "output_attentions = False")
+            if kwargs.get("output_attentions")
+            else (f"dropout = {dropout}", "the model's dropout of attention to 0")
         )
         raise UserError(
-            f"attention with {unsupported} is not supported with context parallelism; turn it off"
+            f"attention with {unsupported} is not supported with context parallelism; set {remedy}"
         )
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:

@@ -10,8 +10,8 @@ work divided by the degree:
 
 A unit is a sample, or samples that must share a micro-batch.
 
-1. A unit needs the smallest degree at which its tokens fit and it takes no longer than a slot
-   should.
+1. A unit needs the smallest degree at which its tokens fit and it takes no longer than a mean slot
+   (or than the largest unit on as many ranks as permitted, if that takes longer).
 2. As many blocks of each degree are made as the units of this degree need.
 3. Each unit goes to the block that has least time so far, the right degree and room for it.
 4. Blocks of equal degree exchange units (`wlb.balance.exchange`).
@@ -91,14 +91,15 @@ def _check(units: Units, rules: Rules, most: int) -> None:
             f"{rules.num_ranks}; change dynamic_cp or num_ranks"
         )
     if rules.counts is not None or units.group is not None:
+        other = "equal_counts" if rules.counts is not None else "groups_on = 'rank'"
         raise UserError(
-            "dynamic_cp must be 1 with equal_counts or groups_on='rank', because it may put a "
-            "sample on several ranks; set dynamic_cp = 1, or leave out the other argument"
+            f"dynamic_cp = {most} may put a sample on several ranks, so it cannot be used with "
+            f"{other}; set dynamic_cp = 1, or leave out {other}"
         )
     if units.rank is not None:
         raise UserError(
-            "dynamic_cp must be 1 with ranks, because it may put a sample on several ranks; set "
-            "dynamic_cp = 1, or leave out ranks"
+            f"dynamic_cp = {most} may put a sample on several ranks, so the argument ranks cannot "
+            "give the rank of a sample; set dynamic_cp = 1, or leave out ranks"
         )
     if (i := first_true(units.tokens > rules.cap * most)) is not None:
         raise UserError(
@@ -227,6 +228,8 @@ def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> 
 
 def _exchange(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> IntArray:
     """Let blocks with equal numbers of ranks exchange units, to make their times more equal.
+
+    A block is a set of ranks that share one micro-batch.
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.

@@ -43,7 +43,7 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
         raise UserError(
             f"equal_counts requires {samples.sum() / num:g} samples in each mini-batch, but "
             f"samples that must stay together (those with equal `groups` or `atoms`) would give "
-            f"{held.min():.0f} to {held.max():.0f}; give groups of equal size, and as many as a "
-            f"multiple of mini_batches = {num}"
+            f"{held.min():.0f} to {held.max():.0f}; give groups of equal size whose number is a "
+            f"multiple of mini_batches = {num}, or leave out equal_counts"
         )
     return out

@@ -157,8 +157,8 @@ def run(options: argparse.Namespace) -> int:
         first.append(f"With the present packing of {options.name}: {gain}.")
     elif options.out:
         raise UserError(
-            "--out cannot write the best policy, because the usual loader completes no step with "
-            "these documents; give more --steps"
+            "--out has no best policy to write, because the usual loader, with which policies are "
+            "compared, has too few documents for a step; raise --steps"
         )
     # 5. Write the page and the JSON, or print the tables.
     if options.html:

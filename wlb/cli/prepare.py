@@ -157,9 +157,8 @@ def _add_chat(group: Any) -> None:
         "--add-tokens",
         action="store_true",
         default=None,
-        help="add special tokens of the template that the tokenizer lacks to the tokenizer; use "
-        "this only for a model that is trained from scratch. A BPE that is trained here always has "
-        "these tokens",
+        help="add the template's special tokens to a tokenizer that lacks them; use this only for "
+        "a model that is trained from scratch. A BPE that is trained here always has these tokens",
     )
 
 

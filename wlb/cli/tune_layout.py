@@ -94,7 +94,7 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
         )
-    text = "numbers of micro-batches to try in addition to N, given as multiples of N"
+    text = "numbers of micro-batches to try besides data.num_windows, as multiples of it above 1"
     usual = PackingChoices().micro_batches
     add_value(parser, "--micro-batches", usual, text, nargs="*", metavar="FACTOR")
 

@@ -87,7 +87,7 @@ class BlendedStore:
 
     @property
     def prefix(self) -> str:
-        """Prefixes of all stores, for messages."""
+        """Prefixes of all stores as one text, separated by commas, for messages."""
         return ", ".join(store.prefix for store in self.stores)
 
     @property
@@ -276,9 +276,9 @@ class BlendedBatches(BatchStream):
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
         if sizes != {len(self.sources)} or not valid:
             raise UserError(
-                f"the numbers {counts} in the state of a blend must be whole and at least 0, and "
-                f"{' and '.join(_COLUMNS)} must have one number for each of {len(self.sources)} "
-                f"stores; resume from another checkpoint"
+                f"the state of a blend has the numbers {counts}, but needs whole numbers from 0 to "
+                f"{MOST_COUNT}, with one number for each of the {len(self.sources)} stores under "
+                f"{' and '.join(_COLUMNS)}; resume from another checkpoint"
             )
         return [np.array(state[name], np.int64) for name in _COLUMNS]
 
@@ -311,7 +311,7 @@ class BlendedBatches(BatchStream):
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for some number of epochs."""
+        """Return whether a run ends at `state` if it reads the data for some number of epochs."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False
@@ -411,7 +411,8 @@ class BlendedBatches(BatchStream):
             # Look up about as many documents as this source contributes to `missing` tokens.
             size = min(BLOCK, int(1.125 * missing * shares[number] / mean) + 64)
             block_ids, block = self._block(number, int(documents_read[number]), size)
-            # Tokens of this source before each document, from which its tag is computed.
+            # Tokens of this source before each document. Divided by the source's weight, they are
+            # the document's tag, by which the documents of all sources are sorted.
             before = tokens_read[number] + np.cumsum(block) - block
             ids.append(block_ids)
             lengths.append(block)

@@ -64,11 +64,11 @@ def unpermute(image: IntLike, n: int, seed: int, epoch: IntLike | int = 0) -> In
 def _indices(index: IntLike, n: int) -> IntArray:
     """Return `index` as int64; raise UserError unless all its numbers are in [0, n)."""
     if not 1 <= n <= 1 << 62:
-        raise UserError(f"n = {n} must be from 1 to 2**62")
+        raise UserError(f"n = {n} must be from 1 to 2**62, as the size of a permutation")
     positions = np.asarray(index, np.int64)
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < n:
         bad = positions[(positions < 0) | (positions >= n)][0]
-        raise UserError(f"index {bad} must be in [0, {n})")
+        raise UserError(f"index {bad} is outside a permutation of {n} numbers; give 0 to {n - 1}")
     return positions
 
 
@@ -122,7 +122,7 @@ def _network(words: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _inverse(words: _Words, keys: _Words, bits: int) -> _Words:
-    """Undo `_network` by applying its rounds in reverse order."""
+    """Apply the inverse of the permutation `_network`: its Feistel rounds in reverse order."""
     high_bits = bits // 2
     low_bits = bits - high_bits
     high = words >> _U64(low_bits)

@@ -195,7 +195,9 @@ class TokenStoreWriter:
                 f"{_LONGEST} tokens; leave out empty documents"
             )
         if ids.dtype.kind not in "iu":
-            raise UserError(f"{name} has dtype {ids.dtype}, but tokens must be integers")
+            raise UserError(
+                f"{name} has dtype {ids.dtype}, but tokens must be integers; give token ids"
+            )
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
             raise UserError(
@@ -447,7 +449,7 @@ class TokenStore:
         if not 0 <= start <= stop <= length:
             raise UserError(
                 f"tokens [{start}, {stop}) are outside document {document} of {self.prefix}, "
-                f"which has {length} tokens"
+                f"which has {length} tokens; give a range inside the document"
             )
         first = int(self._start[document])
         return self._tokens[first + start : first + stop]

@@ -140,7 +140,7 @@ class Documents(_Columns):
             i = int(over[0])
             raise UserError(
                 f"document {self.id[i]} has {self.num_targets[i]} targets but only "
-                f"{self.length[i]} tokens; num_targets must be at most length"
+                f"{self.length[i]} tokens; correct num_targets or length"
             )
 
     @classmethod

@@ -205,8 +205,8 @@ def prepare_docstrings(
     """
     if vocab_size <= _LEAST_VOCAB:
         raise UserError(
-            f"data.bpe_vocab_size = {vocab_size} must be at least {_LEAST_VOCAB + 1}, because 256 "
-            f"bytes and three special tokens need as many ids"
+            f"data.bpe_vocab_size = {vocab_size} must be at least {_LEAST_VOCAB + 1}, for 256 "
+            f"bytes and three special tokens"
         )
     prefix = docstring_prefix(
         folder, vocab_size=vocab_size, limit=limit, heldout_fraction=heldout_fraction, seed=seed

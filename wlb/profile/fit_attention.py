@@ -144,9 +144,10 @@ def _from_grid(
     calls, grid = attention.of("call"), attention.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
         raise UserError(
-            f"too little was measured of {layout.backend} with {layout.num_heads} heads: the sweep "
-            f"has {len(calls)} single calls and {len(grid)} grid points, but a fit needs a single "
-            f"call and grid points with two numbers of queries; run the sweep again"
+            f"{layout.backend} with {layout.num_heads} heads has too few measurements for a fit: "
+            f"{len(calls)} single calls (at least 1 is needed) and grid points with "
+            f"{len({r.point['q'] for r in grid})} different numbers of queries (at least 2 are "
+            f"needed); run the sweep again"
         )
     values: dict[str, object] = {}
     surfaces: dict[str, Surface] = {}
@@ -511,16 +512,16 @@ def _robust(
 
 
 def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, object]:
-    """Return fields of a table in which the throughput of one pass is divided by fitted factors.
+    """Return corrected fields of a table: the throughput of one pass divided by fitted factors.
 
-    For segments of LONG_ROWS / 2 to LONG_ROWS queries, the factor changes gradually from that of
-    short segments to that of long segments.
+    Short segments (up to LONG_ROWS / 2 queries) and long ones (from LONG_ROWS queries) have
+    separate factors. In between, the factor changes gradually.
 
     Args:
         table: The table.
         name: The pass: "forward" or "backward".
-        factors: Factors of short and of long segments. For kernels that group segments, these are
-            followed by the factors of short and of long segments without a prefix.
+        factors: (factor of short segments, factor of long segments). For kernels that group
+            segments, the two factors of segments without a prefix follow.
     """
     surface: Surface = getattr(table, name)
     curve: Curve | None = getattr(table, f"square_{name}")

@@ -39,8 +39,8 @@ class ExpertsSpec:
     )
     every: int = key(
         1,
-        "every n-th layer has experts, the others an MLP of model.ffn_hidden_size (Qwen3-MoE's "
-        "decoder_sparse_step); 1 = all layers have experts",
+        "1 = all layers have experts; 2 = every second layer has experts, the others an MLP of "
+        "model.ffn_hidden_size; and so on (Qwen3-MoE's decoder_sparse_step)",
         at_least=1,
         at_most=10_000,
     )

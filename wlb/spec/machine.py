@@ -63,8 +63,8 @@ class ClusterSection:
     memory_gib: float = key(
         0.0,
         "memory of a device; layouts and runs whose memory estimate exceeds this value are "
-        "refused; 0 = 80 in simulate, tune and --dry-run; in a run, 0 = the memory of its smallest "
-        "GPU, and no limit on CPUs",
+        "refused; 0 = 80 GiB in simulate, tune and --dry-run; in a run, 0 = the memory of its "
+        "smallest GPU, and no limit on CPUs",
         unit="GiB",
         at_least=0,
         at_most=1e6,
@@ -72,8 +72,8 @@ class ClusterSection:
     peak_tflops: float = key(
         0.0,
         "peak throughput of a device in training.dtype, without sparsity, from which MFU is "
-        "computed; 0 = 989 (H100) in estimates; in a run, 0 = the bfloat16 peak of its GPU, and no "
-        "MFU if this peak is unknown",
+        "computed; 0 = 989 TFLOP/s (H100) in estimates; in a run, 0 = the bfloat16 peak of its "
+        "GPU, and no MFU if this peak is unknown",
         unit="TFLOP/s",
         at_least=0,
         at_most=1e9,

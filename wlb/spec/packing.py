@@ -64,31 +64,31 @@ class PackingSection:
         0,
         "M: micro-batches per step over all pipelines (var_len, bounded); more micro-batches "
         "shorten pipeline bubbles, unless the longest document takes longer than a mean "
-        "micro-batch; 0 = N",
+        "micro-batch; 0 = one for each context window of a global batch",
         at_least=0,
         at_most=2**17,
     )
     s_max: float = key(
         1.5,
-        "S_max: most tokens of a micro-batch (var_len, bounded); 0 = as many as fit in the "
-        "device's memory, but at most 2 windows; with 0, step_tokens is also lowered until steps "
-        "fit",
+        "S_max: most tokens of a micro-batch, in context windows (var_len, bounded); 0 = as many "
+        "as fit in the device's memory, but at most 2; with 0, step_tokens is also lowered until "
+        "steps fit",
         unit="context windows",
         at_least=0,
         at_most=1000,
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens of a step (var_len, bounded); 0 = only S_max limits steps; with 0 or a "
-        "large value such as 1.5, steps differ much in tokens, so set training.loss_normalizer = "
-        "constant to weigh all targets equally",
+        "T: most tokens of a step, in global batches (var_len, bounded); 0 = only S_max limits "
+        "steps; with 0 or a large value such as 1.5, steps differ much in tokens, so set "
+        "training.loss_normalizer = constant to weigh all targets equally",
         unit="global batches",
         at_least=0,
         at_most=1000,
     )
     memory_gib: float = key(
         0.0,
-        "GPU memory that planned steps may use (var_len, bounded): s_max and step_tokens are "
+        "memory per GPU that planned steps may use (var_len, bounded): s_max and step_tokens are "
         "lowered until the memory estimate is at most this value; 0 = do not lower them",
         unit="GiB",
         at_least=0,
@@ -96,7 +96,7 @@ class PackingSection:
     )
     queue_thresholds: tuple[float, ...] = key(
         (0.2, 0.63),
-        "L_i: length of the shortest document in each outlier queue (var_len)",
+        "L_i: length of the shortest document in each outlier queue, in increasing order (var_len)",
         unit="context windows",
         above=0,
         at_most=1,
@@ -104,7 +104,8 @@ class PackingSection:
     hold: int = key(
         0,
         "delay every outlier by exactly this many steps, to study how delay affects training "
-        "(var_len); 0 = train the outliers of a queue as soon as it has M of them",
+        "(var_len); 0 = train the outliers of a queue as soon as it has one for each micro-batch "
+        "of a step",
         unit="steps",
         at_least=0,
         at_most=10**6,
@@ -120,8 +121,8 @@ class PackingSection:
     delay_price: float = key(
         0.0,
         "cost of delaying a whole global batch by one step (bounded), which the packer weighs "
-        "against the cost of imbalance; 0 = the default 0.15 / sqrt(N), or 0.1 / sqrt(N) if "
-        "price_range is set",
+        "against the cost of imbalance; 0 = the default, 0.15 (0.1 if price_range is set) divided "
+        "by the square root of the number of micro-batches of a step",
         unit="micro-batch times",
         at_least=0,
         at_most=1e9,
@@ -145,12 +146,12 @@ class PackingSection:
     window_cut: WindowCut = key(
         WindowCut.ANYWHERE,
         "which documents may be cut at the end of a window (original, and the usual loader of "
-        "planner.baseline): anywhere = any document; short = documents of at most C / 8 tokens, "
-        "and longer ones only while 4 N windows are open",
+        "planner.baseline): anywhere = any document; short = documents of at most an eighth of a "
+        "window, and longer ones only while 4 windows per micro-batch of a step are open",
     )
     bin_windows: int = key(
         1,
-        "size of a bin, which becomes one micro-batch (capacity)",
+        "size of a bin in context windows; each bin becomes one micro-batch (capacity)",
         unit="context windows",
         at_least=1,
         at_most=10_000,
@@ -269,8 +270,8 @@ class PackingSection:
         """Return S_max in tokens for a context window of `window` tokens."""
         if self.takes_s_max_from_memory:
             raise UserError(
-                "packing.s_max = 0 derives S_max from device memory, which is not known here; set "
-                "packing.s_max to a number of context windows"
+                "packing.s_max = 0 derives S_max from the memory of a device, but no device is "
+                "known; set packing.s_max to a number of context windows"
             )
         # Round before taking the floor, because in floating point 1.15 * 100 is 114.99999999999999.
         return math.floor(round(self.s_max * window, 6))

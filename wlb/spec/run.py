@@ -199,7 +199,7 @@ class PipelineSection:
         (),
         "number of decoder layers of each stage, from the first stage to the last; fewer in the "
         "last stage, for example, make up for the time of the output head; only the first and the "
-        "last stage may have 0; empty = equally many in each stage",
+        "last stage may have 0; empty = the same number in each stage",
         at_least=0,
         at_most=10_000,
     )
@@ -253,7 +253,9 @@ class DataSection:
         "is the store's share of the tokens; a store that is too small for its weight is repeated",
     )
     heldout_store: str = key(
-        "", "path prefix of the token store for evaluation, if data.store or data.blend is set"
+        "",
+        "path prefix of the token store for evaluation, used only with data.store or data.blend; "
+        "empty = no evaluation",
     )
     corpus: str = key(
         "stdlib",
@@ -267,12 +269,15 @@ class DataSection:
         at_most=10**6,
     )
     heldout_fraction: float = key(
-        0.03, "share of documents held out for evaluation", at_least=0, below=0.5
+        0.03,
+        "share of documents held out for evaluation, below 0.5; 0 = none",
+        at_least=0,
+        below=0.5,
     )
     context_window: int = key(
         4096,
         "C: length of a context window and of the longest piece of a document; a global batch "
-        "has N x C tokens",
+        "has num_windows * context_window tokens",
         unit="tokens",
         at_least=2,
         at_most=2**30,

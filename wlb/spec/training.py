@@ -102,8 +102,8 @@ class TrainingSection:
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
         "number by which a step's summed loss is divided: valid_tokens = the number of targets "
-        "(tokens that count in the loss) in the step; constant = always N * context_window, so "
-        "that all targets have equal weight even if steps differ in tokens",
+        "(tokens that count in the loss) in the step; constant = always data.num_windows * "
+        "data.context_window, so that all targets have equal weight even if steps differ in tokens",
     )
     recompute: Recompute = key(
         Recompute.NONE,
@@ -117,7 +117,9 @@ class TrainingSection:
         "experts, only the attention part); compiling takes about a minute at the start, and "
         "shortens steps if norms, RoPE and SiLU take a large part of a layer's time",
     )
-    compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
+    compile_backend: str = key(
+        "inductor", "backend of training.compile, such as inductor, aot_eager or eager"
+    )
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,
         "reaction to a loss or gradient that is NaN or infinite: stop = end the run; skip = do not "
@@ -133,7 +135,7 @@ class TrainingSection:
     )
     timeout_s: float = key(
         600.0,
-        "longest time that a collective may take; if it takes longer, the run stops with an error",
+        "a collective that takes longer than this time stops the run with an error",
         unit="s",
         above=0,
         at_most=1e7,

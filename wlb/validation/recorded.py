@@ -100,7 +100,7 @@ def simulate_recorded(
     if not metrics:
         raise UserError(
             f"{written} has no step left to compare after the first {left_out} steps, which are "
-            "skipped; skip fewer steps, or train longer"
+            "skipped; lower telemetry.warmup_steps (or the argument skip), or train longer"
         )
     remark, first = "", records.learned_from
     if first is not None:

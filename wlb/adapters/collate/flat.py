@@ -358,7 +358,8 @@ def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequ
     for i, array in enumerate(arrays):
         if array.ndim != 1:
             raise UserError(
-                f"{what} of example {i} have shape {array.shape}, but must have one axis"
+                f"{what} of example {i} have shape {array.shape}, but must have one axis; give "
+                "one number for each token"
             )
     wanted = np.dtype(options.dtype)
     kinds = {array.dtype for array in arrays}

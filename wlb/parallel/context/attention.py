@@ -70,7 +70,7 @@ class KvGather(NamedTuple):
 class GatherAgain(NamedTuple):
     """What the end of a layer needs so that its backward can gather K and V a second time."""
 
-    # tensors without memory; in backward their gradients are the gathered rows
+    # empty tensors in autograd's graph; backward hands over the gathered rows as their gradients
     slots_R2GD: list[Tensor]
     k_TGD: Tensor  # local keys, which are sent
     v_TGD: Tensor
@@ -335,7 +335,7 @@ def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
     if plan.cp != num_ranks:
         raise UserError(
             f"the plan is for {plan.cp} CP ranks, but the group has {num_ranks} ranks; "
-            "give a plan and a group with equally many ranks"
+            f"make the plan for {num_ranks} CP ranks"
         )
     if plan.num_tokens < plan.cp:
         raise UserError(

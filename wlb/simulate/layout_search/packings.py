@@ -37,7 +37,8 @@ class PackingChoices:
     strategies: tuple[Strategy, ...] = STRATEGIES  # sharding strategies
     # numbers of micro-batches of a step to try besides N, as multiples of N
     micro_batches: tuple[float, ...] = (1.25, 1.5)
-    # delays of zero-bubble's weight-gradient passes to try besides the run's own
+    # values of `pp.weight_delay` to try besides the run's own: with delay k, pipeline rank r runs
+    # weight-gradient passes r * k passes later (zero-bubble schedules only)
     weight_delays: tuple[int, ...] = (2, 4)
 
     def __post_init__(self) -> None:
@@ -47,8 +48,9 @@ class PackingChoices:
         low = [f for f in self.micro_batches if not f > 1]
         if low:
             raise UserError(
-                f"micro_batches = {low[0]} must be above 1, because N micro-batches are always "
-                "tried; give the numbers of micro-batches as larger multiples of N, such as 1.25"
+                f"micro_batches = {low[0]} must be above 1, because it multiplies "
+                "data.num_windows, and data.num_windows micro-batches are always tried; give a "
+                "factor such as 1.25"
             )
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
@@ -134,8 +136,8 @@ class PackingChoices:
 def with_settings(spec: RunSpec, packing: PackingSection, strategy: Strategy) -> RunSpec:
     """Return the run with this packing section and sharding strategy.
 
-    `sharding.remainder` is set so that tokens left over after dividing a document are merged into
-    its chunks.
+    `sharding.remainder` is set to "merged": tokens that are left over after dividing a document are
+    added to its chunks, instead of becoming segments of their own.
     """
     sharding = replace(spec.sharding, strategy=strategy, remainder=Remainder.MERGED)
     return replace(spec, packing=packing, sharding=sharding)

@@ -86,8 +86,9 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
         left = path.stat().st_size - 8 - size
         if not 2 <= size <= _MOST_BYTES or left < 0:
             raise UserError(
-                f"{path} is not a complete safetensors file: it says that its header has "
-                f"{size} bytes, but it is shorter, or no header can have this size; {remedy}"
+                f"{path} is not a complete safetensors file: the size of its header, {size} bytes, "
+                f"must be from 2 to {_MOST_BYTES} and fit into the file of {path.stat().st_size} "
+                f"bytes; {remedy}"
             )
         where = f"the header of {path}"
         data = parse_json(file.read(size), where, remedy=remedy, unique=True)
