@@ -38,7 +38,7 @@ class WaitingRule(Protocol):
     """
 
     def time(self, loads: FloatArray) -> float:
-        """Return how long a step takes, in the unit of work."""
+        """Return how long a step takes, in the unit of work, given the work of each bin."""
         ...
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
@@ -74,7 +74,11 @@ class Slots:
     target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
 
     def time(self, loads: FloatArray) -> float:
-        """Return how long a step takes: the sum over slots of the work of the heaviest bin."""
+        """Return how long a step takes: for each slot, the work of its heaviest bin, summed.
+
+        Args:
+            loads: Work of each bin, shape [num_bins].
+        """
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
@@ -97,7 +101,7 @@ class Slots:
 
 @dataclass(slots=True)
 class RankSlots:
-    """How long a step takes if ranks wait after every micro-batch, and every bin has its rank.
+    """How long a step takes if ranks wait after every micro-batch and bins stay on their ranks.
 
     A bin is one micro-batch of one rank. Bins r * num to (r + 1) * num - 1 belong to rank r, with
     num bins for each rank, and run in descending order of work. The record also says how much work
@@ -141,10 +145,10 @@ class RankSlots:
 
 @dataclass(slots=True)
 class RankTotals:
-    """How long a step takes if ranks wait once in it, so that only a rank's total work matters.
+    """How long a step takes if ranks wait for each other only at its end.
 
-    A bin is one micro-batch of one rank. Bins r * num to (r + 1) * num - 1 belong to rank r,
-    with num bins for each rank.
+    Then only a rank's total work matters. A bin is one micro-batch of one rank. With num bins for
+    each rank, bins r * num to (r + 1) * num - 1 belong to rank r.
     """
 
     num_ranks: int  # number of data-parallel ranks
@@ -162,7 +166,14 @@ class RankTotals:
         return np.repeat(totals - totals.mean(), loads.size // self.num_ranks)
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair a bin of each slow rank with one of a faster rank; round `turn` says which bins."""
+        """Pair a bin of each slow rank with a bin of a faster rank.
+
+        Which bins and ranks are paired differs from round to round.
+
+        Args:
+            excess: What `excess` returned.
+            turn: Number of the round of exchanges, from 0.
+        """
         num = excess.size // self.num_ranks
         ranks = np.argsort(excess[::num], kind="stable")
         top, low = _partners(ranks[None], self.num_ranks // 2, turn)

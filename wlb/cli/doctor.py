@@ -125,7 +125,12 @@ def _report(name: str, command: str, json_to: str | None, findings: Sequence[Any
 
 
 def _answer(name: str, findings: Sequence[Any]) -> str:
-    """Return a sentence that says whether the run can start here, and which checks failed."""
+    """Return a sentence that says whether the run can start here, and which checks failed.
+
+    Args:
+        name: Name of the run, with which the sentence begins.
+        findings: Findings of all checks.
+    """
     from wlb.doctor import Verdict
 
     of = {v: [f for f in findings if f.verdict == v] for v in (Verdict.FAIL, Verdict.WARN)}

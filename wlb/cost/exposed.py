@@ -181,8 +181,8 @@ def over_gather_ns(
     summaries = summaries_ns(plan, cost)
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return summaries, summaries
-    # W_l assumes a plain all-gather, so its wait is computed without overlap with attention. The
-    # same matrix products run during the transfers of both exchanges.
+    # W_l assumes a plain all-gather. So the wait for an all-gather is computed without overlap with
+    # attention. Matrix products run during the transfers of both exchanges.
     gather = replace(plan, exchange=KeyExchange.GATHER)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)

@@ -1,6 +1,6 @@
-"""The layers of each counted family of transformers models, from the fields of a config.json.
+"""The layers of transformers models, and their FLOPs and parameters, from a config.json.
 
-`FAMILIES` has one entry per family with three functions: the kind of each layer, the cost of
+`FAMILIES` has one entry per model family with three functions: the kind of each layer, the cost of
 attention (or of what replaces it), and the cost of the MLP or experts. All facts are taken from
 transformers' models: tests count the parameters and FLOPs of a small model of each family and
 compare.
@@ -452,7 +452,7 @@ def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
-    """Return the name of each Nemotron-H layer; the letters of older files are changed to names."""
+    """Return the kind of each Nemotron-H layer; older files have a letter such as E for "moe"."""
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
     if names is None and isinstance(pattern, str):
@@ -849,10 +849,10 @@ def _mlp_types(
 ) -> Callable[[ConfigFields, int], bool]:
     """Return a function that says whether a layer is dense (without experts).
 
-    The field `mlp_layer_types` of the config.json says it for each layer.
+    It reads the field `mlp_layer_types` of the config.json, which has an entry for each layer.
 
     Args:
-        otherwise: Says it if this field is null.
+        otherwise: The function that says whether a layer is dense if `mlp_layer_types` is null.
     """
 
     def is_dense(config: ConfigFields, layer: int) -> bool:

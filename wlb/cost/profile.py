@@ -140,8 +140,8 @@ class BlockCost:
             num_segments: Number of segments times number of heads of each call, shape [num_calls].
             most_q: Query rows of each call's segment with the most rows, shape [num_calls].
             most_kv: Keys of each call's segment with the most keys, shape [num_calls].
-            tile_rows: Query rows of a forward block.
-            backward_tile_keys: Keys of a backward block.
+            tile_rows: Query rows that one thread block computes in forward.
+            backward_tile_keys: Keys that one thread block computes in backward.
             sliding: Latest keys that a query sees; 0 means all.
 
         Returns:
@@ -309,10 +309,12 @@ class AttentionTable:
                 )
 
     def efficiency(self, num_heads: int) -> float:
-        """Return the throughput with `num_heads` query heads, relative to `forward` and `backward`.
+        """Return the factor by which `num_heads` query heads change the throughput of the kernel.
 
-        The result is interpolated between measured numbers of heads, and constant outside their
-        range. Only plain arithmetic is used, so that all CPUs compute equal bits.
+        The factor is 1 for the number of heads with which `forward` and `backward`, the tables of
+        throughput, were measured. It is interpolated between measured numbers of heads, and
+        constant outside their range. Only plain arithmetic is used, so that all CPUs compute equal
+        bits.
         """
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:

@@ -431,11 +431,11 @@ class FlopsWorkload:
         return free, free
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        """Return zeros: collectives cost nothing here."""
+        """Return (0, 0), because this workload gives collectives no price."""
         return 0, 0
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """Return zeros: collectives cost nothing here."""
+        """Return (0, 0), because this workload gives collectives no price."""
         return 0, 0
 
 

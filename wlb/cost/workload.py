@@ -508,7 +508,11 @@ class LinearCost:
 
     @property
     def recomputed_work(self) -> RecomputedWork:
-        """What backward recomputes in one layer: `recomputed` if set, else from `recompute`."""
+        """What backward recomputes in one layer.
+
+        It is the field `recomputed`, which describes another trainer. If that is None, it is what
+        wlb recomputes with the setting `training.recompute`.
+        """
         return self.recomputed or recomputed_work(self.model, self.recompute)
 
     # W_l: matrix products

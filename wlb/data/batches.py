@@ -191,7 +191,7 @@ class AccountedStream(Protocol):
         ...
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether the data ends at `state` for some number of epochs.
+        """Return whether `state` is a point at which the data may end, such as the end of an epoch.
 
         The number of epochs of this run does not matter, because the run that saved the state may
         have used another one.
@@ -560,10 +560,10 @@ def batch_after(
 
 
 def check_surplus(state: State, tokens: int) -> None:
-    """Raise UserError unless the counts of tokens in a state fit the tokens that were read.
+    """Raise UserError if a stream's state has the wrong number of tokens that were read.
 
-    A state has the surplus, which is the number of tokens that were read beyond those that its
-    batches should have, and under FILLED the number of all other tokens that were read.
+    A state stores this number in two parts. The surplus is by how many tokens the batches so far
+    exceed their size, because they have whole documents. FILLED has the other tokens.
 
     Args:
         state: The state of a stream. States without FILLED are not checked.

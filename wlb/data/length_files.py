@@ -269,8 +269,8 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
     rows = _rows(name, data, separator)
     if (first := next(rows, None)) is None:
         return
-    # Find the column of lengths from the column names in the first row, if it has names, and from
-    # the first row of data, whose integer cells show which columns have integers.
+    # Find the column of lengths (`_column`): one with a usual name, or else the only one with an
+    # integer in the first row of data.
     head = first[1]
     has_head = _is_head(head)
     second = next(rows, None) if has_head else first

@@ -93,7 +93,7 @@ def examine(spec: RunSpec, options: Options) -> bool:
         options: What to measure, and how to show the findings.
 
     Returns:
-        Whether no check had the verdict fail. All ranks return the same value.
+        False if a check failed on any rank. All ranks return the same value.
 
     Raises:
         UserError: If the layout does not fit the number of ranks that the launcher started.
@@ -145,7 +145,7 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
         options: What to measure, and how to show the findings.
 
     Returns:
-        Whether no check had the verdict fail on any rank.
+        False if a check failed on any rank.
     """
     kind, problem = _device_kind(spec, world)
     device = worlds.rank_device(world, kind)
@@ -244,7 +244,7 @@ def _examined(
         report: The record to which this rank's findings and measurements are added.
 
     Returns:
-        Whether no check had the verdict fail on any rank. All ranks return the same value.
+        False if a check failed on any rank. All ranks return the same value.
     """
     with limit.stage("facts of all ranks"):
         mine = replace(_tried_facts(world, device, problem), kernels=_kernels_of(spec, device))

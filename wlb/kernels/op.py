@@ -147,7 +147,7 @@ _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """Return the observer's context for a kernel call, or without an observer an empty context."""
+    """Return the context in which to call an attention kernel; without an observer it is empty."""
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 
@@ -266,9 +266,9 @@ def attend_backward_op(
     softcap: float,
     backend: str,
 ) -> Gradients:
-    """Return the gradients of q, k and v for `attend_op`, from the gradient of its output.
+    """Return the gradients of q, k and v, given the gradient of the output of `attend_op`.
 
-    The other arguments are the inputs and results of `attend_op`.
+    Args other than `grad_THD` are the inputs and results of `attend_op`.
     """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     saved = SavedTensors(q_THD, k_SGD, v_SGD, out_THD, lse_HT)

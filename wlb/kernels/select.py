@@ -59,7 +59,7 @@ class Choice:
     """The attention backend of a run, and why it was chosen."""
 
     backend: AttentionBackend
-    reason: str  # also says why the backends before this one in AUTO_ORDER were not chosen
+    reason: str  # why this backend, and why not those that come before it in AUTO_ORDER
     deterministic: bool = False  # whether backward adds up gradients in a fixed order
     # A sentence about a backend that would be better on this GPU but whose package is not
     # installed. Empty if there is none.

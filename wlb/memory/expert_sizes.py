@@ -59,9 +59,10 @@ def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec],
 
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
-    """Return the kinds of layers of the given stages, each as a run (see `layer_kinds`).
+    """Return a copy of `spec` for each kind of layer in the given stages (see `layer_kinds`).
 
-    If these stages have no layers, the result is the kind of the model's last layer.
+    All layers of a copy are of its kind. If the stages have no layers, the result is the copy for
+    the kind of the model's last layer.
     """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))

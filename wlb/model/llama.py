@@ -186,7 +186,7 @@ class Attention(nn.Module):
         self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
-        """Return attention's output, [T, C], and a record to pass to `Attend.add` (or None)."""
+        """Return attention's output, [T, C], and what to pass to `Attend.add` as `attended`."""
         # Do not bind q, k and v to names, so that they are freed when the call returns.
         gates: list[Tensor] = []
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows, gates))

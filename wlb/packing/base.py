@@ -420,8 +420,8 @@ class PriceRange:
             work_ns: Work of each piece in ns at the predicted price, shape [num_pieces].
 
         Returns:
-            Work in ns, shape [2, num_pieces]. If low = high = 1, it is `work_ns` with shape
-            [1, num_pieces].
+            Work in ns, shape [2, num_pieces]: row 0 at the factor `low`, row 1 at the factor
+            `high`. If both factors are 1, the result is `work_ns` with shape [1, num_pieces].
         """
         if self.is_one_price:
             return work_ns[None]
@@ -434,9 +434,9 @@ ONE_PRICE = PriceRange()
 def comparable(ends: IntArray) -> list[list[int]]:
     """Scale work at both ends of a price range, so that both ends have the same total.
 
-    Scaled work is a share of the step's work, so a micro-batch's work at one end can be compared
-    with its work at the other end. The larger value says how slow the micro-batch can be. A single
-    price needs no scaling.
+    Scaled work is a share of the step's work at that end, so the two values of a micro-batch can be
+    compared. The larger one is its share if prices are least favourable to it. A single price needs
+    no scaling.
 
     Args:
         ends: Work of each piece in ns at each end, shape [num_ends, n].

@@ -172,7 +172,7 @@ def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
 
 
 def num_load_values(num_layers: int, ep: int) -> int:
-    """Return the number of values in `load_values`: two per layer, and one per EP rank."""
+    """Return the length of the tensor of `load_values`: 2 * num_layers + ep."""
     return 2 * num_layers + ep
 
 
@@ -224,8 +224,8 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 def rebalance(stages: Iterable[nn.Module]) -> None:
     """Update `MixtureMlp.balance` of every layer; call this after the optimiser's update.
 
-    The buffers `balance` have biases or shares of tokens, which are computed from the load in the
-    most recent step.
+    The update uses how many rows each expert received in the last step. `balance` has a bias for
+    each expert, or its share of the rows, depending on `ExpertBalance`.
     """
     for stage in stages:
         for mixture in mixtures_of(stage):

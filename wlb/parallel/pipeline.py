@@ -105,7 +105,7 @@ class VarLenStage(PipelineStage):
         return _over(self._before, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operation that sends a micro-batch's activation to the next stage."""
+        """Return the send of a micro-batch's activation to the next stage; [] for none."""
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -116,7 +116,7 @@ class VarLenStage(PipelineStage):
         return _over(self._after, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operation that sends a micro-batch's input gradient to the previous stage."""
+        """Return the send of a micro-batch's input gradient to the previous stage; [] for none."""
         return _over(self._before, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(
@@ -139,7 +139,7 @@ class VarLenStage(PipelineStage):
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        """Run the backward pass of a micro-batch, and drop its buffers."""
+        """Run a micro-batch's backward pass, and drop the tensors that it received for the pass."""
         with self._chunk(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.has_backward:

@@ -108,7 +108,8 @@ class Products(NamedTuple):
             grads_TF: Gradient of each layer's output.
             x_SC: Input of the layers, 1/tp of the rows.
             weights_FC: Weight of each layer.
-            begun: Results of `begin_backward` for the last layer; empty if that has not run.
+            begun: Results of `begin_backward`, which has computed the last layer's part of the
+                gradient of x_SC; empty if it was not called.
         """
         if begun:
             # The last layer's part of the gradient is already in dx_TC; add the others.
@@ -126,9 +127,9 @@ class Products(NamedTuple):
     def begin_backward(
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Start the backward of several layers with the same input: the last layer's part.
+        """Start backward of several layers with the same input, with the last layer's gradient.
 
-        This needs only the gradient of the last layer's output, which arrives first.
+        The gradient of the last layer's output arrives first, so this need not wait for the others.
 
         Args:
             grad_TF: Gradient of the last layer's output.
@@ -136,21 +137,22 @@ class Products(NamedTuple):
             weight_FC: Weight of the last layer.
 
         Returns:
-            The last layer's part of the gradient of all rows, and the gather of x_SC, which is
-            still running.
+            What the last layer adds to the input's gradient, for all rows [T, C], and the gathered
+            rows of x_SC [T, C], which are still in transfer.
         """
         gathering = start_all_gather(x_SC, self)
         return grad_TF @ weight_FC, gathering
 
     def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
-        """Compute the input gradient of all rows, and start its reduce-scatter.
-
-        The result is the gradient of this rank's rows, but it is still in transfer. Call `wait` on
-        it as late as possible.
+        """Compute the gradient of the input that several layers share; start its reduce-scatter.
 
         Args:
-            grads_TF: Gradient of each layer's output.
+            grads_TF: Gradient of each layer's output, for all rows.
             weights_FC: Weight of each layer.
+
+        Returns:
+            The input's gradient for this rank's rows, [S, C]. It is still in transfer, so call
+            `wait` on it as late as possible.
         """
         dx_TC = grads_TF[0] @ weights_FC[0]
         for grad, weight in zip(grads_TF[1:], weights_FC[1:], strict=True):
@@ -162,7 +164,7 @@ class Products(NamedTuple):
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output's gradient for all rows [T, C], and the gradient of x_TF."""
+        """Return the gradients for `scattered`: of its output for all rows [T, C], and of x_TF."""
         grad_TC = all_gather(grad_SC, self)
         return grad_TC, grad_TC @ weight_CF
 
@@ -223,9 +225,9 @@ class _FanOut:
 class _GatherRows(torch.autograd.Function):
     """Gathers x_SC once for several linear layers (`_FanProduct`), which run one after the other.
 
-    Autograd runs the backward of this function after the backward of those layers. By then the
-    gradient of all rows is complete in `fan`. This gradient is reduce-scattered once, during the
-    products that give the weights' gradients.
+    The argument `fan` collects gradients. Autograd runs the backward of those layers first, and
+    each adds its part of the gathered input's gradient to `fan`. Then the backward of this function
+    reduce-scatters the complete gradient once, while it computes the gradients of the weights.
     """
 
     @staticmethod
@@ -243,8 +245,9 @@ class _GatherRows(torch.autograd.Function):
 class _FanProduct(torch.autograd.Function):
     """Linear layer `i` of several layers with the same input, which `_GatherRows` has gathered.
 
-    Saves only the weight and x_SC, which all layers share. In backward, this function gives its
-    output's gradient to `fan` and returns no gradients.
+    Saves only the weight, and this rank's rows of the input (x_SC), which all layers share.
+    Backward passes the gradient of the layer's output to `fan`, and returns no gradients to
+    autograd: the backward of `_GatherRows` returns those of the input and of all weights.
     """
 
     @staticmethod

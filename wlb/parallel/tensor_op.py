@@ -63,8 +63,9 @@ def gather_rows(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather all ranks' rows; returns the rows, and a slot for the product with each weight.
 
-    A slot is a tensor without memory. In backward the slot's gradient is the gradient of the
-    product. The rows themselves are not differentiable.
+    A slot is an empty tensor that connects a product to this op in autograd's graph: in backward,
+    the gradient of the product arrives here as the slot's gradient. No gradient flows through the
+    gathered rows themselves.
 
     Args:
         x_SC: This rank's rows.
@@ -97,7 +98,7 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def begin_backward(
     grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Start the backward of several layers with the same input: the last layer's part.
+    """Start backward of several layers with the same input, with the last layer's gradient.
 
     Args:
         grad_TF: Gradient of the last layer's output.
@@ -107,8 +108,8 @@ def begin_backward(
         group_name: Name of the tp group.
 
     Returns:
-        The last layer's part of the gradient of all rows, and the gathered rows, still in transfer,
-        which only `gathered_backward` may read.
+        What the last layer adds to the input's gradient, for all rows [T, C], and the gathered rows
+        of x_SC [T, C]. They are still in transfer, so only `gathered_backward` may read them.
     """
     return Products(num_ranks, group_name).begin_backward(grad_TF, x_SC, weight_FC)
 

@@ -318,7 +318,7 @@ class KeyRows:
 
     @property
     def share(self) -> float:
-        """Received rows divided by the rows that a rank would receive in all-gathers."""
+        """`received` / `gathered`: the share of an all-gather's rows that is transferred."""
         return self.received / self.gathered if self.gathered else 1.0
 
 

@@ -29,7 +29,7 @@ class BalanceGain(NamedTuple):
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
-        """Return a dictionary with the keys "usual", "ours" and "saved"."""
+        """Return `usual`, `ours` and `saved` under these names."""
         return {**self._asdict(), "saved": self.saved}
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Share:
 
 @dataclass(slots=True)
 class MeasuredShare:
-    """Measured times (`Telemetry`) summed over the steps of a run."""
+    """Measured and predicted times (`Telemetry`) summed over the steps of a run."""
 
     steps: int = 0  # number of steps
     degrees: float = 0.0  # measured imbalance, summed over steps
@@ -80,7 +80,6 @@ class MeasuredShare:
     mean_ns: float = 0.0  # measured forward time, mean over each step's micro-batches
     predicted_slowest_ns: float = 0.0  # predicted forward time of each step's slowest micro-batch
     predicted_mean_ns: float = 0.0  # predicted forward time, mean over each step's micro-batches
-    # The following times are summed over steps.
     loading_s: float = 0.0  # time that a rank waits for inputs, mean over ranks
     planning_s: float = 0.0  # time that a rank waits for plans, mean over ranks
     # time that a rank spends on timestamps and records, mean over ranks

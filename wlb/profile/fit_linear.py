@@ -291,7 +291,8 @@ def layer_errors(
 
     Args:
         records: Records of the sweep.
-        operators: Returns the summed times of a layer's operators: (work, calls).
+        operators: Returns (work, calls) of a layer: the summed times of its operators that grow
+            with the tokens, and the summed constant times of their calls.
         layer: The fitted cost of a layer.
     """
     call = np.array([layer.forward_call_ns, layer.backward_call_ns])

@@ -112,11 +112,15 @@ class _TaskBench:
     def graph(
         self, forward: Callable[[], Tensor], backward: Callable[[Tensor], Sequence[Tensor]]
     ) -> Numbers:
-        """Time a forward pass, and a backward pass without autograd's constant overhead.
+        """Time an operator's forward, and its backward without autograd's constant overhead.
 
-        The overhead of a call of autograd is about ten times the time of a small operator. In
-        training it occurs once for a stage and not once for each operator, so it is subtracted.
-        Only times on a CPU contain the overhead, because it is time of the host.
+        The overhead of a call of autograd is about ten times the time of a small operator. Training
+        calls autograd once for a stage, not once for each operator, so the overhead is subtracted.
+        This is done only on a CPU: times on a GPU do not contain the overhead of the host.
+
+        Args:
+            forward: Computes the output.
+            backward: Computes the gradients by autograd from the output.
         """
         numbers = self.passes(forward, backward)
         if self.device.type == "cpu":
@@ -289,7 +293,7 @@ def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbe
 
 
 def _head_norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
-    """Measure the RMSNorm that is applied to each head. Every head of every token is a row."""
+    """Time the RMSNorm of each head, where `width` is head size times number of heads."""
     return _norm(bench, model, tokens * width // model.head_size, model.head_size)
 
 
@@ -355,7 +359,10 @@ def _head(bench: _TaskBench, chunk: int, *, tokens: int, hidden: int, vocab: int
 
 
 class _PassThrough(torch.autograd.Function):
-    """Stands in for attention. Forward returns q, and backward returns dk and dv that are given."""
+    """Takes the place of attention, without its time, in a measured layer.
+
+    Forward returns q. Backward returns the gradients dk and dv that forward was given.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> Tensor:

@@ -323,7 +323,10 @@ class FakeWork:
 
 
 class _Transfer(FakeWork):
-    """Replaces the Work of a send or receive, whose message is `GPU.messages[index]`."""
+    """Replaces torch's Work of a send or receive; `wait` records which message it waits for.
+
+    The message is `GPU.messages[index]`.
+    """
 
     def __init__(self, index: int, stream: FakeStream) -> None:
         super().__init__(stream)

@@ -69,8 +69,8 @@ def held_up(programs: Programs) -> list[HeldUp]:
                 if peer == message.op or first is None:
                     continue
                 _, posts = other_end[rank, first]
-                # Report transfer i if a rank may wait for it before the peer has posted its end of
-                # `first`.
+                # `first` ends only when the peer has posted its end. Report transfer i if, before
+                # that, a rank may wait for transfer i.
                 if any(known.get(peer, posts) < posts for known in waits.get((rank, i), ())):
                     out.append(HeldUp(rank, message.communicator, program[first], message))
                     break

@@ -79,7 +79,12 @@ def _transfer_text(message: RankMessage) -> str:
 
 
 def _match_collectives(programs: Programs, proof: Proof) -> None:
-    """Compare the collectives of each communicator on all its members, and note the differences."""
+    """Compare each communicator's collectives on all members; add differences to `proof.problems`.
+
+    Args:
+        programs: Messages of each rehearsed rank.
+        proof: The result, whose counts of communicators and collectives are set, too.
+    """
     sequences: dict[Communicator, dict[int, list[RankMessage]]] = defaultdict(dict)
     for rank, program in programs.items():
         of_rank: dict[Communicator, list[RankMessage]] = defaultdict(list)

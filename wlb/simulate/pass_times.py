@@ -120,7 +120,9 @@ class StepPrices:
     # stages have the same fraction of such layers, because then the average over all layers is
     # right for every stage.
     others: LayerTimes | None = None
-    more_others: tuple[float, ...] = ()  # `StageLayers.more_others` of each stage
+    # For each stage, how many layers at the model's average price have to be replaced by layers of
+    # `others` to get the price of the stage (`StageLayers.more_others`).
+    more_others: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -131,8 +133,8 @@ class StepPrices:
     def stage_key(self, stage: int) -> tuple[float, ...]:
         """Return a key that is equal for stages whose passes take equal times.
 
-        It consists of the number of layers of each kind, the stage's entry in `more_others`, and
-        whether the stage is the first or the last.
+        It consists of the number of layers of each kind, the stage's correction for layers without
+        full attention (`more_others`), and whether the stage is the first or the last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
@@ -198,16 +200,16 @@ class StepPrices:
         """Return one of the times in `LayerTimes`, added up over the layers of a stage, in ns.
 
         Args:
-            name: Field of `LayerTimes`, whose shape the result has.
+            name: Name of a field of `LayerTimes`. The result has the same shape as the field.
             stage: The stage.
         """
         mean: IntArray = getattr(self, name)
         whole = mean * self.layers[stage]
         if self.others is None:
             return whole
-        # `mean` is the price of a mixture of layers with and without full attention. If this stage
-        # has more layers without full attention than the mixture, `more_others` average layers are
-        # replaced by such layers.
+        # `mean` is the time of an average layer of the model, some of which have no full attention.
+        # If more of this stage's layers have none than in the average, replace `more_others`
+        # average layers by layers without full attention.
         more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 

@@ -265,7 +265,7 @@ class ModelSpec:
 
     @property
     def rotated_size(self) -> int:
-        """Channels of a head that RoPE rotates, rounded to an even number."""
+        """Channels of a head that RoPE rotates, rounded to the nearest even number."""
         return round(self.head_size * self.rotary_share / 2) * 2
 
     def slides(self, layer: int) -> bool:

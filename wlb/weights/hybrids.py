@@ -327,7 +327,8 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         model_type: The folder's model_type, which decides how tensors are fused.
 
     Returns:
-        For each fused parameter, by its name after `linear_attn.`, which part of a tensor it is.
+        A dict from the name of each fused parameter (without `linear_attn.`) to the part of a
+        tensor that it is.
     """
     s, width = spec.linear, spec.hidden_size
     found: dict[str, TensorPart] = {}

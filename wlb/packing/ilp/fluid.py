@@ -55,15 +55,15 @@ class Items:
     start: Assignment  # the greedy packing as a solution of the program
 
     def saved_by_cuts_ns(self, window: Window) -> int:
-        """Return by how much a packing may cost less than the lower bound because of cuts, in ns.
+        """Return by how many ns a packing that cuts pieces may cost less than the lower bound.
 
         The lower bound of the integer linear program holds for packings that cut no piece. A
-        packing with cuts may cost less, at most by the cost of the pieces that it cuts. The result
-        covers packings that cut at most num_micro_batches - 1 pieces, each of them at most as
-        expensive as the most expensive piece that `window` cuts.
+        packing that cuts pieces may cost less, at most by the cost of these pieces. The result
+        assumes that it cuts at most num_micro_batches - 1 pieces, and that none of them costs more
+        than the most expensive piece that `window` cuts.
 
         Args:
-            window: A packing of the pieces.
+            window: The packing whose cut pieces are looked at.
         """
         row, num_parts = np.unique(rows_of(self.pieces, window.pieces), return_counts=True)
         cut = row[num_parts > 1]
@@ -209,8 +209,8 @@ class _MostHeadroomFirst:
         """Start with empty micro-batches.
 
         Args:
-            shape: The micro-batches.
-            limits_ns: For each micro-batch, the cost of the slowest one of its step.
+            shape: Number and size of the micro-batches.
+            limits_ns: For each micro-batch, the cost of the slowest micro-batch of its step.
         """
         self.may_cut = shape.may_cut
         # Free tokens of each micro-batch.
@@ -245,6 +245,6 @@ class _MostHeadroomFirst:
     def _rate(self, j: int) -> float:
         """Return by how much micro-batch j is faster than the slowest one of its step, in ns.
 
-        If micro-batches must become full, return this time for each free token of micro-batch j.
+        If micro-batches must become full, this time is divided by the free tokens of micro-batch j.
         """
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

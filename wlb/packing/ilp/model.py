@@ -92,7 +92,7 @@ class Problem:
 
     @property
     def num_binaries(self) -> int:
-        """Number of binary variables: one for each long piece and micro-batch."""
+        """Number of binary variables: one for each piece in `lengths` and each micro-batch."""
         return len(self.lengths) * self.num_micro_batches
 
     @property
@@ -202,9 +202,9 @@ def _relabelled(problem: Problem, start: Assignment) -> Assignment:
 class _PulpProgram:
     """The integer linear program as an object of the package PuLP, with its variables.
 
-    Variables are named as at the top of this file: x[i][j] is 1 if long piece i is in micro-batch
-    j, t[k][j] and e[k][j] are tokens and cost of fluid class k in micro-batch j, and y[s] is the
-    cost of the slowest micro-batch of step s.
+    Variables are named as at the top of this file. x[i][j] is 1 if long piece i is in micro-batch
+    j. t[k][j] and e[k][j] are the tokens and the cost that micro-batch j gets of class k of short
+    documents. y[s] is the cost of the slowest micro-batch of step s.
     """
 
     def __init__(self, problem: Problem) -> None:

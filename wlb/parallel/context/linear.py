@@ -47,7 +47,7 @@ class _SharedRows(NamedTuple):
         )
 
     def filled(self, kept: Tensor, group: str) -> Tensor:
-        """Return the pool: the local rows `kept`, followed by the rows that other ranks send.
+        """Return the local rows `kept`, followed by the rows that other ranks send (the pool).
 
         This is a collective call: ranks that neither send nor receive must call it too. `group` is
         the name of the CP group.
@@ -139,11 +139,13 @@ class _Composition(NamedTuple):
         )
 
     def states(self, pool: Tensor, num_keys: int) -> Tensor:
-        """Return the state before each span, [S, H, K, V].
+        """Return the state before each of the rank's S spans, [S, H, K, V].
+
+        H is the number of heads. A state maps the K channels of a key to the V channels of a value.
 
         Args:
-            pool: Summaries of spans, [N, H, K, K + V]. A summary has a transition matrix [K, K] and
-                the state [K, V] that its span adds.
+            pool: Summaries of spans, [num_summaries, H, K, K + V]. A summary has a transition
+                matrix [K, K] and the state [K, V] that its span adds.
             num_keys: K, the columns of the transition matrix.
         """
         parts = pool.index_select(0, self.read).split(self.sizes)

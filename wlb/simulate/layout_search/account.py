@@ -71,8 +71,8 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
     exposed = 0.0
     for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
         kind = graph.nodes[i].kind
-        # Collectives on the critical path are exposed. The bubble is the time of the step without
-        # these collectives and without the work.
+        # Collectives on the critical path are exposed. The bubble is the time of the step, minus
+        # that of these collectives, minus the work.
         if kind not in (NodeKind.PASS, NodeKind.MESSAGE):
             seconds = float(simulation.durations_ns[i, 0, 0]) * 1e-9
             _add(out, NAMES[kind], seconds)

@@ -8,10 +8,11 @@ exact and more expensive than the one before:
 - `polish` tries further settings of the `top` best layouts: all shardings, other policies that are
   nearly as fast, more micro-batches, and later weight-gradient passes.
 
-A candidate's time at one depth is a lower bound of its time at the next depth, except for a
-fraction SLACK. So each depth takes the candidates in the order of their bounds, and stops when the
-remaining candidates cannot be among the `top` best. Depth `tune` also stops when it has tuned
-MOST_TUNED candidates; `Search.is_cut` says whether that happened.
+A candidate's time at one depth is nearly a lower bound of its time at the next depth, which may be
+shorter by at most the fraction SLACK. So each depth takes the candidates in the order of their
+times at the depth before, and stops when the remaining candidates cannot be among the `top` best.
+Depth `tune` also stops when it has tuned MOST_TUNED candidates; `Search.is_cut` says whether that
+happened.
 
 The search is deterministic: it uses no clock, its result does not depend on the number of workers,
 and of equally fast layouts the first by name comes first. 1,000 candidates take about one minute on
@@ -70,7 +71,7 @@ class Search:
     layouts: Layouts  # all candidates and impossible layouts
     # depth `work`: a lower bound of the time, from the work of a pipeline rank without bubbles
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # depth `even`: a higher lower bound, from simulating one step with equal micro-batches
+    # depth `even`: a tighter lower bound, from simulating one step with equal micro-batches
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
     # depth `packed`: the simulated time with the candidate's first packing choice
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
@@ -295,7 +296,7 @@ GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...
 
 
 def _run_group(task: GroupTask) -> list[Any]:
-    """Call a function for each of some items with equal prices, which share a `TrialRunner`.
+    """Call a function for each item of a task. The items share the prices of one `TrialRunner`.
 
     Args:
         task: (sample, function, items, further arguments of the function).

@@ -208,7 +208,7 @@ class TrialRunner:
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
-        """Simulate a run; while it does not fit into memory, repeat it with less for packing.
+        """Simulate a run; if it does not fit into memory, lower `packing.memory_gib` and try again.
 
         Args:
             spec: The run.
@@ -262,11 +262,11 @@ class TrialRunner:
         return _trial(run, caps, is_sharded=is_sharded, num_batches=len(self.sample.batches))
 
     def _spans(self, spec: RunSpec, packing: tuple[Any, ...]) -> tuple[ShardedStep, ...]:
-        """Return the sharded steps of a packing, from the cache if they are in it.
+        """Shard the steps of a packing as `spec` says, or return them from the cache `spans`.
 
         Args:
             spec: The run.
-            packing: Key of the packed steps in `plans`.
+            packing: The packing's key in the cache `plans`, which has its steps.
         """
         key = (*packing, spec.sharding)
         if key not in self.spans:

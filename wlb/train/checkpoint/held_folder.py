@@ -42,9 +42,9 @@ class HeldFolder:
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
     def named(self, text: str) -> str:
-        """Return a message in which paths below /proc, such as `path`, are replaced by `name`.
+        """Return `text`, a message, with each path like /proc/self/fd/7 replaced by the real path.
 
-        The message may come from another rank, whose `path` has another descriptor number.
+        The message may come from another rank, which has opened the folder with another number.
         """
         return _DESCRIPTOR.sub(lambda _: str(self.name), text)
 

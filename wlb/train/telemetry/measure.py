@@ -67,12 +67,13 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Return for how many tokens this rank's measured times include the work of experts.
+    """Return how many tokens' expert work this rank's measured times include, by micro-batch.
 
-    For a micro-batch, this is the mean number of rows in the pipelines that share the EP group,
-    times the load of this rank: the rows that its experts compute, over the mean of all EP ranks.
-    On CUDA the load of the most loaded EP rank is taken instead, because the measured times include
-    waits for that rank.
+    Pipelines that share an EP group also share the work of experts. So the number is the mean
+    number of rows of these pipelines' micro-batches, times the load of this rank. The load is the
+    number of rows that the rank's experts compute, divided by the mean over EP ranks. On CUDA the
+    load of the most loaded EP rank is taken instead, because the measured times include waits for
+    that rank.
 
     Args:
         step: The executed step.
