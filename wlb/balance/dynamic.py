@@ -146,7 +146,8 @@ def _place(
         The block of each unit and the degree (number of ranks) of each block, or None if the units
         do not fit into `num` slots.
     """
-    # Begin with as many blocks of each degree as its units need for their work and their tokens.
+    # Begin, for each degree, with as many blocks as the units of this degree need for their work
+    # and their tokens.
     need = _degrees(units, rules.cap, level, most)
     rows = rules.num_ranks * num
     blocks: dict[int, int] = {}

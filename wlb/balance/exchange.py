@@ -159,7 +159,8 @@ def redistribute(
         bad |= _breaks_counts(bins, a, b, units, spare)
     off[bad] = np.inf
     best = off.argmin(1)
-    # Work is an integer, so an exchange gains something only if it gains more than 0.5.
+    # By how much the larger excess of a pair falls. Ignore gains of at most 0.5, because the work
+    # of a unit is a whole number.
     gain = np.abs(loads[0] - loads[1]) / 2 - off[np.arange(top.size), best]
     changed = gain > 0.5
     at = np.flatnonzero(changed)

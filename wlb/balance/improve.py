@@ -58,7 +58,7 @@ class Units:
     rank: IntArray | None = None  # rank of each unit, if units must stay on their ranks
 
     def select(self, chosen: IntArray) -> "Units":
-        """Return the units with these indices; the result has no groups and no ranks."""
+        """Return the units with these indices, without their groups and ranks (None)."""
         return Units(
             work=self.work[chosen], tokens=self.tokens[chosen], samples=self.samples[chosen]
         )

@@ -4,7 +4,7 @@ A bin is one micro-batch of one rank, and a slot is the set of bins that run at 
 are three cases:
 
 - `Slots`: ranks wait for each other after every micro-batch, and any bin may go to any rank.
-- `RankSlots`: ranks wait for each other after every micro-batch, and every bin has its rank.
+- `RankSlots`: ranks wait for each other after every micro-batch, and bins stay on their ranks.
 - `RankTotals`: ranks wait for each other once in a step. So only the sum of a rank's bins matters.
 
 In the first two cases, all bins of a slot have the same target, so that no rank waits. In the third

@@ -234,8 +234,8 @@ def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -
     Args:
         model_type: Name of the family.
         layers: The model's layers.
-        head: Parameters of the output head.
-        tables: Parameters of the embedding and the output head; tied ones count once.
+        head: Parameters of the output head, from which its FLOPs are counted.
+        tables: Stored parameters of embedding and output head together. Tied ones count once.
     """
     kinds: dict[str, int] = {}
     pairs: dict[tuple[int, bool], float] = {}

@@ -293,7 +293,7 @@ class ProfiledWorkload:
         recomputed = whole_ns(forward) * self.linear.recomputed_work.attention
         return whole_ns(forward), whole_ns(backward) + recomputed
 
-    # The exchange of keys and values; W_l includes the transfer time of an all-gather
+    # The exchange of keys and values. W_l already includes the transfer time of an all-gather
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """Return the time of all-gathering a micro-batch's keys and values: (forward, backward).

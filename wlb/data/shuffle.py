@@ -134,7 +134,7 @@ def _inverse(words: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _round(half: _Words, key: _Words, bits: int) -> _Words:
-    """Hash `half` with `key`, and return the highest `bits` bits of the hash."""
+    """Return one Feistel round's hash of `half` with `key`: the highest `bits` bits of the hash."""
     x = half ^ key
     x *= _MIX_1
     x ^= x >> _U64(32)

@@ -146,7 +146,7 @@ class HeldBytes(NamedTuple):
 
     activations: int  # activations of layers, and tensors that wait for the weight-gradient pass
     outputs: int  # outputs of stages
-    gradients: int  # gradients of the stages that have already run a backward pass
+    gradients: int  # parameter gradients of the stages that have already run a backward pass
 
 
 def _held_at_once(
@@ -365,8 +365,9 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
         micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
 
     Returns:
-        The most bytes of tensors (wlb/memory/README.md has the formulas), and how many more bytes
-        attention's backward needs, including the memory that its kernel allocates.
+        The peak of tensors during the layer's backward (wlb/memory/README.md has the formulas), and
+        by how much attention's backward exceeds it with the memory that attention's kernel
+        allocates.
     """
     mlp, attention, summing, recomputed = _workspaces(spec, micro_batch_tokens)
     tensors = max(mlp, max(attention, summing) + recomputed)
@@ -417,8 +418,8 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     if model.is_all_linear:
-        # A measurement found these gradients: those of the outputs and of their inputs, and those
-        # of the matrices over pairs of a chunk's tokens.
+        # Measured memory consists of these gradients: those of the outputs and of their inputs, and
+        # those of the matrices over pairs of a chunk's tokens.
         values = 3 * model.linear.value_dim + model.linear.num_value_heads * CHUNK
         return local * FLOAT32_BYTES * values // tp, 0
     size = _compute_bytes(spec)

@@ -111,13 +111,12 @@ def most_attention_workspace_bytes(
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
     """Yield the numbers of segments at which FlashAttention-2 may need the most memory.
 
-    In deterministic mode it adds up several copies of dQ, fewer if a call has more segments
-    (`deterministic_copies`). Among calls with equally many copies, those with more segments need
-    more memory. So the result has, for each number of copies, the most segments with which a call
-    has this number.
+    In deterministic mode a call allocates several copies of dQ, fewer if it has more segments
+    (`deterministic_copies`). With the same number of copies, a call with more segments needs more
+    memory. So for each number of copies, the largest number of segments that gives it is yielded.
 
     Args:
-        call: The largest sizes of a call.
+        call: The largest sizes of a call, such as its number of segments.
     """
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):

@@ -157,10 +157,10 @@ class BoundedPacker(PolicyPacker):
     - No step, if less than half a global batch of tokens waits. If less than a whole global batch
       waits, a step also requires that the batch brought documents, and that at least as many
       documents wait as a step has micro-batches.
-    - Several steps, if more tokens wait than max_delay / 2 global batches have (or two, if that is
-      more), until no more than these wait. This happens when a document of many windows arrives.
-      All its tokens come in one batch, and the next batches bring no documents, so that batches
-      have N x C tokens on average.
+    - Several steps, as long as more tokens wait than max_delay / 2 global batches have (than two
+      have, if max_delay is below 4). This happens when a document of many windows arrives. All its
+      tokens come in one batch, and the next batches bring no documents, so that batches have N x C
+      tokens on average.
     - At the end of the data, as many steps as it takes. The last batch is packed together with
       everything that waits, so that nothing is left to flush.
     """
@@ -454,17 +454,17 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return the position at which the size class of a step's largest outlier ends.
+        """Return where the outliers end that are in the size class of a step's largest outlier.
 
-        Positions are those of outliers sorted by size class. Only consecutive outliers that the
-        step trains count, and at most N of them, since each is assumed to have a micro-batch to
-        itself.
+        Outliers are sorted by size class. The end lies before the first outlier that the step does
+        not train, and at most N outliers after the largest one, because the caller assumes that
+        each of them has a micro-batch to itself.
 
         Args:
-            candidates: Choices of the outliers that the step trains.
+            candidates: The sets of outliers that the step may train.
 
         Returns:
-            Position after the last outlier that counts, shape [num_candidates].
+            For each candidate the index after the last of these outliers, shape [num_candidates].
         """
         ends = np.append(self.class_starts[1:], [self.num_outliers, self.num_outliers])
         size_class = np.searchsorted(self.class_starts, candidates.tallest, "right") - 1
@@ -488,9 +488,10 @@ class Candidates:
 
     @property
     def tallest(self) -> IntArray:
-        """Index of the first outlier that each candidate's step trains, or num_outliers if none.
+        """For each candidate the index of the first outlier that it releases; num_outliers if none.
 
-        Outliers are sorted by size class, the largest documents first.
+        It is in the largest size class of which the candidate releases an outlier, because outliers
+        are sorted by size class.
         """
         return np.where(self.end > self.first, self.first, self.tail)
 
@@ -611,7 +612,7 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     count = end - first
 
     def nth(n: int) -> IntArray:
-        """Return the work of released outlier n (from 0) of each candidate, 0 if there is none."""
+        """Return the work of the n-th outlier (from 0) that each candidate trains; 0 for none."""
         row = np.where(n < count, first + n, tail + n - count)
         return outliers[3:, np.minimum(row, num_outliers)]
 
@@ -661,13 +662,13 @@ def _crowded(
     Suppose that each of the k largest outliers of a step has a micro-batch to itself. The other
     N - k micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must
     go to these k. The bound is computed for two values of k, and the larger result is returned.
-    Outliers are sorted by size class. The first k counts the outliers from the first one that the
-    step trains to the next one that it does not train, but at most N. The second k counts only
-    those of them that are in the size class of the first one.
+    Outliers are sorted by size class. Take the first outlier that the step trains, and those after
+    it up to the first one that the step does not train, but at most N in all. The first k is their
+    number. The second k is the number of those that are in the size class of the first one.
 
     Args:
         waiting: The waiting documents.
-        candidates: The choices of outliers for this step.
+        candidates: The sets of outliers that this step may train.
         tokens: Tokens of each candidate's step, shape [num_candidates].
         work: Work of each candidate's step in ns, shape [num_candidates].
 
@@ -771,9 +772,10 @@ def _holding(
     stop = np.searchsorted(sum_tokens, sum_tokens[end] + rest, "right") - 1
     stop_below = np.searchsorted(sum_tokens, np.minimum(cap, sum_tokens[first]), "right") - 1
     company = sum_work[stop_below] + np.maximum(0, sum_work[stop] - sum_work[end])
-    # Assume that at most 1.2 global batches of ordinary documents will be trained with it. The
-    # result hardly depends on this number or on the factor 1.02 below. Without both, imbalance
-    # differs by at most 0.002 and delay by 0.03 steps (LOG, "the way from lengths to loss").
+    # Assume that the later step will train at most 1.2 global batches of ordinary documents. The
+    # result hardly depends on this limit, or on the factor 1.02 in `is_tall`. Without both,
+    # imbalance differs by at most 0.002 and delay by 0.03 steps (LOG, "the way from lengths to
+    # loss").
     fill = np.minimum(limits.step_tokens - cap, limits.tokens_per_step * 6 // 5)
     reached = (company + fill * waiting.density) / limits.num_micro_batches
     lacking = np.maximum(0.0, height - reached) / waiting.typical
@@ -829,14 +831,14 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
-    """Find consecutive ordinary documents with at least `work` ns, but as little more as possible.
+    """Find the last interval of ordinary documents (no outliers) that has at least `work` ns.
 
-    Ordinary documents are sorted by descending work, so an interval that begins later has less
-    work.
+    Ordinary documents are sorted by descending work. From its first document on, an interval has as
+    many documents as `tokens` permits, so an interval that begins later has less work.
 
     Args:
         waiting: The waiting documents.
-        tokens: Most tokens of the interval. The interval is as long as this limit permits.
+        tokens: Most tokens of the interval.
         work: Work in ns that the interval should have. If no interval has that much, the interval
             with most work is returned.
 

@@ -12,8 +12,8 @@ packed again with the next batch.
 
 Guarantees: no bin exceeds the capacity, and every piece is placed once. Leftover documents are
 placed before new ones, and their bins are trained first. So at most N bins wait, and they wait only
-until the next packing that makes steps. For best_fit this is certain only for the oldest document;
-others may wait longer. Work is not balanced.
+until the next packing that makes steps. With best_fit, only the oldest document is sure to be
+trained by then; others may wait longer. Work is not balanced.
 Cost: that of `pack_bins`.
 """
 

@@ -58,5 +58,5 @@ class CarrySlots(Enum):
 
 
 def _changes(slot: IntArray, sign: int) -> BoolArray:
-    """Return a mask of pieces whose slot is higher (sign = 1) or lower (-1) than the one before."""
+    """Return which pieces have a higher (sign = 1) or lower (-1) slot than the piece before."""
     return np.diff(slot, prepend=slot[:1]) * sign > 0

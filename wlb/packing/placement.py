@@ -247,7 +247,7 @@ def _by_load(
 
 
 def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
-    """Return how many documents each bin takes until its load exceeds a level, shape [num_bins].
+    """Return how many equal documents each bin takes until its load exceeds a level, [num_bins].
 
     Args:
         begin: Load of each bin so far: one array of shape [num_bins] for each price of attention.
@@ -263,10 +263,12 @@ def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int
 
 
 def fits_64_bits(loads: Sequence[int], work: int, num: int) -> bool:
-    """Return whether loads stay below 2^61, so that sums fit 64-bit integers.
+    """Return whether all bins stay below 2^61 if one takes `num` more documents of this work.
+
+    Then sums of loads fit 64-bit integers.
 
     Args:
-        loads: Load of each bin.
+        loads: Work that each bin has so far.
         work: Work of a document.
         num: Number of documents that one bin may still take.
     """

@@ -158,14 +158,14 @@ class VarLenPacker(PolicyPacker):
     def _due(self, pieces: Pieces, queue: IntArray, step: int, *, has_come: bool) -> BoolArray:
         """Return which outliers have waited for `self.hold` steps, a mask of shape [num_pieces].
 
-        If all waiting pieces are outliers, nothing else could be trained. Then the oldest outliers
-        leave although they have waited for fewer steps.
+        If documents arrived but all waiting pieces are outliers, the step would be empty. So the
+        oldest outliers count as due then, although they have waited for fewer steps.
 
         Args:
             pieces: All waiting pieces.
             queue: Outlier queue of each piece, 0 for pieces that are no outliers.
             step: Index of the next step.
-            has_come: Whether documents arrived with this batch.
+            has_come: Whether the global batch of this step has documents.
         """
         latest = step - self.hold
         if has_come and (queue > LEFTOVER).all():

@@ -331,5 +331,5 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
 
 
 def degrees_of(metrics: StepMetrics) -> tuple[float, ...]:
-    """Return the imbalance of each step of a record, which may be several steps' (`merge`)."""
+    """Return the imbalance of each step of a record; `merge` makes records of several steps."""
     return metrics.degrees or (metrics.imbalance,)

@@ -189,7 +189,7 @@ class TextChoice(EncoderChoice):
         return (text_of(record, self.text_key),)
 
     def eos_id(self, vocabulary: Vocabulary) -> int | None:
-        """Return the token that ends every document, or None with the policy NONE."""
+        """Return the token that ends every document; None with `DocumentPolicy.NONE`."""
         return vocabulary.eos_id if self.policy != DocumentPolicy.NONE else None
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> "TextEncoder":
@@ -198,7 +198,7 @@ class TextChoice(EncoderChoice):
 
 
 class TextEncoder:
-    """Encodes the text of a record, and adds the special tokens that the policy asks for."""
+    """Encodes the text of a record, and adds special tokens around it as `--documents` says."""
 
     def __init__(self, choice: TextChoice, tokenizer: str, vocabulary: Vocabulary) -> None:
         self._key = choice.text_key

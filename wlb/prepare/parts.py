@@ -107,9 +107,9 @@ class PartSummary:
     skipped: Counter[str] = field(default_factory=Counter[str])  # skipped records, by reason
     # Descriptions of the first skipped records, by reason.
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    # For the training store and for the held-out store, the record whose number from `draw` is
-    # closest to the held-out fraction; None for a store without records. It may have to move to the
-    # other store (`moved_record`).
+    # For each of the two stores, the record that was nearest to being put into the other one, by
+    # its random number from `draw`; None for a store without records. If the other store would be
+    # empty, this record moves there (`moved_record`).
     nearest: list[_Nearest | None] = field(default_factory=lambda: [None, None])
 
     @classmethod

@@ -63,7 +63,7 @@ class Scales:
 
     @property
     def common(self) -> float:
-        """Median of measured / predicted over the terms: how much slower the whole machine is."""
+        """How much slower the whole machine is: median over TERMS of measured / predicted time."""
         return median(self.by_term.values())
 
     @property
@@ -98,8 +98,8 @@ def fit_scales(records: Sequence[Telemetry]) -> Scales:
                 f"the profile cannot be calibrated, because none of {len(records)} records after "
                 f"warm-up has a time of {name}; train more steps or lower telemetry.warmup_steps"
             )
-        # Fit a line (factor and constant) if at least half of the records allow a line. Otherwise
-        # fit only a factor.
+        # Fit a factor and a constant if at least half of the records have a usable line of measured
+        # over predicted time (`Moments.line`). Otherwise fit only a factor.
         lines = [(m, line) for m in known if (line := m.line) is not None]
         if name in LINEAR and 2 * len(lines) >= len(known):
             scales[name] = _weighted_median([(slope, m.predicted_s) for m, (slope, _) in lines])

@@ -279,18 +279,19 @@ def _scopes(nodes: Sequence[int]) -> dict[Scope, tuple[int, ...]]:
 
 @dataclass(slots=True, kw_only=True)
 class _LedRanks:
-    """Measures points on all ranks that a launcher started. Rank 0 broadcasts each point.
+    """Measures collectives on all ranks that a launcher started.
 
-    The other ranks wait in the broadcast for the next point. If the timeout of the broadcast passes
-    first, they fail.
+    Rank 0 broadcasts which collective is next and of what size (a point). The other ranks wait in
+    this broadcast. They fail if its timeout passes before the next point comes.
     """
 
-    world: worlds.World
+    world: worlds.World  # this rank and its launcher
+    # for each scope (inside a node, between nodes) to which this rank belongs, its process group
     places: dict[Scope, _Place]
-    released: bool = False
+    released: bool = False  # whether rank 0 has called `release`
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Broadcast a point to the other ranks, measure it together with them; return the numbers.
+        """Measure a collective of a certain size together with the other ranks; return the numbers.
 
         Only rank 0 calls this, because it belongs to every group. The other ranks are in `follow`.
         """
@@ -310,15 +311,18 @@ class _LedRanks:
                 measure(point, self.places[point.scope])
 
     def release(self) -> None:
-        """Make `follow` return on the other ranks. Only rank 0 does this."""
+        """Tell the other ranks that nothing more is measured, so that they return from `follow`.
+
+        Has no effect on ranks other than 0.
+        """
         if not self.world.rank and not self.released:
             self._broadcast(None)
             self.released = True
 
     def _broadcast(self, point: CollectivePoint | None) -> CollectivePoint | None:
-        """Send rank 0's next point to all ranks, and return that point. None ends `follow`.
+        """Send the point that is measured next from rank 0 to all ranks, and return it.
 
-        The argument of other ranks does not matter.
+        None says that nothing more is measured. The argument of other ranks does not matter.
         """
         points = [point]
         dist.broadcast_object_list(points, src=0, group=host_group())

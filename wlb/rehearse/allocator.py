@@ -58,7 +58,7 @@ class _Pool:
 
 
 class _Full(Exception):
-    """Raised when the device has no memory left for a segment."""
+    """Raised when the device has no memory left for a further segment of the allocator."""
 
 
 class Allocator:

@@ -131,7 +131,8 @@ class _Clocks:
         self._posts: dict[End, IntArray] = {}
         # End of a transfer that is not posted yet -> ranks that wait for it.
         self._waiting: dict[End, list[int]] = defaultdict(list)
-        # Result of `waits`: end of a transfer -> one dict for each wait for this transfer.
+        # Result of `waits`: end of a transfer -> for each wait for this transfer, a dict: rank ->
+        # index of the last message that the rank has surely issued when the wait ends.
         self._waits: dict[End, list[dict[int, int]]] = defaultdict(list)
 
     def waits(self) -> Mapping[End, list[dict[int, int]]]:

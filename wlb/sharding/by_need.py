@@ -136,8 +136,8 @@ def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
     held = np.zeros(cp, np.int64)
     np.add.at(held, np.tile(ranks, num_long), (stop - start).ravel())
     rest = shares_of(int(pieces.sum()), held) - held
-    # Order the other documents so that lengths first fall and then rise. Then runs at both ends
-    # have long documents, and runs in the middle have short ones.
+    # Order the other documents so that lengths first fall and then rise. Then the first and the
+    # last ranks get long documents, and the ranks in the middle get short ones.
     behind = order[num_long:]
     behind = np.concatenate([behind[::2], behind[1::2][::-1]])
     runs = cut_sequence(pieces[behind], offsets_of(rest), np.arange(cp))

@@ -60,9 +60,9 @@ def hybrid(
 def _best_thresholds(
     pieces: IntArray, cp: int, cost: WorkloadModel, num: int
 ) -> list[ShardingPlan]:
-    """Return the plans of the thresholds with the fastest attention, the fastest plan first.
+    """Return the plans with the fastest attention, one for each threshold, the fastest first.
 
-    Documents longer than a threshold are cut over all ranks. The others are cut as one sequence.
+    A threshold is a length: longer documents are cut over all ranks, the others as one sequence.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].

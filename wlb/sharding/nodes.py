@@ -52,7 +52,7 @@ def split(
 
 
 class _Nodes:
-    """The nodes, and the documents and parts of documents assigned to them so far."""
+    """The nodes of CP ranks, with the documents and parts of documents that each has so far."""
 
     def __init__(
         self, parts: Sequence[FillPart], rooms: Sequence[int], scale: Sequence[float], share: float

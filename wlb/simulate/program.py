@@ -295,7 +295,7 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
-    """Add FSDP's collectives to the instructions of a rank with one stage.
+    """Add FSDP's collectives to the instructions of a rank with one stage, `stage`.
 
     Parameters are gathered before the first pass, and gradients are reduced at the end.
     """

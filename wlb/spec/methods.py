@@ -62,7 +62,7 @@ def bin_method_of(method: str) -> BinMethod:
 
 
 def kept_method(method: str, policy: str) -> str:
-    """Return the grouping method if it sets the packing policy to `policy`, otherwise ""."""
+    """Return `method` (a value of `packing.method`) if its policy is `policy`, otherwise ""."""
     return method if keys_of(method).get("policy") == policy else ""
 
 

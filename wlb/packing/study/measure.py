@@ -68,7 +68,8 @@ class PackingSummary:
     # Imbalance of forward and backward together, over steps.
     imbalance_step: float  # unweighted mean over steps
     step_time_weighted: float  # mean over steps, weighted by their work
-    imbalance_dear: float  # unweighted mean, if attention takes DEAR times its predicted time
+    # unweighted mean over steps, if attention takes DEAR times as long as predicted
+    imbalance_dear: float
 
     lower_bound: float  # least `imbalance` of any packing of the same documents in the same steps
 
@@ -160,8 +161,9 @@ def measure(
     times: list[float] = []
     carry = packer.start()
     for batch in batches:
-        # Hide from the policy that a batch is the last one. Otherwise `bounded` would flush
-        # together with this batch, and its flush could not be left out like those of others.
+        # Hide from the policy that a batch is the last one. Otherwise `bounded` would train the
+        # waiting documents together with this batch. Results leave out the flush, which is only
+        # possible if it has its own steps, as with the other policies.
         usual = replace(batch, is_last=False)
         began = time.perf_counter()
         plans, carry = packer.push(usual, carry)

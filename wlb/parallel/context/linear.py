@@ -27,8 +27,8 @@ _collectives = torch.ops._c10d_functional
 class _SharedRows(NamedTuple):
     """Index tensors of an exchange of rows between CP ranks: `RowsOf` on the device.
 
-    A span finds the rows that it needs in a **pool** of rows: first the local rows that a span
-    of any rank needs, then the rows received from other ranks.
+    A span finds the rows that it needs in a **pool**, a tensor of rows: first the local rows that a
+    span of any rank needs, then the rows received from other ranks.
     """
 
     kept: Tensor  # indices of the local rows that are in the pool

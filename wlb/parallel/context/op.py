@@ -167,9 +167,10 @@ def gather_kv(
     Returns:
         The buffers, and slots: tensors without memory, whose gradients in backward are the
         gradients of the local K and V. Each stage has a slot for the gradients that other ranks
-        send back. Together the slots of all stages have T rows for an all-gather, or N rows for a
-        `needed` exchange, where a row has one gradient from each rank that received it. The last
-        slot, [T, 2, G, D], is for the gradients from the attention call over local keys.
+        send back. With an all-gather, the slots of all stages together have T rows. With a `needed`
+        exchange they have as many rows as this rank sends, because a row gets one gradient from
+        each rank that received it. The last slot, [T, 2, G, D], is for the gradients from the
+        attention call over local keys.
     """
     # The backward of this op waits for the gradients. Autograd runs the nodes of later operations
     # first. Therefore the model projects Q after this op: the backward of that projection then runs

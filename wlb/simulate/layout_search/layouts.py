@@ -326,10 +326,10 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
 
 
 def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
-    """Add a layout to `out` with each kind of recompute with which it fits into memory.
+    """Add a layout to `out` once for each kind of recompute with which it fits into memory.
 
-    The kind with the least recompute is tried first. Once a kind leaves as much memory as
-    packing can use, kinds with more recompute are not tried.
+    The kind that recomputes least is tried first. Kinds that recompute more are refused as soon as
+    one leaves enough memory for the largest S_max and T that packing can use.
     """
     has_all_room = False
     for recompute in (r for r in Recompute if r in choices.recompute):
