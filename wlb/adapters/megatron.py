@@ -4,6 +4,7 @@
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
 `PackedSteps` plans the micro-batches; `next` returns what Megatron's `wrap_data_iterator` returns.
+`squares` is the sum of squared document lengths, from which Megatron computes attention FLOPs.
 Every rank plans the same steps, so ranks need not exchange lengths or samples. `PlannedP2P` takes
 the shapes of pipeline messages from the plan. `BalancedScheduler` is for loops that keep Megatron's
 own sampling.

@@ -141,7 +141,8 @@ def _tokens(input_ids: Tensor, which: int) -> list[int]:
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
     if len(known) == 1:  # two ids are needed, and the id before this one is in the vocabulary
         known.append(known[0] - 1 if known[0] else 1)
-    # The three documents of test n take every (n + 1)-th id. Each begins one id after the last one.
+    # The documents of test n take every (n + 1)-th of these ids. Each document begins one id later
+    # than the one before it.
     return [known[(which + (1 + which // 3) * i) % len(known)] for i in range(LENGTH)]
 
 

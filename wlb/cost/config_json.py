@@ -271,10 +271,12 @@ def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
 
 
 def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
-    """Return the forward FLOPs of segments in a layer with a window or chunks, shape [n].
+    """Return the forward FLOPs of segments in a layer with windowed or chunked attention, [n].
+
+    A query sees the latest keys up to the size of the window, or the earlier keys of its chunk.
 
     Args:
-        pairs: Cost of a query-key pair, and the window or chunk.
+        pairs: Cost of a query-key pair, and the size of the window or chunk in tokens.
         q: Query rows of each segment, shape [n]. They are the last q of the first kv tokens of the
             segment's document.
         kv: Keys of each segment, shape [n].

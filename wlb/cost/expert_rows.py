@@ -54,7 +54,7 @@ _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWork:
-    """Times of one layer with experts, for one token, in ns.
+    """Times of one layer with experts, in ns for each token of the micro-batch.
 
     They are the times of all-to-alls and of the computation that can hide all-to-alls.
     """
@@ -73,7 +73,7 @@ class RoutedWork:
     defers_weights: bool = False  # whether weight gradients run in a separate pass
 
     def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
-        """Return how long ranks wait for rows, in ns for one token: (forward, backward).
+        """Return how long ranks wait for rows, in ns for each token: (forward, backward).
 
         Args:
             stages: Number of stages in which rows travel to experts and back (`ep.stages`).
@@ -86,11 +86,11 @@ class RoutedWork:
         """Simulate the forward pass, and return how long computation waits for transfers.
 
         The experts compute the rows of a stage when these have arrived, and then send the results
-        back. The returned time is in ns for one token.
+        back. The returned time is in ns for each token of the micro-batch, as all times here.
 
         Args:
             stages: Number of stages in which rows travel to experts and back.
-            part: Time of one stage's all-to-all, in ns for one token.
+            part: Time of one stage's all-to-all, in ns for each token.
         """
         # `at` is when the computation so far ends, and `link` is when the transfers so far end.
         at, link = self.shared_forward, stages * part
@@ -104,11 +104,11 @@ class RoutedWork:
 
         Gradients travel first if nothing or the whole layer is recomputed. If only the experts are
         recomputed, their rows are sent once more, and gradients travel after these rows. The
-        returned time is in ns for one token.
+        returned time is in ns for each token of the micro-batch, as all times here.
 
         Args:
             stages: Number of stages in which rows travel to experts and back.
-            part: Time of one stage's all-to-all, in ns for one token.
+            part: Time of one stage's all-to-all, in ns for each token.
         """
         # `at` is when the computation so far ends, and `link` is when the transfers so far end.
         at, link, whole = 0.0, 0.0, stages * part

@@ -40,8 +40,8 @@ def waits_ns(
         num_rows: Rows of all ranks together, including padding rows, which an all-gather also
             moves; None means that there is no padding.
         overlaps: Whether to apply `cp.overlap_stages` if it is set. Layers with a sliding window
-            never overlap attention with the exchange. If the exchange has several stages, these
-            layers are assumed to wait for as many rows as all layers do on average.
+            never overlap attention with the exchange. If the exchange has several stages, the wait
+            of these layers is computed from the average number of rows that a layer receives.
 
     Returns:
         Waits in forward and in backward, in all layers of a pipeline rank, shape [cp] each.

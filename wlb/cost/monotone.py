@@ -66,8 +66,8 @@ class MonotoneTable:
             return self.dense[lengths.astype(np.int64)]
         if lengths.max() > _LONGEST:
             raise UserError(
-                f"a piece of {lengths.max():.0f} tokens is too long to be priced; pieces must have "
-                f"at most {_LONGEST} tokens"
+                f"a piece of {lengths.max():.0f} tokens is too long to be priced; give pieces of at "
+                f"most {_LONGEST} tokens"
             )
         dense = self.dense[np.minimum(lengths, self.dense.size - 1).astype(np.int64)]
         # Interpolate between the knots on both sides.
@@ -92,10 +92,10 @@ def _check_range(price: float, length: float) -> None:
 def _knots(last_dense: int, longest: int) -> FloatArray:
     """Return the rising lengths between which prices are interpolated ("knots"), in tokens.
 
-    They are whole numbers, from `last_dense` to beyond `_LONGEST`.
+    They are whole numbers. The last one is above `_LONGEST`, the longest piece that has a price.
 
     Args:
-        last_dense: Last length of the table that has a price for each length.
+        last_dense: The first knot: the longest piece whose price is stored, not interpolated.
         longest: Longest expected piece. Above it there are only 4 knots for each doubling.
     """
     # Up to `longest` there are 512 knots for each doubling of the length, then 4.

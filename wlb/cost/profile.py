@@ -109,9 +109,9 @@ class BlockCost:
     # Time of one block of backward's grid, which has segments * heads * (key tiles of the longest
     # segment) blocks.
     backward_ns: float
-    # ns of the tail of a forward call, for each key that the longest block reads
+    # Length of a forward call's tail in ns, for each key that the block in the tail reads.
     tail_forward_ns: float
-    # ns of the tail of a backward call, for each query row that the longest block reads
+    # Length of a backward call's tail in ns, for each query row that the block in the tail reads.
     tail_backward_ns: float
 
     def __post_init__(self) -> None:
@@ -343,8 +343,8 @@ class AttentionTable:
         """
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
         scale = head_dim * num_heads / self.efficiency(num_heads)
-        # A whole document (rows = keys) is at least as fast as the surface says, so a measurement
-        # below the surface is noise.
+        # Whole documents (rows = keys) may have a curve of throughput of their own. Below, take the
+        # larger of this curve and the surface, because a curve below the surface is noise.
         is_square = (q == kv) & ((kv <= sliding) if sliding else True)
         capped = np.minimum(keys, sliding) if sliding else keys
         passes = (
@@ -373,8 +373,9 @@ class AttentionTable:
     ) -> tuple[FloatArray, FloatArray]:
         """Return how many ns each varlen call of a layer takes in addition to its segments' times.
 
-        The additional time is that of launches, groups and thread blocks. It never falls if a call
-        gets a longer segment or one more segment.
+        The additional time is that of launching the call, of launching each group of segments that
+        SDPA batches (see `groups`), and of the call's grid of thread blocks (see `BlockCost`). It
+        never falls if a call gets a longer segment or one more segment.
 
         Args:
             q: Query rows of each segment, shape [n].

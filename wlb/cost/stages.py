@@ -129,7 +129,9 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
 def _of_layers(
     plan: PipelinePlan, cost: ProfiledWorkload, layers: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the times of n micro-batches in `layers` layers, at the average price of all layers.
+    """Return the times of attention and of the exchange of keys in some layers of a pipeline.
+
+    Each layer is priced as the average of all layers of the model.
 
     Args:
         plan: The n micro-batches of a pipeline.
@@ -137,8 +139,9 @@ def _of_layers(
         layers: Number of layers; may be a fraction, or negative to subtract layers.
 
     Returns:
-        Three arrays of ns: forward attention, [n, cp]; backward attention, [n, cp]; and how much
-        longer the exchange of keys takes than an all-gather in (forward, backward), [n, 2].
+        Three arrays of ns for the n micro-batches: forward attention, [n, cp]; backward attention,
+        [n, cp]; and how much longer the exchange of keys takes than an all-gather, in forward and
+        in backward, [n, 2].
     """
     share = layers / cost.num_layers_per_rank
     forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)

@@ -636,10 +636,10 @@ class LinearCost:
         return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
 
     def _kv_wire_ns(self, values: float) -> Work:
-        """Return the transfer time of one token's keys, values and their gradients, in ns.
+        """Return the CP transfer time of one token's keys and values and their gradients, in ns.
 
         Args:
-            values: Number of values that a rank holds of one token's keys and values together.
+            values: How many numbers the token's keys and values on one rank have together.
         """
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)

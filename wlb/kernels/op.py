@@ -319,8 +319,8 @@ def attend(
     """Compute causal attention of all segments, [T, H, D]; differentiable in q, k and v.
 
     Args:
-        q_THD: Queries of all segments.
-        k_SGD: Keys of all segments.
+        q_THD: Queries of all segments: T rows, and H heads of size D.
+        k_SGD: Keys of all segments: S rows, and G key/value heads.
         v_SGD: Values of all segments.
         segments: Where segments begin and end.
         backend: Name of the attention kernel, a key of `BACKENDS`.

@@ -31,7 +31,8 @@ class HostPart:
     versions: tuple[int, int]
     # Offsets of queries and of keys; None until a backend has to read them from the device.
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
-    # row of each key in a larger buffer; None if key i is row i of the tensor of keys
+    # Some backends read keys from a buffer that has other rows too: key i is then row key_rows[i]
+    # of that buffer. None if key i is row i of the tensor of keys.
     key_rows: np.ndarray | None = None
     derived: dict[str, Any] = field(default_factory=dict)  # results of `Segments.derive` by name
 
@@ -59,7 +60,12 @@ class Scores:
 
     @classmethod
     def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
-        """Return window and cap of layers with a sliding window if `slides`, else of the others."""
+        """Return how a model's layers change attention scores: by a window, and by a softcap.
+
+        Args:
+            model: Sizes and options of the model.
+            slides: Whether to return it for the layers with a sliding window, or for all others.
+        """
         return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
 
     def __str__(self) -> str:
@@ -106,8 +112,9 @@ class Segments:
             cu_q: Offsets of queries, shape [num_segments + 1].
             cu_k: Offsets of keys, shape [num_segments + 1].
             device: Where the kernel runs.
-            key_rows: For backends with `takes_key_rows`: key i is row key_rows[i] of a larger
-                buffer. With None key i is row i of the tensor of keys.
+            key_rows: For backends with `takes_key_rows`, which read keys from a buffer that has
+                other rows too: key i is row key_rows[i] of that buffer. With None key i is row i of
+                the tensor of keys.
             is_causal: Whether the mask is causal, see `Segments`.
             scores: The mask's window and the cap on scores.
 
@@ -119,8 +126,8 @@ class Segments:
         _check("cu_k", k)
         if q.size != k.size:
             raise UserError(
-                "cu_q and cu_k must have equally many segments, but cu_q has "
-                f"{q.size - 1} and cu_k has {k.size - 1}"
+                f"cu_q has {q.size - 1} segments, but cu_k has {k.size - 1}; give the offsets of "
+                "every segment in both"
             )
         num_q, num_k = np.diff(q), np.diff(k)
         short = np.flatnonzero(num_k < num_q) if is_causal else np.flatnonzero(num_k < 1)
@@ -198,7 +205,7 @@ class Segments:
         return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal, scores)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
-        """Return self, because `Segments.of` would not recognise copies of the tensors."""
+        """Return self. `Segments.of` knows the offsets of these tensors, but not of copies."""
         return self
 
     @property
@@ -273,8 +280,8 @@ def _versions(*tensors: torch.Tensor) -> tuple[int, int]:
 def _check(name: str, offsets: np.ndarray) -> None:
     if offsets.ndim != 1 or offsets.size == 0 or offsets.dtype.kind not in "iu":
         raise UserError(
-            f"{name} must be a one-dimensional array of whole numbers that begins with "
-            f"0, not {offsets.dtype} of shape {offsets.shape}"
+            f"{name} must be a one-dimensional array of whole numbers with at least one entry, "
+            f"not {offsets.dtype} of shape {offsets.shape}"
         )
     if offsets[0] != 0:
         raise UserError(f"{name} must begin with 0, but begins with {offsets[0]}")

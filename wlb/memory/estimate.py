@@ -152,10 +152,11 @@ class HeldBytes(NamedTuple):
 def _held_at_once(
     spec: RunSpec, pp_rank: int, kept_bytes: list[int], waiting_bytes: list[int]
 ) -> set[tuple[int, int, int]]:
-    """Return what a rank stores before and after each of its backward passes.
+    """Return what a rank stores before each of its backward passes, at one of which memory peaks.
 
-    Memory peaks at one of these moments. This function uses closed formulas. The simulator counts
-    the same bytes from its list of passes (`wlb.simulate.peak_memory`).
+    If backward is split, the moments after the passes are returned too. This function computes what
+    is stored from the numbers of passes. The simulator counts the same bytes from its list of
+    passes (`wlb.simulate.peak_memory`).
 
     Args:
         spec: The run.
@@ -166,8 +167,8 @@ def _held_at_once(
             weight-gradient pass.
 
     Returns:
-        Tuples (bytes of activations and waiting tensors, number of stored stage outputs, bytes of
-        gradients).
+        For each of these moments, (bytes of activations and waiting tensors, number of stored stage
+        outputs, bytes of gradients); equal ones once.
     """
     stages = list(spec.stages_of(pp_rank))
     kept, waits = ([of[stage] for stage in stages] for of in (kept_bytes, waiting_bytes))

@@ -23,8 +23,8 @@ from wlb.spec import LinearBackend, ModelSpec
 class Before(Protocol):
     """Gives a layer what it needs of the tokens before each span in the span's document.
 
-    This is the few rows that the convolution reads, and the recurrent state.
-    A layer calls `rows` first and `states` later.
+    It needs the last few rows, which the convolution reads, and the recurrent state. A layer calls
+    `rows` first and `states` later.
     """
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
@@ -40,7 +40,9 @@ class Before(Protocol):
         ...
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
-        """Return the state before each span, [S, H, K, V], from the summaries of earlier spans.
+        """Return the state before each of the S spans, from the summaries of earlier spans.
+
+        The shape is [S, H, K, V]: H heads, K channels of a key and V channels of a value.
 
         Args:
             rule: Computes the summaries of this process's spans.

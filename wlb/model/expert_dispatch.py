@@ -37,11 +37,11 @@ class Trip(Protocol):
     """
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Copy the rows that `start` will send.
+        """Copy the rows that `start` will send, and their scores, into new tensors.
 
         Args:
             x: Rows to select from.
-            rows_N: Index in x of each row that travels, in the order of `Way.order_N`.
+            rows_N: Index in x of each of the N rows that travel, in the order of `Way.order_N`.
             scores_N: Score of each of these rows. With None no scores are sent.
         """
         ...
@@ -51,7 +51,10 @@ class Trip(Protocol):
         ...
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for the rows and scores that arrive in a stage; returns them sorted by expert."""
+        """Wait for a stage's rows, and return them and their scores sorted by expert.
+
+        The scores are None if `send` got none.
+        """
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
@@ -131,8 +134,8 @@ class Way(Protocol):
         """Return the routing for recomputing the layer in backward, which sends the same rows.
 
         `begin` of the returned routing does not exchange numbers of rows again. It starts to send
-        the rows. Then it starts the trip `back` of the routing on which `again` was called, because
-        the gradients that `back` sends are the next thing that backward needs.
+        the rows, and then the gradients of the experts' outputs, because backward needs these next.
+        The gradients travel by `back` of this routing, not of the returned one.
         """
         ...
 
@@ -151,7 +154,10 @@ class ExpertExchange(Protocol):
 
 
 class LocalTrip:
-    """The round trip if all experts are in this process: one stage, and nothing is sent."""
+    """The way of rows to experts and back if all experts are in this process; nothing is sent.
+
+    There is only stage 0.
+    """
 
     def __init__(self) -> None:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
@@ -167,11 +173,11 @@ class LocalTrip:
         """Do nothing, because no rows are sent."""
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return the selected rows and their scores."""
+        """Return the rows and scores that `send` stored."""
         return self._rows[0]
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Return the selected rows and their scores, and drop the references to them."""
+        """Return the rows and scores that `send` stored, and drop the references to them."""
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
@@ -179,7 +185,7 @@ class LocalTrip:
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return the results that `answer` has stored, and drop the reference to them."""
+        """Return the arguments of `answer`, the experts' results and scores, and forget them."""
         return self._rows.pop()
 
 
@@ -194,7 +200,7 @@ class LocalWay:
         self.stages = (StageRows(slice(0, ends_E.shape[0]), self.sent[0], ends_E),)
 
     def begin(self) -> None:
-        """Do nothing, because all numbers of rows are known."""
+        """Do nothing, because no other process has to tell how many rows it sends."""
 
     def again(self) -> "LocalWay":
         """Return an equal routing for recomputing the layer in backward."""
@@ -265,7 +271,7 @@ class FirstPass:
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 
     def kept(self) -> tuple[Way, Tensor]:
-        """Return a routing for the recomputation, and the experts stored by `keep`, [T, K]."""
+        """Return the first pass's routing, for the recomputation, and the chosen experts, [T, K]."""
         assert self._way is not None
         assert self._chosen_TK is not None
         return self._way.again(), self._chosen_TK.long()

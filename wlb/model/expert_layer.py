@@ -285,8 +285,8 @@ class MixtureMlp(nn.Module):
 
         Args:
             x_TC: Rows. Padding rows at the end are computed by shared experts only.
-            rows: Says which rows are real, and is told how many rows chose each expert. None means
-                that all rows are real.
+            rows: Says how many rows are real, which are the first ones. The layer writes to
+                `rows.counts` how many rows chose each expert. None means that all rows are real.
         """
         num = x_TC.shape[0] if rows is None else rows.num
         way, scores_TK = self._choose(x_TC[:num], rows)

@@ -337,12 +337,14 @@ def choose(
     The documents of 100, 96 and 60 tokens are outliers, each in a size class by itself.
     Step 2: no document has waited 10 steps.
     Step 3: the released outliers can be 100, 96, 60 | 100, 96 | 100, 60 | 100 | 96, 60 | 96 | 60.
-    Releasing none would leave a step of 30 tokens, which is less than 0.35 x 200.
-    Step 4: if all three are released, two of them must share a micro-batch, whose work is at least
-    0.97 x (14,976 + 7,200) = 21,511. The mean would be 20,138, so the time lost is that of 0.098
-    typical micro-batches and costs 0.098 + 0.098^2 / 0.1 = 0.193. If the document of 60 tokens is
-    held back, the other two are balanced with the help of the 30 ordinary tokens, and the delay
-    costs 0.1 x (60 / 200 + 0.3^2 / (2 x 0.5)) = 0.039.
+    Releasing none would leave a step of 30 tokens, which is less than LEAST = 0.35 of the 200
+    tokens of a global batch.
+    Step 4: if all three are released, two of them must share a micro-batch. Its work is at least
+    0.97 x (14,976 + 7,200) = 21,511, where 0.97 is CLASS. The mean would be 20,138, so the time
+    lost is x = 0.098 typical micro-batches, and costs x + x^2 / CURVATURE = 0.193. If the document
+    of 60 tokens is held back, the other two are balanced with the help of the 30 ordinary tokens.
+    The delay of 60 / 200 = 0.3 global batches then costs 0.1 x (0.3 + 0.3^2 / (2 x 0.5)) = 0.039,
+    where 0.1 is `limits.price` (`_holding` has the formula).
     Step 5 packs this candidate first: the 30 ordinary tokens raise both micro-batches to 16,538.
     The cost is still 0.039, less than the bounds of all other candidates, so they are not packed.
 

@@ -224,11 +224,11 @@ def least_loaded(
 def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """List the places that bins have for equal documents, in the order in which to fill them.
+    """Return the bins into which equal documents go, if each goes to the bin with the lowest load.
 
-    Each bin has counts[i] places. A document that takes the first place of a bin finds the bin's
-    load so far. One that takes the second place also finds the work of the first document, and so
-    on. Places at which documents find the lowest load come first.
+    Bin i has counts[i] places for documents. The load at its first place is the bin's load so far.
+    The load at its second place also includes the work of the first document, and so on. Places are
+    filled in the order of their loads, the lowest first.
 
     Args:
         begin: Load of each bin so far: one array of shape [num_bins] for each price of attention.
@@ -236,8 +236,8 @@ def _by_load(
         counts: Most documents that each bin takes, shape [num_bins].
 
     Returns:
-        The bin of each place, and the load that a document finds there (the largest one over all
-        prices). Both have shape [sum of counts].
+        The bin of each place in this order, and the load at the place (the largest one over all
+        prices of attention). Both have shape [sum of counts].
     """
     bins = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)

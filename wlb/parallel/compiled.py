@@ -69,10 +69,10 @@ def _compile_whole(layer: Any, backend: str) -> None:
 def _compile_attention(layer: Any, backend: str) -> None:
     """Compile the first half of a layer with experts: its norm and attention.
 
-    In backward, the gather of K and V then starts at the end of this half instead of the end of the
-    layer, so the gather is inside the compiled graph. This is necessary, because the gathered rows
-    are passed to attention as gradients while they are still in transfer, and torch may copy
-    gradients that enter a graph.
+    In backward, the gather of K and V then starts inside the compiled graph: at the end of this
+    half, not at the end of the layer. If it started outside, the gathered rows would enter the
+    graph as gradients while they are still in transfer, and torch may copy gradients that enter a
+    graph.
     """
     first_half = layer.first_half
 
@@ -87,7 +87,7 @@ def _compile_attention(layer: Any, backend: str) -> None:
 def _compile_mlp(layer: Any, backend: str) -> None:
     second_half = layer.second_half
 
-    # Define a new function for each layer, as in `_compile_whole`.
+    # Define a new function for each layer, because torch limits the number of graphs per function.
     def mlp(x_TC: Tensor) -> Tensor:
         return second_half(x_TC)
 
@@ -132,8 +132,8 @@ def _compiled(
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         _mark_residual(x_TC)
-        # Mark the tables here instead of in the thread that makes them, because mark_static would
-        # have another meaning in that thread while this thread compiles.
+        # Mark the tables here instead of in the thread that makes them. While this thread compiles,
+        # mark_static in any thread acts as if it were called inside the compiled function.
         cos, sin, _ = rows.of(slides=layer.slides)
         for table in (cos, sin):
             mark_static(table, [1, 2])

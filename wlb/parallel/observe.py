@@ -61,7 +61,7 @@ class Timer(Protocol):
     """Measures how long each `Part` takes in each chunk (a micro-batch's pass in a stage)."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context for all chunks of a training step. Other chunks are not timed."""
+        """Return a context in which a training step runs. Passes outside of it are not timed."""
         ...
 
     def chunk(
@@ -79,7 +79,7 @@ class Timer(Protocol):
         ...
 
     def switch(self, part: Part) -> None:
-        """Count the current chunk's time as `part` from now on."""
+        """From now on, count the time of the current chunk (pass) as time of `part`."""
         ...
 
 
@@ -97,7 +97,7 @@ class Watchers:
     def chunk(
         self, kind: Pass, stage: int, micro_batch: int, first: Part
     ) -> AbstractContextManager[None]:
-        """Report to both observers that a chunk begins, and return a context to run it in.
+        """Tell `progress` and `timer` that a chunk (a pass) begins; returns a context to run it in.
 
         Args:
             kind: What the pass computes.

@@ -253,7 +253,9 @@ class Pipeline:
 
     stages: list[VarLenStage]
     schedule: Schedule
-    weight_delay: int = 1  # how late weight-gradient passes run (`LateWeights`); 1 is torch's order
+    # With zero-bubble, pipeline rank r runs weight-gradient passes r * weight_delay passes late
+    # (`LateWeights`). 1 is torch's order.
+    weight_delay: int = 1
     # torch's schedules, by number of micro-batches
     _schedules: dict[int, Any] = field(default_factory=dict)
 

@@ -39,10 +39,11 @@ def _begins_early(weights_FC: list[Tensor]) -> bool:
 
 
 def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
-    """Make slots: tensors without memory, whose gradients carry the gradients of products.
+    """Make the slots by which the backward of `gather_rows` gets the gradients of the products.
 
-    There is one slot for each layer's output. If `begin_backward` runs for these layers, there are
-    two more slots, for its two results.
+    A slot is a tensor without memory. A product's backward returns the gradient of its output as
+    the gradient of the slot. There is one slot for each layer's output. If `begin_backward` runs
+    for these layers, there are two more slots, for its two results.
 
     Args:
         x_SC: Input of the layers, 1/tp of the rows.

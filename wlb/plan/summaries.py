@@ -146,8 +146,8 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
     read = ranges(first, np.arange(piece.size))
     before = readers.rows(reader, place[read], of_rank[read], number[read])
 
-    # 4. Each span also reads the `latest` tokens before its first token, which may lie in several
-    # spans.
+    # 4. Each span also reads the rows of the tokens just before its first token, `latest` in
+    # number. They may lie in several spans.
     token = start[:, None] - np.arange(latest, 0, -1)
     reader, slot = np.nonzero(token >= 0)
     token = token[reader, slot]
@@ -159,7 +159,7 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
 
 
 class _Readers(NamedTuple):
-    """The spans of all CP ranks. `rows` makes one rank's part of an all-to-all from them."""
+    """The spans of all CP ranks, for finding the rows that one rank sends and receives (`rows`)."""
 
     cp: int  # number of CP ranks
     rank: int  # the CP rank whose part is made

@@ -115,7 +115,8 @@ class Planner:
         if self.packer.num_micro_batches % self.dp:
             raise UserError(
                 f"num_micro_batches = {self.packer.num_micro_batches} must be a multiple of dp = "
-                f"{self.dp}, so that all pipelines get equally many; change num_micro_batches or dp"
+                f"{self.dp}, so that every pipeline gets the same number; change num_micro_batches "
+                "or dp"
             )
         if self.strategy not in tuple(Strategy):
             raise UserError(
@@ -446,8 +447,8 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
     if not (isinstance(source, TargetCounter) and source.has_targets):
         return plan
     pieces = replace(plan.pieces, num_targets=source.count_targets(plan.pieces))
-    # In such a store the first token of a document is never a label, not even if documents are
-    # joined. So no label is added where documents are joined.
+    # In a store that marks its trained tokens, the first token of a document is never a label. So
+    # no label is added where documents are joined.
     return replace(plan, pieces=pieces, num_joined_targets=0)
 
 
@@ -488,8 +489,8 @@ def assign_micro_batches(workload_ns: IntArray, tokens: IntArray, dp: int) -> In
     num = workload_ns.size
     if num % dp:
         raise UserError(
-            f"a step has {num} micro-batches, but their number must be a multiple of the {dp} "
-            "pipelines; change the number of micro-batches or of pipelines"
+            f"a step has {num} micro-batches, which is not a multiple of dp = {dp}, the number of "
+            "pipelines; change num_micro_batches or dp"
         )
     if dp == 1:
         return np.arange(num).reshape(1, num)
@@ -580,8 +581,8 @@ def assign_rounds(
     """
     if work_ns.size % dp:
         raise UserError(
-            f"a step has {work_ns.size} micro-batches, which must be a multiple of dp = {dp}, so "
-            "that all pipelines get equally many; change num_micro_batches or dp"
+            f"the {work_ns.size} micro-batches of a step cannot be divided equally among dp = {dp} "
+            "pipelines; change num_micro_batches or dp"
         )
     if dp % pipelines_per_ep_group:
         raise UserError(

@@ -343,8 +343,8 @@ def run_sweep(
             console.print(describe_sweep(settings, left, len(more)), markup=False)
             try:
                 records = list(_shown(file, collectives.tasks, "collectives", console))
-                # Let the other ranks return from `follow` now, because they would time out while
-                # rank 0 measures kernels.
+                # Let the other ranks stop waiting for collectives, because they would time out
+                # while rank 0 measures kernels.
                 collectives.release()
                 what = f"kernels of {describe(settings.device)['name']}"
                 records += _shown(file, tasks, what, console)

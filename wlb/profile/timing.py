@@ -94,7 +94,7 @@ class Repeats:
             )
 
     def count(self, repeat_s: float) -> int:
-        """Return the number of repeats if each takes `repeat_s` seconds."""
+        """Return the number of repeats that `budget_s` allows if each takes `repeat_s` seconds."""
         return max(self.least, min(self.most, int(self.budget_s / repeat_s)))
 
 

@@ -288,17 +288,20 @@ class _Hosts:
     def _paired(
         self, rank: int, transfer: "_Transfer", batch: "_Batch", where: Communicator
     ) -> list[int]:
-        """Complete a transfer if its other end is in the batch of the peer that runs next.
+        """Complete a transfer if its other end is in the batch that its peer runs at present.
+
+        A batch is the transfers that NCCL starts together. A rank runs its batches in a
+        communicator one after the other.
 
         Args:
             rank: Rank that posted `transfer`.
             transfer: The send or receive to complete.
-            batch: Batch of the rank that has `transfer`.
+            batch: The batch of `rank` that has `transfer`.
             where: Communicator of the transfer.
 
         Returns:
-            [peer] if all transfers of that batch are now done, because the peer's next batch may
-            then run, too. Otherwise [].
+            [peer] if all transfers of the peer's batch are now done, so that the peer's next batch
+            may run. Otherwise [].
         """
         kind, peer, index = transfer
         others = self._posted[peer, where]

@@ -156,7 +156,7 @@ def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
     after = np.minimum(np.arange(values.size) + half + 1, values.size)
 
     def sums(x: FloatArray) -> FloatArray:
-        # Compute the sums of all windows at once, as differences of cumulative sums.
+        # Sum over the steps around each step, for all steps at once: differences of running sums.
         total = np.concatenate([[0.0], np.cumsum(x)])
         return total[after] - total[first]
 

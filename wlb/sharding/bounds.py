@@ -53,10 +53,11 @@ def least_rows(lengths: IntLike, *, cp: int, slack: float | None = None) -> int:
 
 
 def _least_rows_of(reach: FloatArray, length: int) -> int:
-    """Return a number of rows of a document that at least one rank must receive from others.
+    """Return the least number of a document's rows that the rank which receives most can receive.
 
-    If rank j needs `reach[j]` rows and receives R of them, it must have the other reach[j] - R rows
-    itself. Together, the ranks cannot have more rows than the document. So R has a lower bound.
+    Suppose that no rank receives more than R rows from others. Then rank j, which needs `reach[j]`
+    rows, must have at least reach[j] - R rows itself. Together, the ranks cannot have more rows
+    than the document. So R has a lower bound.
 
     Args:
         reach: Rows of the document that each rank needs, in descending order, shape [cp].
@@ -119,7 +120,7 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 
 
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Return the longest time that a rank can compute attention over keys of its own tokens.
+    """Return the longest time of attention over a rank's own keys, which hides the exchange of keys.
 
     This time is longest if the rank has only whole documents, each as long as possible.
 

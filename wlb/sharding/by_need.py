@@ -95,12 +95,14 @@ def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingP
 def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
     """Return plans in which each rank has few cut documents, for models with linear attention.
 
-    For each rank, about four cuts are made: two in a document that is cut symmetrically, so that
-    the rank gets its share of the work, and two so that it gets its number of tokens. Cutting a
-    document into consecutive tokens instead takes fewer cuts, but makes work less equal. The plans
-    differ in the longest document that is cut in this way (`LONGEST_RUNS`). The caller takes the
-    plan with the least predicted time. For micro-batches that are nearly filled by one document,
-    `_runs_behind` gives more plans.
+    For each rank, about two documents are cut: one so that the rank gets its share of the work, and
+    one so that it gets its number of tokens. A symmetric cut, which takes tokens from both ends of
+    a document, counts as two cuts. Cutting a document into consecutive tokens takes only one, but
+    makes work less equal. The plans differ in the longest document that is cut in this way
+    (`LONGEST_RUNS`), in the work from which a document is cut (`WHOLE`), and in the multiple of
+    tokens at which symmetric cuts are made (`CUT_TILES`). The caller takes the plan with the least
+    predicted time. For micro-batches that are nearly filled by one document, `_runs_behind` gives
+    more plans.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].

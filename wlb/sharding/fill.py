@@ -205,7 +205,7 @@ def _dense(
     # document instead of light ones adds, for each token, the difference of their densities.
     lacking = share = max(0.0, work - light * room)
     # If the document with most work per token needs several ranks, divide it evenly among as few
-    # ranks as `most` permits.
+    # ranks as have enough room, and as `most`, the limit on its work on one rank, permits.
     if pool and 0 < share < pool[0].size * (pool[0].density - light) and most:
         num_ranks = max(-(-pool[0].work // most), -(-pool[0].size // room))
         lacking = max(share, pool[0].size * (pool[0].density - light) / num_ranks)

@@ -251,9 +251,9 @@ class Simulation:
 
     @property
     def peak_activation_bytes(self) -> IntArray:
-        """Peak bytes of activations on each pipeline rank, in the pipeline with the most.
+        """Peak bytes of activations on each pipeline rank, shape [steps, pp].
 
-        The shape is [steps, pp].
+        It is the maximum over pipelines, taken for each pipeline rank separately.
         """
         return self._peaks(None)
 
@@ -271,10 +271,11 @@ class Simulation:
 
     @property
     def peak_memory_bytes(self) -> IntArray:
-        """Peak bytes of all tensors on each pipeline rank, in the pipeline with the most.
+        """Peak bytes of all tensors on each pipeline rank, shape [steps, pp].
 
-        The shape is [steps, pp]. Activations and gradients are counted pass by pass. All other
-        memory is estimated by `wlb.memory` for the step's longest micro-batch.
+        It is the maximum over pipelines, taken for each pipeline rank separately. Activations and
+        gradients are counted pass by pass. All other memory is estimated by `wlb.memory` for the
+        step's longest micro-batch.
         """
         spec = self.simulator.spec
         # If every pass reduces its gradients layer by layer, the unsharded gradients of a whole

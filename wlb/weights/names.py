@@ -45,7 +45,7 @@ class Parameter:
 
     @property
     def shape_in_files(self) -> tuple[int, ...]:
-        """Return the shape that each of the tensors `in_files` has in the Hugging Face folder."""
+        """Return the shape of each tensor of the parameter in the Hugging Face folder."""
         if self.part is not None:
             return self.part.shape
         return self.unpadded[1:] if self.is_stack else self.unpadded

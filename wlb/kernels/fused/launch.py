@@ -137,7 +137,9 @@ def _norm_warps(values: int) -> int:
 
 
 def norm_programs(num_rows: int, width: int) -> int:
-    """Return the number of programs of `norm_backward`, which is the number of partial sums.
+    """Return the number of Triton programs of `norm_backward`.
+
+    Each program writes one partial sum of the weight's gradient.
 
     Args:
         num_rows: Number of rows to normalise.

@@ -95,10 +95,10 @@ class IlpReport:
     # "infeasible", which would be an error of the solver.
     status: str
     objective_ns: int  # objective of the packing that was returned
-    # Lower bound on the objective of other packings of the same pieces. Only packings with many or
-    # expensive cuts may be below it: those that cut num_micro_batches or more pieces, or a piece
-    # that is more expensive than every piece that this packing cuts. If the greedy packing cuts a
-    # long document, its parts count as pieces.
+    # Lower bound on the objective of packings of the same pieces. It holds for packings that cut
+    # fewer than num_micro_batches pieces, none of them more expensive than the most expensive piece
+    # that this packing cuts. (If it cuts none, the bound holds only for packings that cut none.) If
+    # the greedy packing cuts a long document, its parts count as pieces.
     bound_ns: int
     greedy_objective_ns: int  # objective of the greedy packing
     # Whether the greedy packing was returned. This happens if the solver found no packing, or one

@@ -92,5 +92,5 @@ def usual_and_own(
 
 
 def loader_of(row: PackingSummary) -> str:
-    """Return the policy's name in a comparison, without the suffix " (run)" of the run's own."""
+    """Return a policy's name without " (run)", which marks the policy that the run is set to."""
     return row.label.removesuffix(" (run)")

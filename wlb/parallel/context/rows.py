@@ -27,7 +27,7 @@ class Transfer(StrEnum):
     """How the rows of a stage reach this rank."""
 
     OWN = "own"  # no transfer: the rows are local
-    GATHER = "gather"  # an all-gather of the same part of every rank's rows
+    GATHER = "gather"  # an all-gather: every rank sends the same range of its rows to all ranks
     NEEDED = "needed"  # an all-to-all of the rows that are read
 
 
@@ -42,7 +42,7 @@ class RankStage:
     transfer: Transfer
     received: IntArray  # number of rows from each rank, shape [cp]; they arrive in rank order
     sent: IntArray  # number of rows to each rank, shape [cp]
-    # Local rows to send, sorted by receiver, shape [N]. None unless `transfer` is NEEDED.
+    # Local rows to send, sorted by receiver, shape [num_sent]. None unless `transfer` is NEEDED.
     sent_rows: IntArray | None
     cu_seqlens_q: IntArray  # offsets of the queries of each segment, shape [num_segments + 1]
     cu_seqlens_k: IntArray  # offsets of the keys of each segment, shape [num_segments + 1]
@@ -67,10 +67,10 @@ class RankExchange:
 
     positions: IntArray  # position of each local row in its document, shape [T]
     stages: tuple[RankStage, ...]
-    # Only for NEEDED. A local row may go to several ranks, and each of them returns a gradient.
-    # returned[w, t] is the index of the (w + 1)-th gradient of local row t among the N rows sent in
-    # all stages, or N if there are fewer. Shape [W, T], where W is the largest number of
-    # ranks that get the same row.
+    # Where the gradients of local rows arrive; only for NEEDED. A row may go to several ranks, and
+    # each of them returns a gradient. Gradients are numbered like the rows sent in all stages.
+    # returned[w, t] is the number of the (w + 1)-th gradient of row t, or the number of rows sent
+    # if row t has fewer gradients. Shape [most ranks that get the same row, T].
     returned: IntArray | None = None
 
     @property

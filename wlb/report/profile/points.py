@@ -127,9 +127,10 @@ def segment_ns(
 
 
 def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[PlottedSample]:
-    """Return the measurements to which an attention table was fitted, sorted by keys and rows.
+    """Return the measurements to which an attention table was fitted.
 
-    The times are of one segment.
+    They are sorted by the numbers of keys and of query rows of a segment. The segments of a
+    measured call are equal, and its time is divided by their number.
 
     Args:
         table: The fitted attention table.
@@ -141,7 +142,6 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Plott
             at = record["point"]
             q, kv, count = (np.array([at[name]], np.int64) for name in ("q", "kv", "count"))
             fitted = segment_ns(table, q, kv, count)
-            # Divide by the number of segments, because all segments of the call are equal.
             took = tuple(ns / at["count"] for ns in _passes(record))
             found.append(
                 PlottedSample(at=at, measured_ns=took, fitted_ns=tuple(float(f[0]) for f in fitted))

@@ -52,8 +52,8 @@ class Loser:
     label: str  # name of the family, for example "tp 8"
     why: str  # why the family's best layout is slower, or why no layout fits into memory
     trial: Trial | None = None  # the family's best layout; None if no layout fits into memory
-    # (time of `trial` - winner's time) / winner's time. If `trial` is not sharded, the winner's
-    # time is that of its own trial without sharding.
+    # (time of `trial` - winner's time) / winner's time. If `trial` was simulated without sharding,
+    # the winner's time without sharding is taken.
     behind: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     winners = [c for c in known.layouts.candidates if c.name == winner.layout]
     tuner.pack(winners, known)
     for label, candidate in best.items():
-        # The run's own layout is also tuned and polished, as the winner is.
+        # Simulate the run's own layout with all packings and further settings, as was done for the
+        # winner.
         if label.startswith(OWN) and candidate.name in known.packed:
             tuner.tune([candidate], known)
             tuner.polish([candidate.name], known)
@@ -167,7 +168,7 @@ def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
 
 
 def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
-    """Return the readable name of a kind of work, and perhaps why it takes longer in one layout.
+    """Return the readable name of a kind of work, with what makes it slower if that is known.
 
     An example is "TP communication (groups over 2 nodes)".
 

@@ -84,10 +84,10 @@ class SaveCheckpoints(Hook):
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Reset the totals that the run prints when it ends, because `saved_in` was loaded again.
+        """Reset the totals of the run's summary, because the checkpoint `saved_in` was loaded.
 
-        They get the values that they had when `saved_in` was saved, except the counts of saves and
-        of steps that were not finite, and rows that hooks have added.
+        The totals get the values that they had when `saved_in` was saved. Kept as they are: the
+        counts of saves and of steps that were not finite, and the lines that hooks have added.
         """
         run.saved = run.progress
         run.tally = run.tally.rolled_back(self._tallies[run.steps_done])

@@ -75,7 +75,7 @@ class RunLock:
             if self._attempt():
                 return
             owner = self._owner()
-            # An owner on this machine either ends within a short time, or is really training. An
+            # An owner on this machine that does not end within a short time is still training. An
             # owner on another machine may have died with its machine, and the file server then
             # keeps the lock for longer.
             is_here = owner.get("host") == socket.gethostname()

@@ -75,21 +75,21 @@ class Ledger:
 
 
 class RecordLedger(Hook):
-    """Writes every executed step to the ledger. Only rank 0 has this hook."""
+    """Writes to ledger.jsonl which tokens each step trained. Only rank 0 has this hook."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
     def begin(self, run: RunContext) -> None:
-        """Write the number of the step with which training begins to the ledger."""
+        """Write to ledger.jsonl the number of the step with which training begins."""
         self.ledger.begin(run.progress.next_step if run.progress else 0)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """Write to the ledger which tokens the step trained."""
+        """Write to ledger.jsonl which tokens the step trained."""
         self.ledger.add(step.plan, updated=step.updated)
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Write the number of the step with which training continues to the ledger."""
+        """Write to ledger.jsonl the number of the step with which training continues."""
         self.begin(run)
 
     def close(self) -> None:

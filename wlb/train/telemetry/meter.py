@@ -228,11 +228,11 @@ class TelemetryMeter:
         """Build the record from the sums and maxima over ranks.
 
         Args:
-            total: Sums over ranks: the fields of `Moments` for each of `TERMS`, then the times
-                `_SUMMED`.
-            peaks: Maxima over ranks: for each of the times `_SPREADS` an integer that encodes the
-                time and its rank (see `reduce`), then for each step, micro-batch and stage the
-                three times of `_forward_ns`.
+            total: Sums over ranks: for each time in `TERMS` its statistics (the fields of
+                `Moments`), then each time in `_SUMMED`.
+            peaks: Maxima over ranks: for each time in `_SPREADS` an integer that encodes the
+                largest time and its rank (see `reduce`), then the three forward times of
+                `_forward_ns` for each step, micro-batch and stage.
         """
         steps = self.num_steps
         width = len(_COLUMNS)
