@@ -88,7 +88,7 @@ def test_bad_key_rows_are_refused(key_rows, message):
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [
-        ([0, 3, 5], [0, 3], "cu_q has 2 and cu_k has 1"),
+        ([0, 3, 5], [0, 3], "cu_q has 2 segments, but cu_k has 1"),
         ([0, 3, 5], [0, 3, 4], "segment 1 has 2 queries but only 1 keys"),
         ([0, 3, 2], [0, 3, 6], "cu_q must never decrease, but falls from 3 to 2 at segment 1"),
         ([0, 3], [1, 6], "cu_k must begin with 0, but begins with 1"),

@@ -44,7 +44,7 @@ def test_every_micro_batch_is_dealt_once_and_waits_are_least(
 def test_numbers_that_do_not_divide_are_refused() -> None:
     six = np.arange(6)
     with pytest.raises(
-        ValueError, match="a step has 6 micro-batches, which must be a multiple of dp = 4"
+        ValueError, match="the 6 micro-batches of a step cannot be divided equally among dp = 4"
     ):
         assign_rounds(six, six, 4, 2)
     with pytest.raises(

@@ -71,11 +71,12 @@ def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
     """
     cp, num_tokens = sharding.cp, sharding.num_tokens
     rows = seq_length // cp
-    if seq_length % cp or int(sharding.tokens.max(initial=0)) > rows:
+    most = int(sharding.tokens.max(initial=0))
+    if seq_length % cp or most > rows:
         raise UserError(
-            f"seq_length = {seq_length} must be a multiple of cp = {cp}, and seq_length / cp must "
-            f"be at least {int(sharding.tokens.max(initial=0))}, the tokens of the rank with the "
-            f"most tokens (all documents have {num_tokens}); pad the row to such a length"
+            f"seq_length = {seq_length} must be a multiple of cp = {cp} and at least {cp * most}, "
+            f"because one of the ranks has {most} of the {num_tokens} tokens; pad the row to such "
+            "a length"
         )
     next_padding, out = num_tokens, np.empty(seq_length, np.int64)
     for rank in range(cp):

@@ -204,8 +204,8 @@ def _rules(request: StepRequest, k: int, num_samples: int) -> Rules:
         least, most = num_samples // request.num_ranks, -(-num_samples // request.num_ranks)
         if least < most and not request.rank_rules.slack:
             raise UserError(
-                f"{name}: equal_counts requires a multiple of num_ranks = {request.num_ranks} "
-                f"samples, but there are {num_samples}; add or remove samples, or set count_slack "
+                f"{name} has {num_samples} samples, which equal_counts cannot divide equally among "
+                f"num_ranks = {request.num_ranks} ranks; add or remove samples, or set count_slack "
                 "= 1"
             )
         counts = max(1, least - request.rank_rules.slack), most + request.rank_rules.slack

@@ -113,9 +113,9 @@ class Packs:
         if cut.size:
             row = int(rows[cut[0]])
             raise UserError(
-                f"document {row} was cut: only {length[cut[0]]} of its {source.lengths[row]} "
-                "tokens are in a piece. Packs must have whole documents; use a method that does "
-                f"not cut, and a context window of at least {int(source.lengths.max())} tokens"
+                f"document {row} was cut: one of its pieces has only {length[cut[0]]} of its "
+                f"{source.lengths[row]} tokens. Packs must have whole documents; use a method that "
+                f"does not cut, and a context window of at least {int(source.lengths.max())} tokens"
             )
         counts = np.concatenate([np.diff(p.offsets) for p in made])
         return cls(

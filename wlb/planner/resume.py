@@ -194,8 +194,9 @@ def _check_once(pieces: Pieces) -> None:
 def _check_arrival(pieces: Pieces, last: int) -> None:
     if (i := first_true((pieces.arrival_step < 0) | (pieces.arrival_step > last))) is not None:
         raise UserError(
-            f"{pieces[i]} must have arrived in a step from 0 to {last}, the last step for which "
-            "documents were read"
+            f"a piece of document {pieces.document[i]} has arrival_step = "
+            f"{pieces.arrival_step[i]}, but must have arrived in a step from 0 to {last}, the last "
+            "step for which documents were read"
         )
 
 
@@ -220,6 +221,6 @@ def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces)
         )
     if state.baseline.num_tokens > tokens:
         raise UserError(
-            f"{state.baseline.num_tokens} tokens wait for the baseline, but only {tokens} were "
-            "read from the corpus"
+            f"in the usual loader, with which the run is compared, {state.baseline.num_tokens} "
+            f"tokens wait, but only {tokens} were read from the corpus"
         )

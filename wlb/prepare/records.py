@@ -504,8 +504,8 @@ def _items(path: str) -> Iterator[object]:
             yield from list_items(file, most=_MOST_LIST_BYTES)
         except ValueError as error:
             raise UserError(
-                f"{path}: {error}; correct the file, or write the records as JSON Lines, because "
-                f"--on-error skip can skip damaged lines"
+                f"{path}: {error}; correct the file, or write the records as JSON Lines, of which "
+                "--on-error skip skips the damaged lines"
             ) from None
 
 

@@ -354,8 +354,8 @@ class KernelSection:
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
-        "fused kernels for RoPE, SwiGLU, GeGLU, RMSNorm and sums of gathered keys' gradients, each "
-        "with one pass over memory instead of up to 11; auto = triton on GPUs if Triton is "
+        "kernels for RoPE, SwiGLU, GeGLU, RMSNorm and the sum of gradients of gathered keys, which "
+        "pass over memory once (plain torch up to 11 times); auto = triton on GPUs if Triton is "
         "installed, otherwise off; off = plain torch",
     )
     linear: LinearBackend = key(

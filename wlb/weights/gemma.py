@@ -165,7 +165,7 @@ def gemma_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) ->
             raise UserError(
                 "model.sliding_rope_theta = 0 with model.rope_scaling cannot be exported, "
                 "because Gemma 3 does not scale RoPE in its sliding layers; train with "
-                "model.sliding_rope_theta set"
+                "model.sliding_rope_theta above 0 (Gemma 3: 10000)"
             )
         full = {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})}
         sliding = {"rope_theta": local, "rope_type": "default"}

@@ -60,7 +60,7 @@ class TuningGrid:
         none = [p for p in self.prices if not 0 < p < float("inf")]
         if none:
             raise UserError(
-                f"prices has {none[0]}, but each value must be finite and above 0; give factors by "
+                f"prices contains {none[0]}, but each value must be finite and above 0; give factors by "
                 "which to multiply the default delay price, such as 0.5 or 2"
             )
         bad = [t for t in self.thresholds if not 0 < t <= 1]
@@ -226,10 +226,9 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         )
     if not tried:
         raise UserError(
-            "no setting can be tried, because micro-batches of at most packing.s_max context "
-            "windows have too little room: in each setting, a step cannot hold a global batch, or "
-            "never reaches packing.step_tokens; give larger values of s_max, or smaller ones of "
-            "step_tokens"
+            "no setting can be tried: with each pair of s_max and step_tokens, a step cannot hold "
+            "a global batch, or never reaches step_tokens; give larger values of s_max, or smaller "
+            "ones of step_tokens (0 = no limit)"
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
