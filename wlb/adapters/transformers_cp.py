@@ -458,11 +458,9 @@ def _is_recomputed(decoder: nn.Module) -> bool:
 
 
 def _eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """Return the model family's own eager attention function.
-
-    It is needed for a soft cap, which SDPA does not support.
+    """Return `eager_attention_forward` of the model family, for soft caps, which SDPA lacks.
 
     Args:
-        module: An attention layer; the function is in the same Python file.
+        module: An attention layer. The Python file of its class also defines the function.
     """
     return sys.modules[type(module).__module__].eager_attention_forward

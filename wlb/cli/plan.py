@@ -515,7 +515,7 @@ def _needed_share(
 ) -> float:
     """Return the rows of keys that a CP rank needs, as a fraction of the rows of an all-gather.
 
-    In each micro-batch, the rank that needs most rows counts.
+    For each micro-batch, the rows of the rank that needs most are counted.
 
     Args:
         plans: Sharding plans of the micro-batches, over which rows are summed.

@@ -208,7 +208,10 @@ class ProfiledWorkload:
         return forward, backward + forward * self.linear.recomputed_work.attention
 
     def _layers_by_window(self) -> list[tuple[float, int]]:
-        """Return (number of attention layers, sliding window) pairs; 0 means no window."""
+        """Return (number of attention layers, sliding window) pairs; 0 means no window.
+
+        The numbers of layers are means over pipeline ranks, and may be fractions.
+        """
         sliding = self.num_layers_per_rank * self.sliding_share
         full = self.num_attention_layers - sliding
         both = ((full, 0), (sliding, self.model.sliding_window))
@@ -700,7 +703,8 @@ class LinearCost:
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
         forward, backward, recomputed = (ns * (1 - shared) * self.expert_load for ns in products)
         if not self.model.branch_norms:
-            # Without branch norms, recomputation stops before the experts' last product.
+            # Only a norm at the end of the branch needs the experts' outputs in backward. Without
+            # it, recomputation leaves out the experts' last product.
             recomputed = min(recomputed, forward * 2 / 3)
         weights = backward / LINEAR_BACKWARD_FACTOR
         return RoutedWork(

@@ -349,9 +349,10 @@ class BlendedBatches(BatchStream):
 
     @property
     def _end(self) -> float:
-        """The tag (tokens read of a source / weight of the source) at which the stream ends.
+        """The tag from which on documents are not read, so that the stream ends.
 
-        Every source was then read at least `epochs` times.
+        A document's tag is the number of tokens before it in its source, divided by the weight of
+        the source. At this tag every source was read at least `epochs` times.
         """
         return self._end_of(self.epochs) if self.epochs else np.inf
 

@@ -155,9 +155,10 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the values of the tensors that carry one token's rows to and from experts in backward.
+    """Count the values that backward needs of one token in all-to-alls to and from experts.
 
-    The values are those of the rows and of their gradients, each before and after the all-to-all.
+    These are four buffers: the rows to send and the received rows, and the gradients to send and
+    the received gradients.
 
     Args:
         model: The model.

@@ -206,7 +206,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Waits for the experts' outputs that `way` brings back, and sums them for each row, [T, C]."""
+    """Waits until the experts' outputs are back, and sums the K outputs of each row, [T, C]."""
 
     @staticmethod
     def forward(ctx: Any, way: Way, per_token: int, width: int, under_way: Tensor) -> Tensor:

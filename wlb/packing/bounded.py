@@ -213,8 +213,8 @@ class BoundedPacker(PolicyPacker):
     def most_held_tokens(self) -> int:
         """Most tokens that may wait after a call of `push`.
 
-        They are max_delay / 2 global batches, but at least two. While more tokens wait, `push`
-        makes further steps.
+        This limit is max_delay / 2 global batches, but at least two global batches. While more
+        tokens wait, `push` makes further steps.
         """
         return max(2, self.max_delay // 2) * self.options.tokens_per_step
 
@@ -444,9 +444,10 @@ class WaitingDocuments:
         forced = self.rows[:, :num] * self.must_leave[:num]
         self.must_leave_sums = np.stack([offsets_of(row) for row in forced])
         # 3. Sum `rows` over the ordinary documents that must leave (`ordinary_forced`) and over the
-        # other ordinary documents (`ordinary`). For the latter, also compute running sums of
-        # tokens, the mean delay of a token if none of them is trained in this step, and work per
-        # token.
+        # other ordinary documents (`ordinary`). Of these others, also compute:
+        # - `tokens_before`: running sums of their tokens
+        # - `ordinary_delay`: the mean delay of their tokens if this step trains none of them
+        # - `density`: their work per token
         self.ordinary_forced = (self.sums[:, -1] - self.sums[:, self.num_free])[:, None]
         self.ordinary: IntArray = self.sums[:, self.num_free] - self.sums[:, num]
         self.tokens_before: IntArray = self.sums[0, num : self.num_free + 1] - self.sums[0, num]
@@ -458,9 +459,9 @@ class WaitingDocuments:
     def size_class_end(self, candidates: "Candidates") -> IntArray:
         """Return where the outliers end that are in the size class of a step's largest outlier.
 
-        Outliers are sorted by size class. The end lies before the first outlier that the step does
-        not train, and at most N outliers after the largest one, because the caller assumes that
-        each of them has a micro-batch to itself.
+        Outliers are sorted by size class. Outliers after the first one that the step does not train
+        are left out. At most N outliers count, because the caller assumes that each of them has a
+        micro-batch to itself.
 
         Args:
             candidates: The sets of outliers that the step may train.
@@ -478,9 +479,10 @@ class WaitingDocuments:
 class Candidates:
     """Candidates for the next step. Each says which outliers the step trains (releases).
 
-    A candidate holds back all other outliers. Outliers are numbered as `WaitingDocuments` sorts
-    them: by size class, from most to least work, and then by age. A candidate releases the outliers
-    [first, end) and [tail, num_outliers). All arrays have shape [num_candidates].
+    A candidate releases the outliers [first, end) and [tail, num_outliers), and holds back all
+    others. But outliers that have waited for the maximum delay leave in any case, which the methods
+    do not count. Outliers are numbered as `WaitingDocuments` sorts them: by size class, from most
+    to least work, and then by age. All arrays have shape [num_candidates].
     """
 
     first: IntArray  # first outlier of the interval [first, end)
@@ -554,9 +556,9 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
         counts = np.unique(np.concatenate([counts, powers, eighths]))
     first, count, tail = (a.ravel() for a in np.meshgrid(starts, counts, starts, indexing="ij"))
     end = first + count
-    # A `count` of 0 (no outlier in the first interval) is kept only with tail = first: such a
-    # candidate releases [first, num_outliers). Every other candidate must hold something back
-    # between its two intervals, so that none is listed twice.
+    # List no choice twice. A choice with one interval, [tail, num_outliers), has a count of 0 and
+    # first = tail. A choice with two intervals must hold something back between them; otherwise
+    # they would be one interval.
     is_one = np.where(count > 0, (end < tail) & (first < num_outliers), tail == first)
     candidates = Candidates(first=first, end=end, tail=tail, num_outliers=num_outliers).at(is_one)
     taken = candidates.released(waiting.outlier_sums[0]) + waiting.ordinary_forced[0]

@@ -218,7 +218,7 @@ class _Choice:
 
     @property
     def known(self) -> RowsBetween:
-        """Numbers of rows from and to each rank (`between`), which the host must have read."""
+        """Numbers of rows from and to each rank. They are known once the host has read them."""
         assert self.between is not None, "rows may travel only after their numbers are read"
         return self.between
 

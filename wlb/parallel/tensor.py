@@ -82,14 +82,14 @@ def placement(name: str, mesh: Mesh) -> TpPlacement:
 
 
 class Products(NamedTuple):
-    """Tensor-parallel matrix products, forward and backward, with collectives, without autograd.
+    """Forward and backward of tensor-parallel matrix products, without autograd.
 
-    `gathered` layers gather rows before the product (column-parallel). `scattered` layers
-    reduce-scatter rows after the product (row-parallel).
+    The methods include the collectives. `gathered` layers gather rows before the product
+    (column-parallel). `scattered` layers reduce-scatter rows after the product (row-parallel).
     """
 
-    num_ranks: int
-    group_name: str
+    num_ranks: int  # number of TP ranks
+    group_name: str  # name of the TP group
 
     def size(self) -> int:
         """Return the number of TP ranks, as `wlb.parallel.collectives.Group` requires."""
