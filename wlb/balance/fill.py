@@ -85,8 +85,8 @@ def fill(
         num_ranks: Number of ranks. Bins [s * num_ranks, (s + 1) * num_ranks) are slot s.
         num: Micro-batches of each rank.
         cap: Most tokens of a bin.
-        heavy_slots: Number of slots, from the first on, whose bins may have more work than others
-            because one of their units has more. None = all.
+        heavy_slots: Number of slots, from the first on, that may have more than the mean work of a
+            slot if a single unit has more work than the mean work of a bin. None = all.
 
     Returns:
         The bin of each unit, or None if they do not fit.

@@ -188,9 +188,9 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
 
 def _starts(units: Units, rules: Rules, num: int) -> Iterator[IntArray | None]:
-    """Yield assignments of units to micro-batches (bins), as starting points for exchanges.
+    """Yield assignments of units to micro-batches (bins), which swaps of units then improve.
 
-    None stands for an assignment that is impossible, because units do not fit.
+    Yields None in place of an assignment in which the units do not fit.
     """
     ranks = rules.num_ranks
     yield _filled_by_rank(units, rules, num)

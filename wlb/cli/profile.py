@@ -282,7 +282,7 @@ def _attention_table(built: Any) -> Table:
 
 
 def blocks_words(table: Any) -> str:
-    """Return "priced" if an attention table has a time for thread blocks, else "no price"."""
+    """Return "priced" if an attention table prices a call's thread blocks, else "no price"."""
     return "priced" if table.blocks else "no price"
 
 

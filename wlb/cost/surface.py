@@ -109,17 +109,19 @@ class Surface:
 
 
 def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
-    """Lower throughput values until they grow at most in proportion to their sizes.
+    """Return throughput values, lowered until they grow at most in proportion to the sizes.
+
+    Otherwise the predicted time, size / throughput, would be shorter for a larger size.
 
     Args:
-        axis: Sizes, shape [n].
+        axis: Sizes, ascending, shape [n].
         values: Throughput at each size, shape [n].
     """
     return _limited((axis,), values)
 
 
 def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
-    """Lower throughput values until they grow at most in proportion to each of their two sizes.
+    """Return throughput values, lowered until they grow at most in proportion to each of two sizes.
 
     Args:
         axis0: Values of the first size, shape [n0].

@@ -102,7 +102,7 @@ class Position:
 
     @classmethod
     def opened(cls, folder: Path, owner: SlotOwner) -> "Position":
-        """Open this rank's slot in its node's file, which is created if necessary.
+        """Open the part of its node's file that belongs to this rank; create the file if necessary.
 
         Args:
             folder: The folder of failure records (`wlb.launch.failure.new_records`).

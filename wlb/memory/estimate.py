@@ -154,8 +154,8 @@ def _held_at_once(
 ) -> set[tuple[int, int, int]]:
     """Return what a rank stores before each of its backward passes, at one of which memory peaks.
 
-    If backward is split, the moments after the passes are returned too. This function computes what
-    is stored from the numbers of passes. The simulator counts the same bytes from its list of
+    If backward is split, the moments after the passes are returned too. This function calculates
+    how many passes have run at each moment. The simulator counts the same bytes from its list of
     passes (`wlb.simulate.peak_memory`).
 
     Args:

@@ -312,7 +312,7 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """Return x_TC plus attention's output, and a record to be passed to `Attend.add` (or None).
+        """Return x_TC plus attention's output, and the argument `attended` of `Attend.add`.
 
         Args:
             x_TC: Residual stream.

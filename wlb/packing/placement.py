@@ -85,7 +85,8 @@ class _Placement:
         self.rows: list[list[int]] = [[] for _ in range(num)]  # documents in each micro-batch
         self.rest: list[int] = []  # documents left over
         self.room = 0  # tokens that the step may still take
-        # For each micro-batch: its work at both prices, the larger of the two, and its tokens.
+        # For each micro-batch: its work at both prices of attention (`one` and `two`), the larger
+        # of the two, and its tokens.
         self._loads = [0] * num, [0] * num
         self._work, self._size = [0] * num, [0] * num
         # Heaps of (work, micro-batch) and (tokens, micro-batch), whose entries may be outdated.

@@ -112,7 +112,7 @@ def checked_all_to_all(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Run all-to-alls with few and with many values, so that each pair of ranks is connected.
 
-    `_ROWS` has the sizes.
+    NCCL makes other connections for large calls than for small ones. `_ROWS` has the sizes.
 
     Args:
         name: Name of the group, for messages.

@@ -107,7 +107,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        """Store the gradient of the product."""
+        """Store the product's gradient for the autograd function that saved x."""
         ctx.grads[ctx.i] = grads[0]
         return None, None, None, None, None
 

@@ -49,7 +49,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its content, with the character BEGIN before it and END after it."""
+        """Return the content of a generation block, between the characters BEGIN and END."""
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))
@@ -79,8 +79,8 @@ def compiled(source: str) -> tuple[Template, dict[str, Any]]:
     """Compile a template with the settings of transformers.
 
     Returns:
-        The template, and the answer about it: "generation" (whether it has generation blocks) and
-        "used" (names of its variables).
+        The template, and two facts about it: "generation" (whether it has generation blocks) and
+        "used" (names of the variables that it uses).
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -106,7 +106,7 @@ def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
 
 
 class _OnStream:
-    """Replaces torch.cuda.stream. It is a class because torch.compile checks for instances."""
+    """Replaces torch.cuda.stream. torch.compile uses it in isinstance, so it must be a class."""
 
     def __init__(self, stream: FakeStream | None) -> None:
         self.stream = stream

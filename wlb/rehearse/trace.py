@@ -15,7 +15,7 @@ def write_trace(path: Path, ranks: Sequence[RankResult]) -> None:
 
     Args:
         path: The file.
-        ranks: Results of ranks that were rehearsed with `traces`.
+        ranks: Results of ranks whose rehearsal has recorded kernels and transfers (`GPU.traces`).
     """
     events: list[dict[str, Any]] = []
     for rank in ranks:

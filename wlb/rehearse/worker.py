@@ -1,8 +1,9 @@
 """The worker process of a rehearsal, which plans each run once and forks a process for each rank.
 
 `wlb rehearse` starts it as `python -m wlb.rehearse.worker REQUESTS`, where REQUESTS is a file of
-pickled `Request`s. The worker loads the shim before torch. Into the folder of each request it
-writes rank-N.pkl for each rank, or refused.txt if the run would be refused on the cluster.
+pickled `Request`s. Before torch, the worker loads the library that lets autograd run without a
+GPU (`shim.py`). Into the folder of each request it writes rank-N.pkl for each rank, or refused.txt
+if the run would be refused on the cluster.
 """
 
 import importlib

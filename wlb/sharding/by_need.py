@@ -1,7 +1,7 @@
-"""Candidates of strategy `balanced` that cut few documents.
+"""Candidate plans of the strategy `balanced` that cut few documents.
 
-They save communication in two cases: a `needed` exchange moves only the rows that ranks read, and
-linear-attention layers need a summary of the tokens before each span that is cut off.
+Fewer cuts save communication in two cases: a `needed` exchange moves only the rows that ranks read,
+and linear-attention layers need a summary of the tokens before each span, if other ranks have them.
 
 - A document is cut among as few ranks as its work requires (`fill`).
 - A document is cut among nodes only if one node cannot take all of it (`nodes`). If attention hides
@@ -62,7 +62,9 @@ STRATEGY = "balanced"
 
 
 def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Return plans in which ranks need few keys from other ranks, for the exchange "needed".
+    """Return candidate plans in which ranks need few keys of other ranks, for exchange "needed".
+
+    The caller chooses the fastest candidate.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].

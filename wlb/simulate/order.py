@@ -20,7 +20,7 @@ from wlb.spec import PipelineSection, Schedule
 
 
 class PassKind(StrEnum):
-    """Kinds of passes of a micro-batch through a stage; the letters are torch's."""
+    """Kinds of passes of a micro-batch through a stage; torch's schedules use the same letters."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -80,8 +80,8 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
             )
         raise UserError(
             f"an interleaved schedule with parallel.pp = {pp} processes the {n} micro-batches of a "
-            f"pipeline in {n // pp} rounds, which must have equally many; make the number of "
-            "micro-batches per pipeline a multiple of parallel.pp"
+            f"pipeline in {n // pp} rounds, each of which must have equally many "
+            "micro-batches; make their number a multiple of parallel.pp"
         )
     return tuple(_rank_order(pipeline, rank, pp, n) for rank in range(pp))
 

@@ -303,9 +303,9 @@ def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = No
     """Return the number of consecutive ranks to assume for an FSDP group when it is priced.
 
     The price of a collective assumes that the group's members are spread evenly over consecutive
-    ranks. But an FSDP group has the ranks of one stage. In these, neighbours in CP are `tp` ranks
-    apart, and neighbours in DP a whole pipeline. The result is the number of consecutive ranks over
-    which an even spread puts as many members into each node as are really there.
+    ranks. An FSDP group is not: its neighbours in CP are `tp` ranks apart, and its neighbours in DP
+    are a whole pipeline apart. With the returned number of ranks, the assumption puts as many
+    members into each node as the node really has.
 
     Args:
         parallel: Degrees of parallelism.

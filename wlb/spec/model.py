@@ -81,10 +81,10 @@ class RopeScaling:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Limits (low, high) for the turns of a channel pair, between which it is scaled in part.
+        """The limits (low, high) of the key `turns`, or the defaults of YaRN or Llama 3.
 
-        They count full turns of RoPE within the original context. They are `turns` or, if `turns`
-        is empty, the defaults of YaRN or Llama 3.
+        A pair of channels whose number of full turns within the original context is between both
+        limits is scaled in part.
         """
         if not self.turns:
             return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)

@@ -48,7 +48,7 @@ process does not create a CUDA context."""
 
 
 def probe_here(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn(*args)` in this process. For processes that will use the GPU anyway."""
+    """Call `fn(*args)` in this process, which will use the GPU anyway."""
     return fn(*args)
 
 

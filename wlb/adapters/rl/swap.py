@@ -21,7 +21,7 @@ class Swap:
         self.theirs: dict[str, Any] = {}  # the library's original functions, by "module:name"
 
     def install(self) -> None:
-        """Replace the library's functions. A second call changes nothing."""
+        """Replace the functions given to the constructor. A second call changes nothing."""
         for place, ours in self.functions.items():
             module, name = place.split(":")
             try:
@@ -33,7 +33,7 @@ class Swap:
                 self._everywhere(found, ours)
 
     def uninstall(self) -> None:
-        """Restore the library's functions."""
+        """Restore the original functions of the library."""
         for place, theirs in self.theirs.items():
             self._everywhere(self.functions[place], theirs)
         self.theirs.clear()

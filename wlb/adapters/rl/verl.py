@@ -173,8 +173,9 @@ def _lengths(batch: Any) -> list[int]:
 def balance_batch(theirs: Any) -> Any:
     """Wrap the V1 trainer's `_balance_batch` so that it also balances the actor's mini-batches.
 
-    A rank later takes its samples in order to form mini-batches, so the wrapped method arranges
-    each rank's samples accordingly. `actor.shuffle` must be off, because it would change the order.
+    A rank later cuts its list of samples into mini-batches, from the first sample to the last. So
+    the wrapped method sorts each rank's samples by mini-batch. `actor.shuffle` must be off, because
+    it would change the order.
 
     The wrapped method raises UserError for the loss "seq-mean-token-sum-norm" without
     `actor.loss_scale_factor`, because the value of that loss depends on which samples share a

@@ -260,10 +260,12 @@ def _hours(share: float) -> str:
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
-    """Return whether the loss gives labels of the longest documents clearly more or less weight.
+    """Return whether the loss weights labels of the longest documents differently from others.
+
+    Differences below `UNEVEN_WEIGHT` do not count.
 
     Args:
-        summary: Result of the policy.
+        summary: Result of packing with a policy.
         normalizer: The run's training.loss_normalizer. With a constant one all weights are equal.
     """
     is_even = abs(summary.long_weight - 1) < UNEVEN_WEIGHT

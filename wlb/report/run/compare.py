@@ -17,7 +17,7 @@ IGNORED_KEYS = ("run.name", "run.output_dir", "run.stop_file")
 
 
 def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
-    """Return a table of the runs' results and, if configuration keys differ, a table of them."""
+    """Return a table of results and, if configuration keys differ, a second table of these keys."""
     names, figures = run_names(runs), [figures_of(run) for run in runs]
     rows = [(name, [cells[name] for cells in figures]) for name in figures[0]]
     differing = differences([to_dict(run.spec) for run in runs])

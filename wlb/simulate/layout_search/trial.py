@@ -296,9 +296,11 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
-    """Return the prices of one step of one pipeline whose micro-batches share all work equally."""
+    """Return the prices of one step of one pipeline, if all micro-batches had equal work.
+
+    Each micro-batch has an equal share of the tokens and of the attention of the whole sample.
+    """
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
-    # The tokens and the attention of the whole sample are divided evenly over all micro-batches.
     num = len(sample.batches) * spec.num_micro_batches
     lengths, counts = np.unique(sample.pieces(window), return_counts=True)
     tokens = min(window, -(-sample.num_tokens // num))

@@ -48,9 +48,9 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _make_locked_token(path: Path) -> int:
-    """Create the file for which all ranks will look, lock it, and return its descriptor.
+    """Create the empty marker file for which all ranks look, lock it, and return its descriptor.
 
-    The file is empty. Closing the descriptor releases the lock.
+    Closing the descriptor releases the lock.
     """
     for _ in attempts(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

@@ -111,7 +111,7 @@ class JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         """Write a record as a line.
 
-        A table or timeline of ranks is left out if all of them together would exceed
+        A table or timeline of ranks is left out if it and all those written before it would exceed
         `MOST_TABLE_BYTES`.
         """
         text = json.dumps(record)
