@@ -84,9 +84,7 @@ def test_dealing_gives_equal_numbers_and_near_equal_work() -> None:
     again = int_array("w", [10, 8, 8, 7, 7, 2])
     assert again[assign_micro_batches(again, again, 2)].sum(1).tolist() == [20, 22]
     assert assign_micro_batches(work, work, 1).tolist() == [[0, 1, 2, 3, 4, 5]]
-    with pytest.raises(
-        ValueError, match="6 micro-batches, but their number must be a multiple of the 4 pipelines"
-    ):
+    with pytest.raises(ValueError, match="6 micro-batches, which is not a multiple of dp = 4"):
         assign_micro_batches(work, work, 4)
 
 

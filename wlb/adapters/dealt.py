@@ -144,7 +144,7 @@ class DealtSteps:
                 bad = int(self._ids.row(pieces.document)[pieces.start.argmax()])
                 raise UserError(
                     f"document {bad} was cut into pieces because it is longer than the context "
-                    "window, but this loop trains whole rows; truncate the document in the "
+                    "window, but this training loop takes only whole documents; truncate it in the "
                     "dataset, or raise the context window"
                 )
             made.append(self._ids.row(pieces.document))

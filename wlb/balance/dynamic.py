@@ -63,10 +63,10 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
     while True:
         if num > units.work.size:
             raise UserError(
-                f"{rules.name}: {units.work.size} samples (those of an atom count as one) are too "
-                f"few for {num} micro-batches on each of {ranks} ranks, because each micro-batch "
-                "needs at least one; give more samples, or raise max_tokens so that fewer "
-                "micro-batches suffice"
+                f"{rules.name}: {units.work.size} samples (those with equal `atoms` count as one) "
+                f"are too few for {num} micro-batches on each of {ranks} ranks, because each "
+                "micro-batch needs at least one; give more samples, or raise max_tokens so that "
+                "fewer micro-batches suffice"
             )
         level = max(total / (ranks * num), float(units.work[0]) / most)
         placed = _place(units, rules, num, level, most)

@@ -32,8 +32,9 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
     """
     if work.size < num:
         raise UserError(
-            f"{work.size} samples (those of a group or an atom count as one) are too few for "
-            f"mini_batches = {num}, because each mini-batch needs at least one; lower mini_batches"
+            f"{work.size} samples (those with equal `groups` or `atoms` count as one) are too few "
+            f"for mini_batches = {num}, because each mini-batch needs at least one; lower "
+            "mini_batches"
         )
     order = np.lexsort((-work, -samples))
     out = np.empty(work.size, np.int64)

@@ -66,8 +66,8 @@ def solve(units: Units, rules: Rules) -> Placed:
     while True:
         if rules.num_ranks * num > units.work.size:
             raise UserError(
-                f"{rules.name}: {units.work.size} samples (those of an atom count as one) are too "
-                f"few for {num} micro-batches of at most {rules.cap} tokens on each of "
+                f"{rules.name}: {units.work.size} samples (those with equal `atoms` count as one) "
+                f"are too few for {num} micro-batches of at most {rules.cap} tokens on each of "
                 f"{rules.num_ranks} ranks, because each micro-batch needs at least one; give more "
                 "samples, use fewer ranks, or raise max_tokens so that fewer micro-batches suffice"
             )

@@ -66,8 +66,8 @@ class MonotoneTable:
             return self.dense[lengths.astype(np.int64)]
         if lengths.max() > _LONGEST:
             raise UserError(
-                f"a piece of {lengths.max():.0f} tokens is too long to be priced; give pieces of at "
-                f"most {_LONGEST} tokens"
+                f"a piece of {lengths.max():.0f} tokens is too long to be priced; give pieces of "
+                f"at most {_LONGEST} tokens"
             )
         dense = self.dense[np.minimum(lengths, self.dense.size - 1).astype(np.int64)]
         # Interpolate between the knots on both sides.

@@ -64,8 +64,8 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
     """Return a rank's index along each axis of the mesh; tp varies fastest, then cp, pp and dp."""
     if not 0 <= rank < parallel.world_size:
         raise UserError(
-            f"rank = {rank} must be from 0 to {parallel.world_size - 1}, because "
-            f"{parallel} has {parallel.world_size} ranks"
+            f"rank = {rank} must be from 0 to {parallel.world_size - 1}, because tp x cp x pp x dp "
+            f"= {parallel.world_size}"
         )
     rank, tp = divmod(rank, parallel.tp)
     rank, cp = divmod(rank, parallel.cp)

@@ -72,8 +72,8 @@ class World:
             )
         if self.world_size > 1 and not (self.rendezvous_file or self.master_port):
             raise UserError(
-                f"{self.world_size} ranks must agree on a place to connect; give "
-                "master_address and master_port, or rendezvous_file"
+                f"{self.world_size} ranks cannot connect without master_port or rendezvous_file; "
+                "give master_address and master_port, or rendezvous_file"
             )
 
 

@@ -264,8 +264,8 @@ class Planner:
         if state is not None:
             planner.check_planner_state(state, self.source, packers=self.packers)
         at = state or self.start()
-        # A state at the end of the data still has the plans of the flush. Yield these first, then
-        # reopen the state and read the further epochs.
+        # A state at the end of the data still has the plans of the flush. Yield these first. A run
+        # that was given more epochs then continues with them.
         had_ended = at.exhausted
         while True:
             plan = self.next(at)

@@ -143,24 +143,25 @@ def _type_without_head_norms(spec: ModelSpec) -> str:
     experts = spec.experts
     if spec.sliding_window:
         raise UserError(
-            f"model.sliding_window = {spec.sliding_window} cannot be exported with experts but "
-            "without model.qk_norm, because of the supported models with experts only Qwen3-MoE "
-            "has windows; train with model.qk_norm = true or without windows"
+            f"model.sliding_window = {spec.sliding_window} cannot be exported: without "
+            "model.qk_norm the model would be exported as Mixtral or OLMoE, but of the models with "
+            "experts that wlb supports only Qwen3-MoE has windows; train with model.qk_norm = true "
+            "or with model.sliding_window = 0"
         )
     if spec.num_expert_layers < spec.num_layers:
         raise UserError(
             f"model.experts.every = {experts.every} and model.experts.dense_layers = "
-            f"{list(experts.dense_layers)} cannot be exported without model.qk_norm, because "
-            "Mixtral and OLMoE have experts in every layer; train with model.qk_norm = true or "
-            "with experts in every layer"
+            f"{list(experts.dense_layers)} cannot be exported without model.qk_norm: without it "
+            "the model is exported as Mixtral or OLMoE, which have experts in every layer; train "
+            "with model.qk_norm = true or with experts in every layer"
         )
     if spec.qk_norm_rows:
         return "olmoe"
     if not experts.normalised:
         raise UserError(
-            "model.experts.normalised = false cannot be exported without model.qk_norm, because "
-            "Mixtral divides expert scores by their sum; train with model.experts.normalised = "
-            "true"
+            "model.experts.normalised = false cannot be exported without model.qk_norm: without "
+            "it the model is exported as Mixtral, which divides expert scores by their sum; train "
+            "with model.experts.normalised = true or model.qk_norm = true"
         )
     return "mixtral"
 

@@ -60,8 +60,8 @@ class TuningGrid:
         none = [p for p in self.prices if not 0 < p < float("inf")]
         if none:
             raise UserError(
-                f"prices contains {none[0]}, but each value must be finite and above 0; give factors by "
-                "which to multiply the default delay price, such as 0.5 or 2"
+                f"prices contains {none[0]}, but each value must be finite and above 0; give "
+                "factors by which to multiply the default delay price, such as 0.5 or 2"
             )
         bad = [t for t in self.thresholds if not 0 < t <= 1]
         if bad:
