@@ -141,7 +141,7 @@ def test_what_is_outside_is_told_by_the_curve_for_whole_documents():
         ({"num_heads": 3}, "num_heads = 3 must be a multiple of attention.num_kv_heads = 2"),
         ({"backends": "sdpa"}, "backends = 'sdpa' must be a list of kernel names"),
         ({"backends": ()}, "backends is empty"),
-        ({"reach": np.ones(5)}, "one entry for each measured number of query rows"),
+        ({"reach": np.ones(5)}, "one for each number of query rows"),
     ],
 )
 def test_wrong_tables_are_refused(change, message):

@@ -262,9 +262,9 @@ class AttentionTable:
             object.__setattr__(self, "reach", np.array(self.reach, np.float64))
             if self.reach.shape != self.forward.axis0.shape:
                 raise UserError(
-                    f"attention.reach has shape {self.reach.shape}, but it must have one entry for "
-                    "each measured number of query rows (attention.forward, first axis), of which "
-                    f"there are {self.forward.axis0.size}; measure the profile again"
+                    f"attention.reach has shape {self.reach.shape}, but must have "
+                    f"{self.forward.axis0.size} entries, one for each number of query rows on the "
+                    "first axis of attention.forward; measure the profile again"
                 )
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):

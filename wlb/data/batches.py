@@ -352,8 +352,9 @@ class GlobalBatches(SourceBatches):
         first = state["epoch"] * self._lengths.size + state["position"]
         if first > MOST_COUNT:
             raise UserError(
-                f"the state of the corpus has epoch = {state['epoch']}, which is too large; resume "
-                f"from another checkpoint"
+                f"the state of the corpus has epoch = {state['epoch']}, after which {first} "
+                f"documents would have been read, more than {MOST_COUNT}; resume from another "
+                "checkpoint"
             )
         return first
 

@@ -45,8 +45,8 @@ class AttentionCall:
             )
         if not 0 <= self.max_q <= self.num_queries or not 0 <= self.max_k <= self.num_keys:
             raise UserError(
-                "max_q must be from 0 to num_queries, and max_k from 0 to num_keys, but the call "
-                f"is {self}"
+                f"max_q = {self.max_q} must be from 0 to num_queries = {self.num_queries}, and "
+                f"max_k = {self.max_k} from 0 to num_keys = {self.num_keys}"
             )
 
 

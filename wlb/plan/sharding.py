@@ -83,7 +83,7 @@ class RankTimes:
 
     @property
     def slowest_kernels_ns(self) -> int:
-        """The longest forward time of a rank plus the longest backward time of a rank."""
+        """Longest forward time of a rank's attention kernels, plus the longest backward time."""
         return int(self.forward_ns.max()) + int(self.backward_ns.max())
 
 
@@ -219,8 +219,8 @@ class ShardingPlan(RankTimes):
         """
         if (most := int(self.tokens.max())) > local_tokens:
             raise UserError(
-                f"local_tokens = {local_tokens} must be at least {most}, the number of tokens of "
-                f"the CP rank that has most tokens"
+                f"local_tokens = {local_tokens} must be at least {most}, because a CP rank has "
+                "this many tokens"
             )
         rows = np.empty(self.num_tokens, np.int64)
         for rank in range(self.cp):

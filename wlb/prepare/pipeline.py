@@ -99,8 +99,8 @@ def prepare_store(
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(os.path.realpath(options.out)).parents:
             raise UserError(
-                f"--out {options.out} is in the input folder {folder}, so that the next call "
-                f"would read the store as input; give --out a path outside of the input folders"
+                f"--out {options.out} is in the input folder {folder}, so the next call would read "
+                f"the store as input; give --out a path outside of the input folders"
             )
     unit, out = options.text_unit, options.out
     files, skipped, unreadable = list_inputs(options.inputs, text_unit=unit, out=out)
@@ -183,8 +183,8 @@ class _Preparation:
             ours.add(manifest_digest(self.manifest))
         if _mark_of(heldout) not in ours:
             raise UserError(
-                f"the store {heldout} would be replaced or removed, but was not made together with "
-                f"the store {out}; give another --out, or move {heldout} away"
+                f"a store at --out {out} would replace or remove the store {heldout}, which was "
+                f"not made together with it; give another --out, or move {heldout} away"
             )
 
     def finished(self) -> StoreReport | None:

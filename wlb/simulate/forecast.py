@@ -184,7 +184,8 @@ def forecast(
     steps = tuple(sharded_steps(planner, dp=spec.parallel.dp))
     if not steps:
         raise UserError(
-            "the corpus has too few tokens for one step; raise data.epochs, or use a larger corpus"
+            "the corpus has too few tokens for one step (a global batch has "
+            f"{spec.tokens_per_step}); raise data.epochs, or use a larger corpus"
         )
     return Forecast(
         spec=spec,

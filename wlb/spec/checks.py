@@ -70,7 +70,7 @@ def _check_evaluation(spec: RunSpec) -> None:
         raise UserError(
             f"eval.interval = {spec.eval.interval} and eval.interval_tokens = "
             f"{spec.eval.interval_tokens} are both set, but a run can use only one of them; set "
-            f"the other to 0"
+            "one to 0"
         )
 
 

@@ -87,8 +87,8 @@ class ClusterSection:
     )
     tp_overlap: float = key(
         0.0,
-        "share of the time of TP's collectives that is predicted to overlap with matrix products; "
-        "0 = no overlap, although some collectives overlap in wlb's backward",
+        "share of the time of TP's collectives, from 0 to 1, that is predicted to overlap with "
+        "matrix products; 0 = none (in a run, some collectives do overlap in backward)",
         at_least=0,
         at_most=1,
     )

@@ -61,7 +61,11 @@ class RopeScaling:
         at_most=1000,
     )
     original_context: int = key(
-        8192, "context length in pre-training", unit="tokens", at_least=1, at_most=2**40
+        8192,
+        "with kind = llama3 or yarn: context length in pre-training, before RoPE was scaled",
+        unit="tokens",
+        at_least=1,
+        at_most=2**40,
     )
 
     @property

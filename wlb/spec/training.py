@@ -50,7 +50,7 @@ class RateSchedule(StrEnum):
 class TrainingSection:
     """Section [training]: steps, optimiser, precision, loss, recomputation and compilation."""
 
-    steps: int = key(1000, "optimiser steps", unit="steps", at_least=1, at_most=10**9)
+    steps: int = key(1000, "number of optimiser steps", unit="steps", at_least=1, at_most=10**9)
     learning_rate: float = key(3e-4, "peak learning rate of AdamW", above=0, at_most=1e30)
     min_learning_rate: float = key(
         3e-5,

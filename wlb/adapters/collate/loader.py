@@ -129,9 +129,9 @@ def check_targets(planner: Planner, reader: TokenReader) -> None:
         )
     if counts and not masks:
         raise UserError(
-            "the planner counts only the tokens that its store trains, but "
+            "the planner counts only the tokens that its store marks as trained, but "
             f"{type(reader).__name__} trains all tokens; use StoreReader, or another reader that "
-            "masks the labels of the other tokens"
+            "masks the labels of all other tokens"
         )
 
 
@@ -193,7 +193,7 @@ class PlannedLoader(PlannedRank):
                     f"{None if plan is None else plan.step}; let open_planner return the same "
                     "planner in every process"
                 )
-            # Advance before the yield: if the loop saves a checkpoint after training this step,
-            # the state must already be after the step.
+            # Advance before the yield: if the loop saves a checkpoint after training this step, the
+            # saved state must be the state after the step.
             self._state = plan.state
             yield loaded

@@ -147,7 +147,7 @@ def rearrange_micro_batches(
     if len(lengths) % force_group_size:
         raise UserError(
             f"the number of samples, {len(lengths)}, must be a multiple of force_group_size = "
-            f"{force_group_size}; change one of the two"
+            f"{force_group_size}; add or remove samples, or change force_group_size"
         )
     how = Cut(
         max_tokens=int(max_token_len),

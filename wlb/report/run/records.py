@@ -334,9 +334,9 @@ def _tables(lines: list[_Line]) -> list[RankTable]:
     tables = [RankTable.from_json(line) for line in lines]
     if len(sizes := {table.measured_us.size for table in tables}) > 1:
         raise UserError(
-            f"metrics.jsonl has tables of all ranks' times with {sorted(sizes)} ranks, but all "
-            f"tables after the last change of the layout must have equally many ranks; remove the "
-            f"wrong lines"
+            f"metrics.jsonl has lines of kind 'ranks' with the times of {sorted(sizes)} ranks, but "
+            "after the last change of the layout all such lines must have the same number of "
+            "ranks; remove the lines with another number"
         )
     return tables
 
