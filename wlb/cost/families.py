@@ -643,7 +643,7 @@ def _mamba2(
 
 
 def _mamba_layer(config: ConfigFields) -> Mixer:
-    """Return the costs of Mamba 2 from the field names of Bamba, Granite 4 and Falcon H1."""
+    """Return the costs of Mamba 2, read from the fields that Bamba, Granite 4 and Falcon H1 use."""
     heads, inner = config.whole("mamba_n_heads"), config.whole("mamba_expand") * config.hidden
     inner = config.whole("mamba_d_ssm", inner)
     dim = inner // heads if config.get("mamba_d_head") == "auto" else config.whole("mamba_d_head")

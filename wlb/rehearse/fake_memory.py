@@ -126,7 +126,7 @@ class Footprint:
             self._resize(record, 0)
 
     def read(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that the next kernel of `stream` reads a tensor, and check for a race.
+        """Record that the next kernel of `stream` reads a tensor, and check for a race.
 
         Raises:
             RehearsalFault: If `stream` has not waited for the stream that wrote the tensor.
@@ -142,7 +142,7 @@ class Footprint:
         record.uses[stream.id] = stream.seen[stream.id] + 1
 
     def write(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that the next kernel of `stream` writes a tensor, and check for a race.
+        """Record that the next kernel of `stream` writes a tensor, and check for a race.
 
         Raises:
             RehearsalFault: If `stream` has not waited for all other streams that use the tensor.
@@ -159,12 +159,12 @@ class Footprint:
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def made(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that the next kernel of `stream` writes the first content of a new tensor."""
+        """Record that the next kernel of `stream` writes the first content of a new tensor."""
         record = self.add(tensor)
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def landed(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that the latest transfer on `stream` fills a tensor, and record an event after it.
+        """Record that the latest transfer on `stream` fills a tensor, and record an event after it.
 
         With this event, `wait_for` waits for this transfer but not for later transfers.
         """
@@ -179,7 +179,7 @@ class Footprint:
             stream.wait_stream(GPU.streams[record.writer])
 
     def record_stream(self, tensor: Any, stream: FakeStream) -> None:
-        """Note that `stream` uses a tensor, so its memory is not reused before that work has ended.
+        """Record that a tensor's memory is not reused before the work of `stream` on it has ended.
 
         This replaces Tensor.record_stream.
         """
@@ -226,7 +226,7 @@ class Footprint:
         self.requests.append(AllocatorRequest(record.number, size, record.stream.id, *at))
 
     def _note_uses(self, record: _Storage) -> None:
-        """Note which streams may still use a storage that is being freed.
+        """Record which streams may still use a storage that is being freed.
 
         From now on, the stream that allocated the storage may reuse its memory.
         """

@@ -238,7 +238,7 @@ class _Hosts:
             self.at[rank] += 1
 
     def _arrive(self, rank: int, where: Communicator | None) -> bool:
-        """Note that a rank has reached its next collective, which is in communicator `where`.
+        """Record that a rank has reached its next collective, which is in communicator `where`.
 
         If all other members have already reached the collective, all members advance to their next
         message.

@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
         outs: list[Tensor],
         stream: FakeStream,
     ) -> None:
-        """Note which tensors a kernel reads and writes, and check for races between streams.
+        """Record which tensors a kernel reads and writes, and check for races between streams.
 
         Args:
             func: The operator.

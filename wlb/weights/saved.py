@@ -1,4 +1,4 @@
-"""Read and write the weights of a checkpoint in one process, whichever ranks saved it.
+"""Read and write the weights of a checkpoint in one process, however many ranks saved it.
 
 `open_saved` verifies the checksums of all files. Afterwards only requested tensors are read.
 """

@@ -58,7 +58,7 @@ class SaveCheckpoints(Hook):
         self._tallies: dict[int, Tally] = {}
 
     def begin(self, run: RunContext) -> None:
-        """Note that the run's totals (`Tally`) are zero now, in case a rollback returns here."""
+        """Record that the run's totals (`Tally`) are zero now, in case a rollback returns here."""
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
