@@ -110,12 +110,11 @@ class _MarkedText:
         return sorted({n // 2 for n, (a, b) in self.fields.items() if start <= a and b <= stop})
 
     def messages_around(self, start: int, stop: int, num_messages: int) -> list[int]:
-        """Return the numbers of the messages to which `text[start:stop]` may belong.
+        """Return indices of the messages to which `text[start:stop]` may belong, likeliest first.
 
-        This part of the text has no content or reasoning, so the messages around it are guessed.
-        One message has the last content or reasoning before the part, and another the first one
-        after it. The messages between these two come first, because they are the most likely. Then
-        come these two.
+        This part of the text has no content or reasoning of a message, so its message is guessed.
+        Let a be the message with the last content or reasoning before the part, and b the message
+        with the first one after it. The result is a + 1, ..., b - 1, then a, then b.
 
         Args:
             start: Where in `text` the part begins.
