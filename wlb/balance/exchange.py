@@ -62,7 +62,7 @@ class SharedBins:
 
     @classmethod
     def of(cls, units: tuple[FloatArray, FloatArray, FloatArray], bin_of: IntArray, rank: IntArray):
-        """Make the record of the units that each bin has, from the bin of each unit.
+        """Make the record from the bin of each unit.
 
         Args:
             units: Work, tokens and samples of each unit, with a last entry of 0.

@@ -207,6 +207,8 @@ def best_fit(tokens: FloatArray, *, num: int, cap: int) -> IntArray | None:
 def fill_empty(bin_of: IntArray, work: FloatArray, group: IntArray) -> None:
     """Move one unit into each empty bin: the bin with most units gives its unit with least work.
 
+    A bin is one rank's micro-batch, and a unit is a sample or several samples that stay together.
+
     Args:
         bin_of: Bin of each unit, changed in place.
         work: Work of each unit.

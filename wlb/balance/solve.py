@@ -223,7 +223,7 @@ def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
 
 
 def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) -> IntArray:
-    """Sort each rank's bins by descending work, so that bins of similar work run together.
+    """Sort each rank's micro-batches by descending work, so that similar ones run together.
 
     Args:
         work: Work of each unit.

@@ -30,7 +30,7 @@ from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, convert_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPacker(PolicyPacker):
-    """Packs whole documents into bins with a limit on tokens.
+    """Packs whole documents into bins (micro-batches) with a limit on tokens.
 
     In its carry, slot 0 has the documents that were left over by the last packing that made steps.
     Slot i has the documents of the i-th batch that arrived after that packing.

@@ -195,7 +195,10 @@ class Packs:
 
 
 class PackedBatches(SourceBatches):
-    """The source of global batches of a run with saved packs: one batch for each saved step."""
+    """The source of global batches of a run that trains saved packs: a batch for each saved step.
+
+    A batch has the documents of its step (`Packs`).
+    """
 
     def __init__(self, packs: Packs, source: Source, *, epochs: int = 0) -> None:
         """Read batches from saved packs.

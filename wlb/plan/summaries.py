@@ -68,7 +68,8 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
     # run in it.
     last = np.full((int(piece.max()) + 1, plan.cp), -1, np.int64)
     np.maximum.at(last, (piece, rank), place)
-    needs = last[piece] > place[:, None]  # [num_runs, cp]: whether a rank reads a run's summary
+    # For each run of spans and each rank: whether the rank reads the run's summary.
+    needs = last[piece] > place[:, None]
     needs[np.arange(piece.size), rank] = False
     np.add.at(moved.T, rank, needs.astype(np.int64))
     return moved

@@ -301,7 +301,7 @@ class _LedRanks:
     def follow(self) -> None:
         """Measure each point that rank 0 broadcasts, until rank 0 calls `release`.
 
-        Return at once on rank 0.
+        A point is a collective and a size. On rank 0 this returns at once.
         """
         while self.world.rank and not self.released:
             point = self._broadcast(None)

@@ -63,8 +63,8 @@ def held_up(programs: Programs) -> list[HeldUp]:
             assert message.communicator is not None
             before = posted[message.communicator]
             for peer, indices in before.items():
-                # Transfer i runs after all earlier transfers with this peer that are in another
-                # batch. It is enough to check the latest of them.
+                # Transfer i runs after all earlier transfers with this peer, except those that NCCL
+                # starts together with it. It is enough to check the latest of them.
                 first = next((j for j in reversed(indices) if _stands_before(program, j, i)), None)
                 if peer == message.op or first is None:
                     continue

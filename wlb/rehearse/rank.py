@@ -288,7 +288,7 @@ def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _weights_without_values(fakes: FakeTensorMode) -> Iterator[None]:
-    """Make all weights that are created in the block fake, so that no random values are drawn."""
+    """Within the block, create all weights as fake tensors, so that no random values are drawn."""
     before = build.initial_weight
 
     def initial_weight(name: str, shape: Any, *_: Any, **__: Any) -> torch.Tensor:

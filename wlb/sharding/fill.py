@@ -285,7 +285,7 @@ def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -
 
 
 def _insert(pool: list[FillPart], part: FillPart) -> None:
-    """Insert a part into the pool, which stays sorted by descending work per token."""
+    """Insert a part into `pool`, a list of parts sorted by descending work per token."""
     k = len(pool)
     while k and pool[k - 1].density < part.density:
         k -= 1

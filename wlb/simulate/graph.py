@@ -48,8 +48,8 @@ class Node(NamedTuple):
     """A node of the graph of a step: one event, such as a pass or a collective."""
 
     kind: NodeKind
-    rank: int  # pipeline rank; of a message the receiving rank; -1: all ranks
-    stage: int  # stage; of a message the sending stage; -1: all stages
+    rank: int  # pipeline rank (of a message: the one that receives it); -1 means all ranks
+    stage: int  # stage (of a message: the one that sends it); -1 means all stages
     # The pass, or the pass whose output the message carries. None for other kinds of nodes.
     action: Action | None = None
 

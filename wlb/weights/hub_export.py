@@ -140,8 +140,8 @@ def _write_shards(
             parameter.add_to(values, read.pop(parameter.name))
         # transformers cannot load files without this metadata.
         _save_file(values, folder / name, metadata={"format": "pt"})
-        # Newer versions of safetensors create files that only the user can read. Set the
-        # permissions of the folder instead.
+        # Newer versions of safetensors create files that only the user can read. Let those read and
+        # write the file who can read and write the folder.
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())

@@ -32,7 +32,7 @@ class _SharedRows(NamedTuple):
     """
 
     kept: Tensor  # indices of the local rows that are in the pool
-    # for each rank, the indices of the entries of `kept` that are sent to it; none twice
+    # for each rank, the indices of the entries of `kept` that are sent to it, each index once
     sent: tuple[Tensor, ...]
     received: list[int]  # number of rows that come from each rank
 

@@ -247,8 +247,8 @@ class TrialRunner:
             is_sharded: Whether to shard the packed steps. Otherwise all CP ranks get equal work.
         """
         caps = effective_caps(spec)
-        # S_max and T depend on the section and on memory. Packed steps depend only on the resulting
-        # S_max and T, so the key has these instead of the section's values.
+        # The [packing] section and the memory determine S_max and T (`caps`). Packed steps depend
+        # only on the resulting S_max and T, so the key has these instead of the section's values.
         key = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0), caps
         simulator = Simulator(spec=spec, cost=self.cost)
         if key not in self.plans:

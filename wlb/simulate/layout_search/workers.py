@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True, kw_only=True)
 class Workers:
-    """A context manager that runs tasks on several processes, or with jobs = 1 in this process.
+    """A context manager that runs tasks in several processes. With one job, it uses this process.
 
     With more than one job, functions, tasks and results must be picklable.
     """

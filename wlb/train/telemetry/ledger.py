@@ -250,9 +250,9 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
 def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
     """Return the length of each document that was read before `state` was saved, by (source, id).
 
-    Documents are read in batches of the size that the run has now, which may have been another when
-    `state` was saved. So documents of the last batch that are behind the read position are left
-    out.
+    The run may have had global batches of another size when `state` was saved. Documents are read
+    in batches of its present size, so the last batch may have documents that come after the read
+    position of `state`. These are left out.
     """
     found: dict[tuple[int, int], int] = {}
     end = _position(state.corpus)
