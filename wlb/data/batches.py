@@ -547,8 +547,9 @@ def batch_after(
         state: The state before the batch.
         documents: Documents of the batch.
         read: Entries of the new state that say how many documents were read.
-        missing: Tokens that the batch needed. If the documents have more, the excess is the new
-            state's surplus.
+        missing: Tokens that the batch lacked before these documents were read. The documents are
+            whole, so they may have more tokens. The excess counts for the next batch; the new state
+            stores it as "surplus".
         identity: Entries of the state that identify the stream (corpus, seed and order).
         is_last: Whether this is the last batch of the data.
     """
@@ -618,7 +619,7 @@ def check_documents(
     ):
         if (i := first_true(wrong)) is not None:
             raise UserError(
-                f"{pieces[i]} {what}; its document has {lengths[i]} tokens; resume from another "
+                f"{pieces[i]} {what} (its document has {lengths[i]} tokens); resume from another "
                 f"checkpoint"
             )
 
