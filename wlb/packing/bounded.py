@@ -459,12 +459,12 @@ class WaitingDocuments:
     def size_class_end(self, candidates: "Candidates") -> IntArray:
         """Return where the outliers end that are in the size class of a step's largest outlier.
 
-        Outliers are sorted by size class. Outliers after the first one that the step does not train
-        are left out. At most N outliers count, because the caller assumes that each of them has a
-        micro-batch to itself.
+        Outliers are sorted by size class. Those after the first one that the candidate does not
+        release are left out. At most N outliers count, because the caller assumes that each of them
+        has a micro-batch to itself.
 
         Args:
-            candidates: The sets of outliers that the step may train.
+            candidates: The sets of outliers that the step may train (release).
 
         Returns:
             For each candidate the index after the last of these outliers, shape [num_candidates].
@@ -536,7 +536,7 @@ class Candidates:
 
 
 def _candidates(waiting: WaitingDocuments) -> Candidates:
-    """List the candidates: the choices of outliers that the next step could train.
+    """List the candidates: the sets of outliers that the next step could train.
 
     Outliers are sorted by size class. A candidate trains up to two intervals of them, each of
     which begins where a size class begins. Its step has at most T tokens, and at least LEAST global
@@ -572,7 +572,7 @@ def _candidates(waiting: WaitingDocuments) -> Candidates:
 
 
 def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
-    """Return a lower bound on the cost of each candidate (choice of outliers), without packing it.
+    """Return a lower bound on the cost of each candidate (set of outliers), without packing it.
 
     The cost is the time lost on the slowest micro-batch (`_wait`) plus the cost of what is held
     back (`_holding`). In the function, arrays of work such as `mean` and `slowest` have shape
@@ -616,7 +616,7 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     count = end - first
 
     def nth(n: int) -> IntArray:
-        """Return the work of the n-th outlier (from 0) that each candidate trains; 0 for none."""
+        """Return the work of the n-th outlier (from 0) that each candidate releases; 0 if none."""
         row = np.where(n < count, first + n, tail + n - count)
         return outliers[3:, np.minimum(row, num_outliers)]
 
@@ -666,13 +666,13 @@ def _crowded(
     Suppose that each of the k largest outliers of a step has a micro-batch to itself. The other
     N - k micro-batches hold at most S_max tokens each, so the tokens that do not fit into them must
     go to these k. The bound is computed for two values of k, and the larger result is returned.
-    Outliers are sorted by size class. Take the first outlier that the step trains, and those after
-    it up to the first one that the step does not train, but at most N in all. The first k is their
-    number. The second k is the number of those that are in the size class of the first one.
+    Outliers are sorted by size class. Take the first outlier that a candidate releases, and those
+    after it up to the first one that it does not release, but at most N in all. The first k is
+    their number. The second k is the number of those in the size class of the first one.
 
     Args:
         waiting: The waiting documents.
-        candidates: The sets of outliers that this step may train.
+        candidates: The sets of outliers that this step may train (release).
         tokens: Tokens of each candidate's step, shape [num_candidates].
         work: Work of each candidate's step in ns, shape [num_candidates].
 
@@ -711,7 +711,7 @@ def _skewed(
 
     Args:
         waiting: The waiting documents.
-        candidates: The choices of outliers for this step.
+        candidates: The sets of outliers that this step may train (release).
         slowest: Lower bounds on the slowest micro-batch in ns, shape [num_ends, num_candidates].
         mean: Mean work of a micro-batch in ns, shape [num_ends, num_candidates].
         fluid: Work of all ordinary documents of the step in ns, shape [num_ends, num_candidates].
@@ -740,7 +740,7 @@ def _holding(
 
     Args:
         waiting: The waiting documents.
-        candidates: The choices of outliers for this step.
+        candidates: The sets of outliers that this step may train (release).
         tokens: Tokens that each candidate holds back, shape [num_candidates].
         delayed: Sum over these tokens of the steps by which each is delayed if it is trained in the
             next step, shape [num_candidates].
@@ -790,7 +790,7 @@ def _holding(
 
 
 def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, IntArray]:
-    """Pack the step of one choice of outliers, with other documents as a fluid that divides freely.
+    """Pack the step of one set of outliers, with other documents as a fluid that divides freely.
 
     Returns:
         The cost in multiples of a typical micro-batch's time (infinite if the step does not fit),
