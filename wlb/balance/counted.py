@@ -29,7 +29,7 @@ def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntAr
         rules: What the assignment must satisfy.
 
     Returns:
-        The new bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if
+        The number of each unit's new bin (rank * num + m is micro-batch m of a rank), or None if
         the rules could not be satisfied.
     """
     ranks = rules.num_ranks
@@ -51,7 +51,8 @@ def _move(units: Units, bin_of: IntArray, level: IntArray, num: int, rules: Rule
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.
-        bin_of: Bin of each unit, changed in place. Bin rank * num + m is micro-batch m of a rank.
+        bin_of: Number of each unit's bin, changed in place: rank * num + m is micro-batch m of a
+            rank.
         level: Work that each bin should have, shape [num_ranks * num].
         num: Micro-batches of a rank.
         rules: What the assignment must satisfy.

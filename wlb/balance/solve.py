@@ -36,7 +36,7 @@ start for exchanges."""
 class Placed:
     """The assignment of a mini-batch's samples, or sets of samples that stay together (units)."""
 
-    # Bin of each unit, shape [num_units]. Bin rank * num + m is micro-batch m of a rank.
+    # Number of each unit's bin, shape [num_units]: rank * num + m is micro-batch m of a rank.
     bin_of: IntArray
     num: int  # number of micro-batches of each rank
     bound: float  # lower bound on the time of any assignment, in the unit of work
@@ -98,7 +98,7 @@ def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
         bound: Lower bound on the time.
 
     Returns:
-        The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
+        The number of each unit's bin (rank * num + m is micro-batch m of a rank), or None if units
         do not fit.
     """
     ranks = rules.num_ranks
@@ -166,7 +166,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
         bound: Lower bound on the time.
 
     Returns:
-        The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
+        The number of each unit's bin (rank * num + m is micro-batch m of a rank), or None if units
         do not fit.
     """
     ranks = rules.num_ranks
@@ -205,7 +205,7 @@ def _filled_by_rank(units: Units, rules: Rules, num: int) -> IntArray | None:
     """Assign units to ranks, then to each rank's micro-batches (bins).
 
     Returns:
-        The bin of each unit, where bin rank * num + m is micro-batch m of a rank, or None if units
+        The number of each unit's bin (rank * num + m is micro-batch m of a rank), or None if units
         do not fit.
     """
     rank_of = _ranks(units, rules, num) if units.rank is None else units.rank
@@ -227,7 +227,7 @@ def _heaviest_first(work: FloatArray, bin_of: IntArray, ranks: int, num: int) ->
 
     Args:
         work: Work of each unit.
-        bin_of: Bin of each unit, where bin rank * num + m is micro-batch m of a rank.
+        bin_of: Number of each unit's bin: rank * num + m is micro-batch m of a rank.
         ranks: Number of ranks.
         num: Micro-batches of each rank.
 

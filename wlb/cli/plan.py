@@ -282,7 +282,8 @@ def _take_away(
         saving: Results of the best policy and of the usual loader.
         section: The [packing] section of the best policy.
         why: Sentence about the result, for a comment in the file.
-        shares: Result of `_simulated`; None without a simulation.
+        shares: Shares of GPU hours that the best policy and the run's present packing save in
+            simulated steps (`_simulated`). None without a simulation.
         masks_labels: Whether the token store marks which tokens are trained.
 
     Returns:
@@ -318,7 +319,8 @@ def _verdict(
         spec: The run, with all values filled in.
         cost: The cost model.
         saving: Results of the best policy and of the usual loader.
-        shares: Result of `_simulated`; None without a simulation.
+        shares: Shares of GPU hours that the best policy and the run's present packing save in
+            simulated steps (`_simulated`). None without a simulation.
     """
     if isinstance(cost, CountedWorkload):
         setting = f"FLOPs of {options.model}"

@@ -1,7 +1,7 @@
 """The costs of expert parallelism: sending tokens' rows to experts and back, and waiting for rows.
 
-Waiting times follow from replaying all-to-alls and matrix products in the order of
-`wlb.parallel.expert_exchange`.
+Waiting times are computed by simulating the all-to-alls and matrix products of a layer in the order
+in which `wlb.parallel.expert_exchange` runs them.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class RoutedWork:
     shared_forward: float = 0.0  # time of shared experts, which run before the routed ones
     shared_backward: float = 0.0  # time of shared experts, which run after the routed ones
     shared_recomputed: float = 0.0  # time of shared experts' kernels that backward recomputes
-    # Time of the products before the router that backward recomputes; 0 without full recompute.
+    # Time to recompute, in backward, the products before the router; 0 without full recompute.
     before: float = 0.0
     is_recomputed: bool = False  # whether backward sends rows once more to recompute the experts
     defers_weights: bool = False  # whether weight gradients run in a separate pass

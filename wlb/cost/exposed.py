@@ -137,8 +137,8 @@ def attention_in_stages_ns(
         plan: The sharded micro-batch.
         cost: Prices.
         keys: Number of keys that arrive for each span in each stage, [stages, spans]
-            (`ContextExchange.keys_by_stage`). A few of them may lie after the end of the span,
-            because a later span of the same piece on the rank reads them.
+            (`ContextExchange.keys_by_stage`). If the rank has a later span of the same piece, a few
+            of these keys may lie after the end of the span. They count here all the same.
 
     Returns:
         Three arrays of ns, in which an axis of size 2 stands for forward and backward: attention

@@ -586,7 +586,7 @@ class CollectiveCost:
             )
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
-        """Return the transfer time in ns without latency; 0 in a group of one rank.
+        """Return the transfer time of the collective in ns, without latency; 0 for one rank.
 
         Args:
             size_bytes: Bytes of the whole buffer.
@@ -595,7 +595,7 @@ class CollectiveCost:
         return size_bytes * self.op.wire_share(num_ranks) / self.bytes_per_s * 1e9
 
     def time_ns(self, size_bytes: float, *, num_ranks: int) -> float:
-        """Return latency plus transfer time in ns; 0 in a group of one rank.
+        """Return the time of the collective, latency plus transfer, in ns; 0 for one rank.
 
         Args:
             size_bytes: Bytes of the whole buffer.

@@ -166,8 +166,8 @@ class ProfiledWorkload:
 
     def _attention_of_pieces(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Compute the forward and backward parts of W_a for pieces of d tokens, in ns."""
-        # With per-sequence sharding one rank computes the whole piece, so the mean time of a rank
-        # is the time of the piece divided by cp.
+        # Per-sequence sharding: priced as if one of the cp ranks computed the whole piece. The mean
+        # over ranks is then the time of the piece divided by cp.
         forward, backward = self._times(d, d)
         cp = self.parallel.cp
         if cp == 1:
@@ -761,7 +761,8 @@ class LinearCost:
         forward, backward = forward + elementwise[0], backward + sum(elementwise[1:])
         tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
         for op, tp_calls, cp_calls in (  # number of (forward, backward) calls over TP and over CP
-            # Backward gathers K and V once, because recomputed attention saves what it gathers.
+            # Backward gathers K and V only once, even if it recomputes attention: then attention's
+            # backward uses the K and V that the recomputation has gathered.
             (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, 1)),
             (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
         ):

@@ -463,12 +463,12 @@ def _sent_rows(spec: RunSpec, local: int) -> int:
 
 
 def _copied_keys(spec: RunSpec, local: int) -> int:
-    """Return the most keys that all segments of one CP rank read together.
+    """Return an upper limit on the keys of a CP rank's segments, summed over the segments.
 
     A segment reads all keys of its document up to its own end. With per-document sharding a rank
-    has an early and a late chunk of each document; together they read at most 1 + 1 / (2 cp) times
-    the document. Tokens that are left over after dividing a document may be distributed one by one.
-    Each such token is then a segment too, and a rank gets at most two of them.
+    has an early and a late chunk of each document, whose keys add up to at most 1 + 1 / (2 cp)
+    times the document. Tokens that are left over after dividing a document may be distributed one
+    by one. Each such token is then a segment too, and a rank gets at most two of them.
 
     Args:
         spec: The run.

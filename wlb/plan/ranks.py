@@ -31,10 +31,10 @@ single slow table may come from a short disturbance."""
 
 
 class Place(NamedTuple):
-    """Host and node on which a rank runs."""
+    """Where a rank runs."""
 
-    host: str
-    node: int
+    host: str  # name of the machine
+    node: int  # number of the node among the nodes of the run
 
 
 def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
@@ -64,8 +64,8 @@ class Straggler(PlainRecord):
 
     rank: int  # global rank
     over: float  # the rank's ratio of measured to predicted time, divided by the median over ranks
-    host: str
-    node: int
+    host: str  # name of the rank's machine
+    node: int  # number of the rank's node among the nodes of the run
     # the rank's number along each dimension of the device mesh
     tp: int
     cp: int

@@ -53,7 +53,8 @@ class Simulator:
 
     spec: RunSpec  # the run; `spec.parallel.dp` must be set
     cost: ProfiledWorkload  # prices of the run's model and layout
-    # Which sends and receives share a communicator. wlb has LINKS; ONE is for other trainers.
+    # Which sends and receives share a communicator. LINKS (each link between two pipeline ranks has
+    # its own) is what wlb does. ONE is for other trainers.
     wires: Wires = Wires.LINKS
     fsdp: FsdpExecution = WLB_FSDP  # how the trainer gathers, reduces and updates parameters
     order: Order = field(init=False)  # passes of each pipeline rank

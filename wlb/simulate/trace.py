@@ -190,9 +190,9 @@ class _Step:
             yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
 
     def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
-        """Yield the two events of a message's arrow: from the pass that sends it to the next pass.
+        """Yield the two ends of a message's arrow, from the sending pass to the receiving pass.
 
-        Perfetto draws the arrow only if both its ends lie within the passes.
+        Perfetto draws the arrow only if its ends lie within these passes.
 
         Args:
             i: Index of the message's node.

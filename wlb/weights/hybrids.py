@@ -196,7 +196,11 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 
 
 def is_hybrid(spec: ModelSpec) -> bool:
-    """Return whether a model has a part that, of all supported models, only hybrids have."""
+    """Return whether a model has a part that only Qwen3-Next and Qwen3.5 have.
+
+    These parts are linear attention, an output gate of attention, RoPE on a part of each head, and
+    a gate of the shared experts. No other family that wlb imports or exports has one of them.
+    """
     return bool(
         spec.linear.num_value_heads
         or spec.attention_gate

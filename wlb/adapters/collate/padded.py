@@ -107,7 +107,8 @@ def pad(
         options: Layout of the batch.
 
     Raises:
-        UserError: An example is empty, longer than `max_length`, or does not fit its labels.
+        UserError: An example is empty, longer than `max_length`, or has more or fewer tokens than
+            labels.
     """
     flat = flatten(examples, labels=labels)
     lengths = flat.lengths

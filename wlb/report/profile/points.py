@@ -152,7 +152,8 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Plott
 def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
     """Return the measured matrix products with their predicted times.
 
-    `at` of a sample also has `weights` (input size times output size) and `flops` (of forward).
+    In each sample, the field `at` also has the keys "weights" (input size times output size) and
+    "flops" (of forward).
     """
     found: list[PlottedSample] = []
     for record in measured_of(records, "gemm"):
@@ -173,8 +174,8 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
 def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
     """Return the measured element-wise operators with their predicted times.
 
-    `at` of a sample also has `op` (the operator) and `bytes` (a pair: bytes read and written in
-    forward, and in backward).
+    In each sample, the field `at` also has the keys "op" (the operator) and "bytes" (a pair: bytes
+    read and written in forward, and in backward).
     """
     value_bytes = DTYPE_BYTES[profile.dtype]
     found: list[PlottedSample] = []

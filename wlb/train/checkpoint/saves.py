@@ -110,8 +110,8 @@ class SaveCheckpoints(Hook):
         is_new = run.progress is not None and run.progress is not run.saved
         if is_new and (is_last or not self._failed_too_often()):
             saved = self._begin(run, began_s)
-            # If this save would be the last failure before the run ends, wait for its result now,
-            # so that no further steps are lost.
+            # If one more failed save would end the run, wait for the result of this save now. A
+            # failure then loses no further steps.
             if is_last or (self._failed_in_a_row and self._failed_too_often(more=1)):
                 saved += self.saver.wait()
             self._count(run, saved)
