@@ -50,7 +50,7 @@ def test_values_must_be_finite_and_positive(bad):
 
 
 def test_axes_must_rise():
-    with pytest.raises(ValueError, match="at least two entries, all increasing"):
+    with pytest.raises(ValueError, match="at least two entries and must increase"):
         Surface(axis0=[2, 2], axis1=[1, 2], values=[[1, 1], [1, 1]])
 
 

@@ -217,7 +217,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"parallel__pp": 4, "pp__virtual_stages": 4},
-            "model.num_layers = 8 is fewer than pp 4 x virtual stages 4 = 16 stages",
+            "model.num_layers = 8 must be at least pp 4 x virtual stages 4 = 16 stages",
         ),
         (
             {"parallel__pp": 3},
@@ -249,8 +249,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"parallel__pp": 4, "packing__num_micro_batches": 9},
             "each pipeline has 9 micro-batches per step, but pp.schedule = interleaved_1f1b with "
-            "parallel.pp = 4 processes them in 2 rounds, which must have equally many; set "
-            "packing.num_micro_batches to one of [5, 6, 7, 8, 10, 12]",
+            "parallel.pp = 4 processes them in 2 rounds, each of which must have equally "
+            "many micro-batches; set packing.num_micro_batches to one of [5, 6, 7, 8, 10, 12]",
         ),
         (
             {"parallel__dp": 2, "data__num_windows": 3},
@@ -260,8 +260,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"parallel__pp": 2, "parallel__dp": 2, "data__num_windows": 10},
             "each pipeline has 5 micro-batches per step, but pp.schedule = interleaved_1f1b with "
-            "parallel.pp = 2 processes them in 2 rounds, which must have equally many; set "
-            "data.num_windows to one of [6, 8, 12]",
+            "parallel.pp = 2 processes them in 2 rounds, each of which must have equally "
+            "many micro-batches; set data.num_windows to one of [6, 8, 12]",
         ),
         (
             {"parallel__pp": 4, "parallel__dp": 2, "pp__schedule": "1f1b"}
@@ -333,7 +333,7 @@ def test_numbers_of_micro_batches_that_can_be_scheduled(each: int) -> None:
     if each in others:
         message = refusal(spec)
         assert f"each pipeline has {each} micro-batches per step, but" in message
-        assert "in 2 rounds, which must have equally many" in message
+        assert "in 2 rounds, each of which must have equally many micro-batches" in message
         assert f"set data.num_windows to one of {others[each]}" in message
     else:
         assert check(spec).micro_batches_per_pipeline == each

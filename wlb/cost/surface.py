@@ -195,7 +195,7 @@ def _rising(name: str, values: Any) -> FloatArray:
     axis = _frozen(name, values, 1)
     if axis.size < 2 or not (np.diff(axis) > 0).all():
         raise UserError(
-            f"{name} must have at least two entries, all increasing, but is {axis.tolist()}; "
+            f"{name} must have at least two entries and must increase, but is {axis.tolist()}; "
             "measure the profile again"
         )
     return axis

@@ -303,7 +303,7 @@ def _check_stage_layers(spec: RunSpec) -> None:
     named = f"pp {spec.parallel.pp} x virtual stages {spec.pp.virtual_stages} = {stages} stages"
     if not given and layers < stages:
         raise UserError(
-            f"model.num_layers = {layers} is fewer than {named}; lower parallel.pp or "
+            f"model.num_layers = {layers} must be at least {named}; lower parallel.pp or "
             f"pp.virtual_stages"
         )
     if not given and layers % stages:

@@ -17,7 +17,7 @@ class LinearSpec:
         0,
         "number of value heads of a linear layer, which has a gated delta net instead of "
         "attention; every model.full_every-th layer has attention, and all others are linear; 0 = "
-        "no linear layers",
+        "no linear layers (Qwen3-Next: 32)",
         at_least=0,
         at_most=65_536,
     )
@@ -27,8 +27,10 @@ class LinearSpec:
         at_least=1,
         at_most=65_536,
     )
-    key_head_dim: int = key(128, "channels of a key or query head", at_least=1, at_most=4096)
-    value_head_dim: int = key(128, "channels of a value head", at_least=1, at_most=4096)
+    key_head_dim: int = key(
+        128, "number of channels of a key or query head", at_least=1, at_most=4096
+    )
+    value_head_dim: int = key(128, "number of channels of a value head", at_least=1, at_most=4096)
     conv_kernel_dim: int = key(
         4,
         "number of tokens that the short convolution reads, including the current token",

@@ -140,7 +140,7 @@ POSITIONS = [[0, 1, 0]]
         ({"input_ids": IDS, "position_ids": [[0, 2, 0]]}, r"position_ids\[1\] = 2 follows 0"),
         (
             {"input_ids": IDS, "cu_seq_lens_q": [0, 2]},
-            "cu_seq_lens_q end at 2, but input_ids have 3 tokens",
+            "cu_seq_lens_q ends with 2, but input_ids has 3 tokens",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     dp = by_reason["dp does not divide the micro-batches of a step"]
     assert "4 micro-batches per step are not a multiple of parallel.dp = 32" in dp.message
     layers = by_reason["pp does not divide the layers"]
-    assert "model.num_layers = 4 is fewer than pp 8" in layers.message
+    assert "model.num_layers = 4 must be at least pp 8" in layers.message
     schedule = by_reason["the schedule does not fit the numbers of layers, stages or micro-batches"]
     assert (
         "micro-batches per pipeline are fewer than pp = 4, which pp.schedule = 1f1b"

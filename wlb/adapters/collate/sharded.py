@@ -218,8 +218,8 @@ def _lengths(batch: Mapping[str, Any], packed: Mapping[str, IntArray]) -> IntArr
         lengths = lengths_from_cu_seqlens(np.asarray(batch["cu_seq_lens_q"]))
         if int(lengths.sum()) != num_tokens:
             raise UserError(
-                f"cu_seq_lens_q end at {lengths.sum()}, but input_ids have {num_tokens} tokens; "
-                "give offsets that end at the number of tokens"
+                f"cu_seq_lens_q ends with {lengths.sum()}, but input_ids has {num_tokens} tokens; "
+                "give offsets whose last entry is the number of tokens"
             )
         return lengths
     if "position_ids" not in packed:
