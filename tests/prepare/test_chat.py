@@ -17,7 +17,7 @@ from tests.prepare.chat_case import (
 )
 from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens
 from wlb.prepare.chat import ChatTokens, fit
-from wlb.prepare.chat_template import InjectedToken
+from wlb.prepare.chat_template import ChatTemplate, InjectedToken
 from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
 from wlb.prepare.load_template import CHATML, LLAMA3
 
@@ -350,7 +350,7 @@ def test_truncate_left_keeps_the_system_message() -> None:
     # Of the last turn only "o" and its end are left; "o" has lost what it would be predicted from.
     assert cut(14, TooLong.TRUNCATE_LEFT, *TALK) == [[*system[:-1], "\no", f"[{E}]", "\n"]]
     with pytest.raises(
-        ValueError, match=r"system message has 11 of the 12 tokens .*at least 2 tokens must remain"
+        ValueError, match=r"tools, has 11 of the 12 tokens .*at least 2 must remain for the turns"
     ):
         cut(12, TooLong.TRUNCATE_LEFT, *TALK)
     assert cut(25, TooLong.TRUNCATE_LEFT, *TALK[1:]) == [turn("?", "No")]
@@ -364,6 +364,40 @@ def test_the_start_of_a_text_survives_truncation() -> None:
         "<|begin_of_text|>", "<|start_header_id|>", "user",
     ]  # fmt: skip
     assert trained(tokenizer, kept) == [["No", "<|eot_id|>"]]
+
+
+def cut_left(template: ChatTemplate, record: object, limit: int) -> str:
+    """Returns the text that is left of a conversation of more than `limit` tokens."""
+    tokenizer = byte_tokenizer([*CHATML_TOKENS, *LLAMA3_TOKENS])
+    made = ChatEncoder(tokenizer, template).encode(conversation_of(record))
+    (left,) = fit(made, limit, TooLong.TRUNCATE_LEFT)
+    assert made.tokens.size > limit >= left.tokens.size
+    return "".join(shown(tokenizer, left.tokens.tolist()))
+
+
+def test_what_a_template_writes_in_front_of_the_first_turn_survives_truncation() -> None:
+    """BOS, a default system message and tools, though the conversation has no system message."""
+    turns = CHATML.source
+    said = [{"role": role, "content": text} for role, text in TALK[1:]]
+    last = f"{S}user\n?{E}\n{S}assistant\nNo{E}\n"
+    for front in ("<|begin_of_text|>", f"{S}system\nBe kind.{E}\n"):
+        given = ChatTemplate(front + turns, name="x", variables={})
+        assert cut_left(given, {"messages": said}, 49) == front + last
+        # A single turn that is cut in the middle keeps it as well.
+        kept = cut_left(given, {"messages": [said[0], {**said[3], "content": "No" * 30}]}, 60)
+        assert kept.startswith(front)
+    tools = {"messages": said, "tools": [{"name": "rain", "parameters": {}}]}
+    before = ChatTemplate("{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n"
+                          "{% endif %}" + turns, name="x", variables={})  # fmt: skip
+    kept = cut_left(before, tools, 90)
+    assert kept.startswith(f"{S}tools\n")
+    assert "rain" in kept
+    assert kept.endswith(f"{E}\n{last}")
+    inside = turns.replace("{{ m['content']", "{{ (tools | tojson if tools and loop.first "
+                           "else '') + m['content']")  # fmt: skip
+    inside = ChatTemplate(inside, name="x", variables={})
+    with pytest.raises(ValueError, match="or the tools inside it, so these would be lost"):
+        cut_left(inside, tools, 60)
 
 
 def test_documents_of_a_record() -> None:

@@ -199,9 +199,10 @@ def test_headers_of_a_conversation_are_asked_for_at_once(monkeypatch: pytest.Mon
     names = ("user", "assistant") * 4
     made = template.render(talk(*((name, "a") for name in names)), Turns.ALL)
     assert [made.text[reply.start : reply.stop] for reply in made.replies] == ["a<|im_end|>"] * 4
-    # Two questions find how the template takes messages; two are of the conversation.
-    assert asked[-1] == 4 * 3
-    assert len(asked) <= 4
+    # Two questions find how the template takes messages, two are of the conversation, and one finds
+    # what is in front of a user's message.
+    assert 4 * 3 in asked
+    assert len(asked) <= 5
 
 
 def test_a_system_message_inside_the_first_turn() -> None:
@@ -213,7 +214,7 @@ def test_a_system_message_inside_the_first_turn() -> None:
     ]
     assert trained(tokenizer, made) == [["Yo", "<|im_end|>"], ["No", "<|im_end|>"]]
     assert made.prefix is None
-    with pytest.raises(ValueError, match="writes the system message inside the first turn"):
+    with pytest.raises(ValueError, match="or the tools inside it, so these would be lost"):
         fit(made, 10, TooLong.TRUNCATE_LEFT)
     assert [p.tokens.size for p in fit(made, 12, TooLong.SPLIT)] == [12, 6]
 

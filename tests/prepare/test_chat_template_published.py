@@ -21,6 +21,8 @@ FILES = sorted(FOLDER.glob("*.jinja"))
 TOKENS = r"<\|?[A-Za-z_/][\w|/]*\|?>|\[/?[A-Z_]+\]|<｜[^｜]*｜>"
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 ENDS = re.compile(r"end|eo[tms]|</s>|END|turn|user")
+INSIDE = ("llama3_1.jinja",)
+"""Templates that write tools inside the first message of the user."""
 
 pytestmark = [
     pytest.mark.full,
@@ -43,7 +45,7 @@ CALLED = [
 
 def test_text_equals_that_of_transformers_and_turns_end() -> None:
     """A template that writes the date of today is left out."""
-    rendered, calls = 0, 0
+    rendered, calls, known = 0, 0, 0
     for file in FILES:
         source = file.read_text("utf-8")
         if "strftime_now" in source:
@@ -69,6 +71,12 @@ def test_text_equals_that_of_transformers_and_turns_end() -> None:
             spans = trained(tokenizer, made)
             assert "Yes." in "".join(spans[-1]), file.name
             rendered += 1
+            if made.prefix is not None:
+                front = "".join(shown(tokenizer, made.tokens[: made.prefix].tolist()))
+                assert text.index("Rain in Oslo?") >= len(front), file.name
+                assert not tools or "weather" in front, file.name
+                assert file.name not in INSIDE or not tools
+                known += 1
             if tools:
                 calls += 1
                 assert "weather" in "".join(spans[0]), file.name
@@ -77,6 +85,7 @@ def test_text_equals_that_of_transformers_and_turns_end() -> None:
         assert not end or ENDS.search(end), f"{file.name}: {end}"
     assert rendered >= 40
     assert calls >= 15
+    assert known >= rendered - 6
 
 
 ORDINARY = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -43,8 +43,8 @@ class TooLong(StrEnum):
     # document repeats the token before the cut, from which it is predicted. Only the first document
     # has the system message.
     SPLIT = "split"
-    # Keep the system message and drop the oldest turns. If the last turn alone does not fit, drop
-    # its beginning.
+    # Drop the oldest turns, and keep what is in front of the first one: BOS, system message and
+    # tools. If the last turn alone does not fit, drop its beginning.
     TRUNCATE_LEFT = "truncate_left"
     # Raise a UserError.
     REFUSE = "refuse"
@@ -57,8 +57,8 @@ class ChatTokens:
     tokens: IntArray  # shape [num_tokens]
     is_trained: BoolArray  # whether each token is trained, shape [num_tokens]
     turns: tuple[int, ...] = ()  # first token of each turn except the first turn, ascending
-    # Number of tokens before the first turn: start of text and system message. None if the template
-    # writes the system message inside the first turn.
+    # Number of tokens before the first turn: BOS, system message and tools. None if this is
+    # unknown, or if the template writes the system message or the tools inside the first turn.
     prefix: int | None = 0
     num_dropped: int = 0  # messages not trained because the template leaves out their reasoning
 
@@ -312,15 +312,16 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
         raise UserError(
-            "--too-long truncate_left drops the oldest turns, but this chat template writes the "
-            "system message inside the first turn, so the system message would be lost; use "
-            "--too-long split or refuse"
+            "--too-long truncate_left drops the oldest turns, but it is unclear where the first "
+            "turn of this conversation begins, or the chat template writes the system message or "
+            "the tools inside it, so these would be lost; use --too-long split or refuse"
         )
     left = limit - prefix
     if left < 2:
         raise UserError(
-            f"the system message has {prefix} of the {limit} tokens that a document may have, but "
-            f"at least 2 tokens must remain for the turns; raise --limit, or use --too-long split"
+            f"the text before the first turn, such as a system message and tools, has {prefix} of "
+            f"the {limit} tokens that a document may have, but at least 2 must remain for the "
+            f"turns; raise --limit, or use --too-long split"
         )
     turns = [turn for turn in made.turns if num - turn <= left]
     start = turns[0] if turns else num - left

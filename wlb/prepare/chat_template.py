@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, cast
 
 from wlb.plan import UserError
@@ -57,14 +58,16 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A rendered conversation. All numbers are positions in its text."""
+    """A rendered conversation. Spans and beginnings are positions in its text."""
 
     text: str
     contents: tuple[tuple[int, int], ...]  # spans of the contents and reasoning, ascending
     replies: tuple[Reply, ...]  # the trained parts of the text
     # Where turns begin, ascending. The first turn and turns whose beginning is unclear are absent.
     turns: tuple[int, ...]
-    prefix: int | None  # where the first turn begins; None if the system message is inside it
+    # Where the first turn begins. None if this is unknown, or if the system message or the tools
+    # are inside it.
+    prefix: int | None
     num_dropped: int = 0  # messages not trained because the template leaves out their reasoning
 
     def template_spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -181,9 +184,7 @@ class ChatTemplate(TemplateSource):
             begins = self._begins(messages, found, {i: prompts[i] for i in trained}, ends)
             replies = [self._reply(messages, found, i, begins[i], ends[i]) for i in trained]
         # Step 4: find where turns begin, because a long conversation may be split there.
-        has_system = messages[0].role in (Role.SYSTEM, Role.DEVELOPER)
-        has_start = bool(self.start) and found.text.startswith(self.start)
-        prefix = ends.get(0) if has_system else len(self.start) * has_start
+        prefix = self._first_turn(conversation, found, ends)
         asks = [i for i in range(1, len(messages)) if messages[i].role == Role.USER]
         starts = [ends[i - 1] for i in asks if i - 1 in ends]
         return Rendered(
@@ -194,6 +195,56 @@ class ChatTemplate(TemplateSource):
             prefix=prefix,
             num_dropped=len(found.dropped),
         )
+
+    def _first_turn(
+        self, conversation: Conversation, found: "_MarkedText", ends: Mapping[int, int]
+    ) -> int | None:
+        """Return where in the text the first turn begins: after BOS, system message and tools.
+
+        Args:
+            conversation: The conversation.
+            found: The rendered text, and where in it contents and reasoning are.
+            ends: For each message, where its turn ends. Messages for which it is unknown are
+                absent.
+
+        Returns:
+            The position. None if it is unknown, which includes templates that write the system
+            message or the tools inside the first turn.
+        """
+        messages = conversation.messages
+        has_system = messages[0].role in (Role.SYSTEM, Role.DEVELOPER)
+        first, header = int(has_system), self._user_header
+        if header is not None and first < len(messages) and messages[first].role == Role.USER:
+            content = found.first_field(first)
+            # If the first turn begins like later turns, then nothing else is inside it.
+            if content is not None and found.text.endswith(header, 0, content):
+                return content - len(header)
+            # The user's message may be empty, and then its place in the text is not marked.
+            is_known = content is None and first in ends and not conversation.tools
+            if is_known and header in found.text[: ends[first]]:
+                return found.text.rindex(header, 0, ends[first])
+        # Otherwise tools may be inside the first turn, or a default system message in front of it.
+        return ends.get(0) if has_system and not conversation.tools else None
+
+    @cached_property
+    def _user_header(self) -> str | None:
+        """What the template writes in front of a user's content that is not the first message.
+
+        None if the template refuses the conversations from which this is read.
+        """
+        # Some templates want the roles to alternate. Others write the last assistant's message
+        # differently, so that it is unknown where an earlier one ends.
+        for roles in ((Role.USER, Role.ASSISTANT, Role.USER), (Role.USER, Role.USER)):
+            messages = tuple(Message(role=role, content="x") for role in roles)
+            last = len(roles) - 1
+            try:
+                found = self._marked_text(Conversation(messages=messages), [prefix_of(last)])
+            except UserError:
+                continue
+            (end,), content = found.lengths, found.first_field(last)
+            if end is not None and content is not None:
+                return found.text[end:content]
+        return None
 
     def _begins(
         self,
@@ -207,8 +258,9 @@ class ChatTemplate(TemplateSource):
         Args:
             messages: All messages.
             found: The rendered text, and where in it contents and reasoning are.
-            prompts: For each trained message, the length of the text of the messages before it with
-                a generation prompt. None if the whole text does not begin with that text.
+            prompts: For each trained message, the length of a rendering of only the messages before
+                it, with a generation prompt. None if the rendered text does not begin with that
+                rendering.
             ends: For each message, where its turn ends. Messages for which it is unknown are
                 absent.
 

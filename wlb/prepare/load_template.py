@@ -30,7 +30,6 @@ LLAMA3 = ChatTemplate(
     name="llama3",
     variables={},
     special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    start="<|begin_of_text|>",
 )
 """The template of Llama 3.0. (The template of Llama 3.1 adds a date to the system message.)"""
 

@@ -35,12 +35,14 @@ _TAGS_AT_END = re.compile(r"(?:\s|<[^<>\s]*>)*$")
 
 
 class FieldMarks:
-    """Marks each field of messages by replacing one character with a private-use character.
+    """Marks fields of messages, so that the place of each field in the rendered text can be found.
 
-    Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
+    A mark is a private-use character that replaces one character of the field. Field 2 * i is the
+    reasoning of message i, and field 2 * i + 1 its content.
 
     Args:
-        masked: Pattern of text in fields to hide. Each visible character of a match becomes "x".
+        masked: Pattern of text to hide from the template, such as special tokens. In each match in
+            a field, every visible character becomes "x". None hides nothing.
     """
 
     def __init__(self, masked: re.Pattern[str] | None = None) -> None:
@@ -93,8 +95,6 @@ class TemplateSource:
         name: Name of the template for error messages.
         variables: Values of variables such as bos_token and date_string.
         special_tokens: Texts of special tokens that the tokenizer must have.
-        start: Text with which every rendering begins. "" means the value of bos_token, if it is
-            given.
     """
 
     def __init__(
@@ -104,13 +104,11 @@ class TemplateSource:
         name: str,
         variables: Mapping[str, Any],
         special_tokens: tuple[str, ...] = (),
-        start: str = "",
     ) -> None:
         self.name, self.source = name, source
         self.variables = dict(variables)
         self.special_tokens = special_tokens
         self.knows_developer = _DEVELOPER.search(source) is not None
-        self.start = start or str(self.variables.get("bos_token", ""))
 
     @cached_property
     def _examined(self) -> dict[str, Any]:
@@ -169,9 +167,10 @@ class TemplateSource:
 
         Args:
             message: The message.
-            marks: `FieldMarks` that puts a mark into the content and reasoning, and the number of
-                the message. None means no marks.
-            whole: If not "", it replaces the whole content and reasoning.
+            marks: The `FieldMarks` that replaces one character of the content and one of the
+                reasoning by private-use characters, and the number of the message in the
+                conversation. None leaves both texts as they are.
+            whole: If not "", this text replaces the whole content and the whole reasoning.
         """
 
         def field_of(text: str, which: int) -> str:
