@@ -213,7 +213,12 @@ def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
     plain, compiled = rehearsed_each(specs, ranks="0,7", steps=3)
     assert compiled.passed, verdict(compiled)
     for one, other in zip(plain.ranks, compiled.ranks, strict=True):
-        assert [step.graphs > 0 for step in other.steps] == [True, False, False]
+        # A rehearsal makes one more graph once an index tensor that had one row has two: rank 0's
+        # second step is the first in which a micro-batch has two tables (see `compiling`).
+        made = [step.graphs for step in other.steps]
+        assert made[0] > 0
+        assert made[1] <= 1
+        assert made[2] == 0
         assert not any(step.graphs for step in one.steps)
         for a, b in zip(one.steps, other.steps, strict=True):
             expect_the_same_work(a, b)

@@ -127,8 +127,8 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
     tokens = np.asarray(lengths, np.int64)
     if tokens.size % steps:
         raise UserError(
-            f"the number of completions, {tokens.size}, must be a multiple of the number of "
-            f"optimiser steps, {steps}; change one of the two"
+            f"{tokens.size} completions cannot be divided equally among steps = {steps} optimiser "
+            f"steps; choose steps so that it divides the number of completions"
         )
     step = choose(tokens.astype(np.float64), np.ones(tokens.size), steps, equal_counts=True)
     return np.lexsort((-tokens, step))
