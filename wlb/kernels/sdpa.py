@@ -401,6 +401,7 @@ def _mask(
 ) -> Tensor:
     """Make a mask [B or 1, 1, Q, K] that is 0 where query i attends to key j, else -inf.
 
+    B is the number of segments. If all segments have the same lengths, one mask serves them all.
     Query i of a segment with Lq queries and Lk keys attends to the keys up to Lk - Lq + i. Padded
     queries attend to the same keys as the last query, so that every row has a key. (To hide only
     padded keys, pass one query for each segment: then all rows attend to the same keys.) The mask
@@ -418,7 +419,6 @@ def _mask(
     """
     both = np.stack([keys_B, queries_B])
     if (both == both[:, :1]).all():
-        # All segments have the same lengths, so one mask serves all.
         both = both[:, :1]
     keys_B11, queries_B11 = both[..., None, None]
     last_BQ1 = keys_B11 - queries_B11 + np.minimum(np.arange(shape[0])[:, None], queries_B11 - 1)

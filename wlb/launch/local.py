@@ -159,7 +159,8 @@ def run_local(
                 task=task,
                 device=device,
                 start_group=start_group,
-                # The launcher must time out before a collective does, because its report says more.
+                # The launcher must time out before a collective does: a launcher's report of what
+                # each rank did says more than the collective's error.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 environment=environment,
                 records=records,

@@ -141,9 +141,10 @@ class SpanMembers(NamedTuple):
     """Some spans of a `SpanLayout`, renumbered from 0, and where to find their chunks and rows."""
 
     count: int  # number of selected spans
-    chunks: Tensor  # numbers of the selected spans' chunks in the layout, step by step
-    steps: tuple[Tensor, ...]  # for each step i the selected spans that have an i-th chunk
-    sizes: tuple[int, ...]  # for each step the number of those spans
+    # The chunks of the spans are processed in turns: first all first chunks, then all second ones.
+    chunks: Tensor  # numbers of the selected spans' chunks in the layout, turn by turn
+    steps: tuple[Tensor, ...]  # for each turn i the selected spans that have an i-th chunk
+    sizes: tuple[int, ...]  # for each turn the number of those spans
     rows: Tensor  # indices of the selected spans' rows in the layout, span by span
     bounds: SpanBounds  # offsets of the spans within `rows`
 

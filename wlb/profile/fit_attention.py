@@ -293,9 +293,8 @@ def _rates(
         took = record.numbers[f"{name}_ns"]
         # The fixed cost is uncertain, so at least a fifth of the call's time counts for segments.
         price = max(took - fixed, 0.2 * took) / count
-        rows = next(
-            (n for n in layout.padded_lengths if n >= q), q
-        )  # rows, with the kernel's padding
+        # Query rows of a segment after the kernel has padded it.
+        rows = next((n for n in layout.padded_lengths if n >= q), q)
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
         work = float(tile_pairs(*sides, tile_rows=tile)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3

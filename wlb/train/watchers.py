@@ -35,8 +35,8 @@ def hooks_of(
 
     Args:
         run: The state that the hooks share with the training loop.
-        priced: The run's spec, in which kernels.attention is the kernel that computes and for which
-            plans are priced, not `auto`.
+        priced: The run's spec. Its kernels.attention names the kernel that computes, and for which
+            plans are priced, instead of `auto`.
         clock: Times the passes of each step.
         evaluator: Computes the held-out loss; None if the run does not evaluate.
         saves: The hook that saves checkpoints.

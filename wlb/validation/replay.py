@@ -110,7 +110,9 @@ class StepWaits:
 
 
 def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if sleeping times have a wrong shape, or one is negative or too short.
+    """Raise ValueError if sleeping times have a wrong shape, or one is invalid.
+
+    A time is invalid if it is negative, not finite, or above 0 but below `MIN_WAIT_S`.
 
     Args:
         name: Name of the sleeping times in error messages.

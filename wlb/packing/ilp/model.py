@@ -210,8 +210,8 @@ class _PulpProgram:
     def __init__(self, problem: Problem) -> None:
         pulp = modeller()
         self.problem = problem
-        # Divide costs by the mean cost of a micro-batch, and lengths by a power of two, so that the
-        # quotients are exact.
+        # Scale costs and lengths to numbers of few digits (see the top of this file). Dividing
+        # lengths by a power of two is exact.
         self.cost_scale = max(1.0, problem.total_ns / problem.num_micro_batches)
         self.token_scale = float(1 << max(0, problem.capacity.bit_length() - 11))
         self._expression = pulp.LpAffineExpression

@@ -64,7 +64,8 @@ class KvGather(NamedTuple):
     """K and V of other ranks, still in transfer: the results of `gather_kv`."""
 
     rows_R2GD: list[Tensor]  # K and V of each stage; still in transfer
-    slots: list[Tensor]  # tensors without memory; their gradients carry dK and dV in backward
+    # empty tensors in autograd's graph; their gradients carry dK and dV in backward
+    slots: list[Tensor]
 
 
 class GatherAgain(NamedTuple):
@@ -159,7 +160,10 @@ class ContextAttention:
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
-        """Return x + y, a layer's last operation, whose backward starts to gather K and V again.
+        """Return x + y. In backward this operation starts to gather K and V a second time.
+
+        It is the last operation of a layer, so it comes first in the layer's backward, and the
+        gather runs while the rest of the layer's backward is computed.
 
         Args:
             x_SC: Residual stream.

@@ -100,12 +100,13 @@ class _Composition(NamedTuple):
 
     @classmethod
     def of(cls, found: IntArray, num_spans: int, device: torch.device) -> "_Composition":
-        """Make the index tensors from the summaries that each span needs.
+        """Make the index tensors, given which summaries each span needs.
 
         Args:
-            found: For each span, the summaries of earlier spans of the same document, in order, as
-                indices in the pool (this rank's summaries, then the received ones). -1 fills the
-                rest of a row (`RowsOf.found`).
+            found: For each span, indices of the summaries that it needs, in the order of tokens
+                (`RowsOf.found`). They are the summaries of earlier spans of its document. An index
+                counts this rank's summaries first, then the received ones. Shape [spans, most
+                summaries of a span]; -1 fills rows of spans that need fewer.
             num_spans: Number of spans of the rank, including the span of padding if there is one.
             device: Where the index tensors are copied to.
         """

@@ -55,8 +55,9 @@ class Tuned:
 
     name: str  # name of the layout
     best: Trial | None  # fastest trial within the delay limit; None if no trial is within it
-    packed: tuple[Trial, ...]  # fastest unsharded trial of each policy: CP ranks have equal work
-    # fastest unsharded trial of each policy whose mean delay is within the limit
+    # fastest trial of each policy without sharding, as if CP ranks had equal work
+    packed: tuple[Trial, ...]
+    # the same among the trials whose mean delay is within the limit
     in_time: tuple[Trial, ...]
 
 

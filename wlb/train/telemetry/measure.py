@@ -16,7 +16,7 @@ class MeasureSteps(Hook):
     """Measures each step, and stores the result in `ExecutedStep.telemetry` for later hooks.
 
     Args:
-        spec: The run, in which kernels.attention is the kernel that computes, not `auto`.
+        spec: The run. Its kernels.attention names the kernel that computes, never `auto`.
         mesh: This rank's place in the layout.
         clock: The clock that times the passes of each step.
     """

@@ -21,7 +21,7 @@ class RunReport:
     Args:
         job: The run.
         is_shown: Whether this rank writes anything; true only on rank 0.
-        priced: The run's spec, in which kernels.attention is the kernel that computes, not `auto`.
+        priced: The run's spec. Its kernels.attention names the kernel that computes, never `auto`.
         device: Kind of device, "cpu" or "cuda".
         steps_done: Number of updates in the checkpoint that the run resumes from; 0 for a new run.
         places: Node and host of each rank; empty except on rank 0.
