@@ -344,8 +344,8 @@ def _assumes(
 ) -> tuple[str, str]:
     """Return a sentence in two parts that says what the numbers of an HTML page are based on.
 
-    The first part is the name of the kernel profile. The second part names the model and its number
-    of GPUs.
+    With a kernel profile, the first part is its name, and the second part says "kernel times", the
+    model and its number of GPUs. With FLOPs of --model, the first part is "FLOPs".
     """
     if isinstance(cost, CountedWorkload):
         return "FLOPs", f"of {options.model}, without collectives and pipeline bubbles"

@@ -110,7 +110,13 @@ def _mix(x: _Words) -> _Words:
 
 
 def _network(words: _Words, keys: _Words, bits: int) -> _Words:
-    """Permute numbers of `bits` bits by `_NUM_ROUNDS` Feistel rounds; return a new array."""
+    """Permute numbers of `bits` bits by `_NUM_ROUNDS` Feistel rounds; return a new array.
+
+    Args:
+        words: The numbers, shape [n].
+        keys: Keys of the rounds, shape [rounds, n], or [rounds, 1] for equal keys of all numbers.
+        bits: Bits of a number.
+    """
     high_bits = bits // 2
     low_bits = bits - high_bits
     high = words >> _U64(low_bits)
@@ -122,7 +128,7 @@ def _network(words: _Words, keys: _Words, bits: int) -> _Words:
 
 
 def _inverse(words: _Words, keys: _Words, bits: int) -> _Words:
-    """Apply the inverse of the permutation `_network`: its Feistel rounds in reverse order."""
+    """Apply the inverse of `_network`, which has the same arguments: the rounds reversed."""
     high_bits = bits // 2
     low_bits = bits - high_bits
     high = words >> _U64(low_bits)

@@ -335,7 +335,7 @@ class StagedWay:
 
 
 def _within(places: Tensor, rows: slice) -> Tensor:
-    """Convert indices among all rows to indices that count from the first row of `rows`."""
+    """Convert `places`, indices among all rows, to indices within the slice `rows`."""
     return places - rows.start if rows.start else places
 
 

@@ -135,7 +135,7 @@ def sharded_steps(
 
 
 def planner_of(spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBatch]) -> Planner:
-    """Return the planner of a run over these global batches."""
+    """Return a planner of the run that reads these global batches instead of the run's data."""
     return Planner.from_spec(spec, ListedBatches(batches), cost)
 
 

@@ -280,7 +280,13 @@ def _claimed_job(
 ) -> Job:
     """Make the token stores, claim the run's folder, and return the job.
 
-    `probe` calls the checks that use a GPU, in this process or in a child process.
+    Args:
+        spec: The run.
+        world_size: Number of ranks.
+        choice: The kind of device of the ranks.
+        request: The other arguments of `wlb train`.
+        lock: Lock of the run's folder.
+        probe: Calls the checks that use a GPU, in this process or in a child process.
     """
     # Check the folder first, because making the stores may take hours.
     refuse_nowhere(lock.directory)

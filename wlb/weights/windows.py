@@ -112,7 +112,7 @@ def _window(keys: Fields, model_type: str) -> int:
 
 
 def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
-    """Return for each layer whether it has a window; None if layer_types is missing."""
+    """Return for each layer whether it has a window; None if layer_types is missing or empty."""
     value: Any = keys.values.get("layer_types")
     if value is None or value == []:
         return None

@@ -441,7 +441,10 @@ def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
 
 
 def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise UserError unless all entries of the array are integers that `dtype` can represent."""
+    """Raise UserError unless all entries of the array are integers that `dtype` can represent.
+
+    `what` names the entries in the message.
+    """
     if array.dtype.kind not in "iu":
         raise UserError(
             f"{what} have dtype {array.dtype}, but must be integers; convert them, for example to "

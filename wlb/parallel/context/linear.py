@@ -255,7 +255,13 @@ def linear_rows(
 
 
 def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
-    """Return the layout of a rank's spans. Padding rows, if there are any, form a last span."""
+    """Return the layout of a rank's spans. Padding rows, if there are any, form a last span.
+
+    Args:
+        made: What the rank sends and receives, with the lengths of its spans.
+        num_rows: Rows of the rank, padding included.
+        device: Where the layout's tensors are made.
+    """
     padding = num_rows - int(made.lengths.sum())
     return SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
 

@@ -120,7 +120,10 @@ def _rows_like(x_TGD: Tensor, num_rows: int) -> Tensor:
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Make a slot: a [num_rows, 2, G, D] tensor without memory, used only for its gradient."""
+    """Make a slot: a [num_rows, 2, G, D] tensor without memory, used only for its gradient.
+
+    G, D and the device are those of x_TGD.
+    """
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
