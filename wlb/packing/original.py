@@ -7,11 +7,11 @@ It has two ways to cut documents:
 - `WindowCut.SHORT` is the loader of the paper's Plain-4D, as far as it can be inferred. A window is
   open until it is full. Each document goes whole to the first open window that has room for it.
   Windows are filled up by cutting short documents (at most C / 8 tokens), or documents of any
-  length once 4 N windows are open. Documents as long as the window stay whole, as in the paper's
-  Figure 3. With this rule, packing reproduces the paper's Table 2.
+  length once four windows for each micro-batch of a step are open. Documents as long as the window
+  stay whole, as in the paper's Figure 3. With this rule, packing reproduces the paper's Table 2.
 
 Guarantees: windows have exactly C tokens, except in the flush. Cuts lose no token and no label.
-Cost: a few NumPy passes. `SHORT` loops over the documents, and over up to 4 N windows for each.
+Cost: a few NumPy passes. `SHORT` loops over the documents, and for each over the open windows.
 """
 
 from collections.abc import Iterator

@@ -183,8 +183,9 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 
     - for each layer of the whole model, the rows of the layer's most loaded expert divided by the
       mean rows of its experts;
-    - for each layer, `MixtureMlp.slowest` (the most rows of an EP rank, added up over micro-batches
-      and EP groups) divided by the mean rows of its EP ranks;
+    - for each layer, how much its slowest EP ranks exceed the mean: for every micro-batch and EP
+      group the most rows of a rank are added up (`MixtureMlp.slowest`), and the sum is divided by
+      the sum of the ranks' mean rows;
     - for each EP rank, the rows that it computes in all layers of `stages`.
 
     Values of layers that are not in `stages` are 0. So a sum over pipeline ranks has the values of

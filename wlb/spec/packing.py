@@ -32,8 +32,8 @@ class WindowCut(StrEnum):
     """Which documents the policy `original` may cut at the end of a window."""
 
     ANYWHERE = "anywhere"  # any document
-    # A document that fits in no open window, if it has at most C / 8 tokens or if 4 N windows are
-    # already open.
+    # A document that fits in no open window, if it has at most C / 8 tokens, or if four windows for
+    # each micro-batch of a step are already open.
     SHORT = "short"
 
 
