@@ -130,7 +130,7 @@ def all_wait(left: Left) -> None:
     left.failed(2, LATE, 1.0)
 
 
-NO_WORD = "ended without a word: it was killed, lacked memory, or its node was lost"
+NO_WORD = "ended without an error message: it was killed, ran out of memory, or its node was lost"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,11 @@ NO_WORD = "ended without a word: it was killed, lacked memory, or its node was l
         (aborted, 1, "has not joined the collective that others waited for"),
         (crashed, 1, "died: Segmentation fault"),
         (all_wait, 2, f"failed: {LATE}"),
-        (lambda _: None, 0, "ended without a word, as all ranks did: they or their launcher were"),
+        (
+            lambda _: None,
+            0,
+            "ended without an error message, as all ranks did: they or their launcher were",
+        ),
     ],
 )
 def test_the_rank_that_failed_first_is_named(

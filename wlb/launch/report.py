@@ -4,9 +4,13 @@ The report names the rank that failed first, and says what each rank was doing. 
 the local launcher, by the script of a Slurm job, by the next start of the run, or by `wlb report`.
 
 When a rank fails, other ranks fail as well: their collectives time out or lose a connection. Such
-errors are called consequences. The cause is the first in this list that exists: a rank that died; a
-rank that raised an error that is no consequence; a rank whose process is gone without a message; a
-running rank that does not wait for other ranks.
+errors are called consequences. The cause is the first in this list that exists:
+
+1. a rank that died, unless another rank raised an error more than a second earlier;
+2. a rank that raised an error that is no consequence;
+3. a rank whose process is gone or stopped without an error message;
+4. a running rank that does not wait for other ranks;
+5. the rank that failed first.
 """
 
 import contextlib
@@ -311,8 +315,10 @@ def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
     if first.life == _Life.STOPPED:
         return "gave no sign of life: its process is stopped"
     if len(wordless) == len(ranks) > 1:
-        return "ended without a word, as all ranks did: they or their launcher were killed"
-    return "ended without a word: it was killed, lacked memory, or its node was lost"
+        return (
+            "ended without an error message, as all ranks did: they or their launcher were killed"
+        )
+    return "ended without an error message: it was killed, ran out of memory, or its node was lost"
 
 
 def _about(seen: RankState, directory: Path) -> list[str]:
@@ -375,7 +381,7 @@ def _line(seen: RankState) -> str:
     elif seen.life == _Life.ENDED:
         what = "had ended"
     elif seen.is_wordless:
-        what = "ended without a word"
+        what = "ended without an error message"
     return f"rank {seen.rank} {what} (in {seen.where})"
 
 

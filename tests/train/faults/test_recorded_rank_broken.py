@@ -301,7 +301,7 @@ def test_processes_that_nobody_watches_end_and_say_who_failed(
             process.communicate()
     assert report is not None
     assert report.rank == rank
-    what = "ended without a word: it was killed, lacked memory, or its node was lost"
+    what = "ended without an error message: it was killed, ran out of memory, or its node was lost"
     if kind == signal.SIGSTOP:
         what = "gave no sign of life: its process is stopped"
     assert report.text.startswith(f"rank {rank} of 2 {what}\n  last seen in step ")
