@@ -5,9 +5,9 @@ backward, for a piece of d tokens that is spread over the CP group. It is a numb
 The W of several pieces add up. W is 0 for length 0, and never falls as d grows.
 
 - W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). W_a is the price with
-  the cheaper of two shardings (Section 5.3). Per document, the piece is cut into chunks for all CP
-  ranks. Per sequence, one rank computes the whole piece, but each rank gets only 1 / cp of the
-  pieces, so that the mean time of a rank is 1 / cp of the piece's time.
+  the cheaper of two shardings (Section 5.3). Sharding per document cuts the piece into chunks for
+  all CP ranks. Sharding per sequence is priced as if one rank computed the whole piece. Each rank
+  then gets only 1 / cp of the pieces, so a piece costs 1 / cp of its time.
 - W_l is proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators,
   collectives of TP, an all-gather of keys and values over CP, and the time for which ranks wait for
   rows that travel to or from experts. With `training.recompute`, backward also includes the price

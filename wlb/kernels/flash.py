@@ -1,9 +1,9 @@
 """Attention by the three optional FlashAttention packages: 2 (flash-attn), 3 and 4.
 
 All compute float16 and bfloat16, with head sizes that are multiples of 8. The names of their
-parameters come from the sources of the versions below. Tests call functions with the same
-parameters in place of the packages. FlashAttention-3 has run on an H100; **2 and 4 have not run on
-a GPU here**.
+parameters come from the sources of the versions below. Tests put functions with the same parameters
+in place of the packages. FlashAttention-3 has run on an H100; **2 and 4 have not run on a GPU
+here**.
 """
 
 import torch

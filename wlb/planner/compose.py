@@ -385,7 +385,7 @@ class Planner:
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
-        """Read the next global batch, and pass it to the packer and to the baseline's packer.
+        """Read the next global batch; pass it to the packer and to that of the baseline, if any.
 
         At the end of the data, both packers are flushed.
 

@@ -515,10 +515,11 @@ class ChatTemplate(TemplateSource):
     def _variants(
         self, conversation: Conversation, given: dict[str, Any]
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Return variants of a conversation, whose text must differ from the conversation's text.
+        """Return changed copies of a conversation, which test what the template leaves out.
 
-        One variant has no tools. For each tool call, another variant has other arguments. If the
-        text of a variant is the same, the template leaves out the tools or the arguments.
+        One copy has no tools, and for each tool call one copy has other arguments. The rendered
+        text of each copy must differ from that of the conversation. If it does not, the template
+        leaves out the tools or the arguments.
 
         Returns:
             For each variant, what the template leaves out if the text is the same (in words, for an

@@ -340,8 +340,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 def refuse_sentence_piece(path: Path) -> None:
     """Raise UserError if the file is a SentencePiece model.
 
-    The tokenizers library cannot read such files. Older models have one, with a name such as
-    *.model or *.model.v3 (Mistral).
+    The tokenizers library cannot read such files. Folders of older models have one whose name is
+    *.model or, with Mistral, *.model.v3.
     """
     if ".model" in path.suffixes and path.is_file():
         raise UserError(

@@ -78,7 +78,8 @@ class RunRecords:
     def learned_from(self) -> StepRecord | None:
         """The first step planned with prices that the run had adjusted (`cost.online`), or None.
 
-        This version of wlb cannot make the plans of this step and of later steps once more.
+        An earlier version of wlb adjusted prices. This version does not, so it cannot plan this
+        step and later steps again.
         """
         return next((step for step in self.steps if step.has_learned_prices), None)
 

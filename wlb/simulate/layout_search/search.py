@@ -151,7 +151,8 @@ class Tuner:
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
         """Simulate layouts with one packing each, and add the results to `known`.
 
-        The packing is the first of `PackingChoices.first` with which the layout fits into memory.
+        `PackingChoices.first` lists packings. A layout gets the first one with which it fits into
+        memory.
 
         Returns:
             Times of the layouts that fit into memory, in seconds per global batch.

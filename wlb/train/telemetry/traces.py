@@ -1,7 +1,7 @@
 """The hook that traces whole steps with torch.profiler (`telemetry.trace_steps`).
 
-Perfetto and chrome://tracing show a trace, which has every operator and kernel of a step on one
-rank. Tracing makes the step slower, so its time should not be compared with that of other steps.
+A trace has every operator and kernel of a step on one rank; Perfetto and chrome://tracing display
+it. Tracing makes the step slower, so the time of a traced step says nothing about other steps.
 """
 
 from pathlib import Path
