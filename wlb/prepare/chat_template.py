@@ -522,7 +522,7 @@ class ChatTemplate(TemplateSource):
         leaves out the tools or the arguments.
 
         Returns:
-            For each variant, what the template leaves out if the text is the same (in words, for an
+            For each copy, what the template leaves out if the text is the same (in words, for an
             error message), and the variables to render.
         """
         made: list[tuple[str, dict[str, Any]]] = []
