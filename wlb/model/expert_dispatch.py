@@ -271,7 +271,7 @@ class FirstPass:
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 
     def kept(self) -> tuple[Way, Tensor]:
-        """Return the first pass's routing, for the recomputation, and the chosen experts, [T, K]."""
+        """Return the first pass's routing, for the recomputation, and the chosen experts [T, K]."""
         assert self._way is not None
         assert self._chosen_TK is not None
         return self._way.again(), self._chosen_TK.long()

@@ -120,7 +120,7 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 
 
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Return the longest time of attention over a rank's own keys, which hides the exchange of keys.
+    """Return the longest time of attention over a rank's own keys, which hides the exchange.
 
     This time is longest if the rank has only whole documents, each as long as possible.
 
