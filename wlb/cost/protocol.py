@@ -279,7 +279,7 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
         kv: Keys of each segment, shape [n].
 
     Raises:
-        UserError: A segment has more rows than keys, or an invalid count.
+        UserError: A segment has more rows than keys, or a number is not a count of tokens.
     """
     rows, keys = token_counts("q", q), token_counts("kv", kv)
     if (i := first_true(rows > keys)) is not None:

@@ -175,8 +175,8 @@ class BoundedPacker(PolicyPacker):
     # micro-batch. None means DELAY_PRICE / sqrt(N), or DELAY_PRICE_IN_RANGE / sqrt(N) with a price
     # range.
     delay_price: float | None = None
-    # Range of factors by which the price of attention may be wrong. Micro-batches are balanced for
-    # the price in this range at which they are most unequal.
+    # Range of factors between the true and the predicted time of attention. Micro-batches are
+    # balanced for the factor in this range at which they are most unequal.
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
@@ -1008,8 +1008,8 @@ def refine(
 
     The ideal exchange between the slowest micro-batch and a faster one moves half of the difference
     of their loads. So each round tries to move a document with about that much work, or to swap two
-    documents that differ by about that much. It makes the exchange after which the larger of the
-    two loads is lowest, if that is an improvement and S_max permits it.
+    documents that differ by about that much. Of all exchanges that S_max permits, the round makes
+    the one after which the larger of the two loads is lowest, if that is an improvement.
 
     With two prices, a micro-batch's load is the larger one of its loads at both prices. Documents
     are compared at the price at which the slowest micro-batch has the larger load.

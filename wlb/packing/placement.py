@@ -132,7 +132,8 @@ class _Placement:
 
         Each goes to the micro-batch that then has least work. The method stops before the first
         document that does not fit there, because such a document goes to the micro-batch with the
-        fewest tokens instead.
+        fewest tokens instead. It also stops when the step has no room for another document, and
+        places none if the sums of work could exceed 64 bits.
 
         Args:
             first: Index of the first document.

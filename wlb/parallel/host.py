@@ -128,7 +128,7 @@ Entries for pairs exist only if a group connects all pairs of ranks at once.
 
 
 def host_cost(world_size: int) -> HostCost:
-    """Compute what the Gloo groups and the store of a job of `world_size` ranks cost.
+    """Compute how many sockets, messages and bytes the Gloo groups and the store of a job need.
 
     There are two Gloo groups: one for CPU tensors and one for checkpoints. Each connects a rank
     with the ranks whose numbers differ by a power of two, because Gloo's barrier and broadcast, its

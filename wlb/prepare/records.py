@@ -225,7 +225,7 @@ def _files_of_store(out: str) -> frozenset[str]:
 def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
     """Raise UserError if an input has both files of records and files of text.
 
-    The text may be, for example, the README of a data set.
+    The text files are probably not meant as documents, for example the README of a data set.
 
     Args:
         text: The input, as the user gave it.

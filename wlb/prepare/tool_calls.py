@@ -105,10 +105,10 @@ def _call(value: object, what: str) -> dict[str, Any]:
 
 
 def _parsed(value: object, what: str) -> object:
-    """Parse JSON text, in which keys with the value null are kept.
+    """Return the value of JSON text, or an already parsed value without keys that are null.
 
-    From a value that is parsed already, such keys are removed instead: rows of Parquet have all
-    columns, so the keys may not be in the original record.
+    Parsed values may come from Parquet, whose rows have all columns: a key that a record lacks is
+    null there. In JSON text a null is meant, so it is kept.
 
     Args:
         value: JSON text, or a value that is already parsed.

@@ -5,9 +5,10 @@ layers), each in forward and in backward. They are fitted separately:
 
 - Attention gets a factor for each pass. It is the median over records of measured time divided by
   predicted time, weighted by predicted time, so that a few disturbed steps have little influence.
-- Linear work gets a factor and a constant time per micro-batch for each pass, which are the slope
-  and intercept of a line. If predicted times vary too little for a line in more than half of the
-  records, linear work gets a factor only.
+- Linear work gets a factor and a constant time per micro-batch for each pass. A line of measured
+  over predicted time is fitted in each record, and the medians of slope and intercept are taken in
+  the same way. If more than half of the records permit no line, because their predicted times vary
+  too little, linear work gets a factor only.
 - Output head and loss get a separate factor, which does not change plans.
 
 Plans change only if terms get different factors (`Scales.relative`). `Scales.common` shows whether

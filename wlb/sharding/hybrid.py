@@ -184,7 +184,7 @@ def _long_parts(
 
 
 def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
-    """Return the attention time of the slowest rank, for each threshold between long and short.
+    """Return the attention time of the slowest rank, for each threshold that is tried.
 
     It is the forward time of the rank that is slowest in the forward pass, plus the backward time
     of the one that is slowest in the backward pass, in ns.

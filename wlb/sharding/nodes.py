@@ -112,7 +112,7 @@ class _Nodes:
         """Move documents between nodes until each has exactly the number of tokens it is to get.
 
         Args:
-            heads: Predicts the work of the first tokens of a document.
+            heads: Predicts the work of the head of a document, which is its first tokens.
         """
         while True:
             giver = min(range(len(self.room)), key=lambda n: self.room[n])

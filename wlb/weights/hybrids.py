@@ -210,9 +210,9 @@ def is_hybrid(spec: ModelSpec) -> bool:
 
 
 def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
-    """Return the model_type under which a hybrid is exported.
+    """Return the model_type under which a model with linear attention (a hybrid) is exported.
 
-    If several model types compute the same, it is that from which the model was imported.
+    If several model types compute the same, `preferred` is chosen.
 
     Args:
         spec: The model.

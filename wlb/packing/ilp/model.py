@@ -180,9 +180,10 @@ def _status(outcome: Outcome) -> str:
 
 
 def _relabelled(problem: Problem, start: Assignment) -> Assignment:
-    """Renumber the micro-batches of `start` as the integer linear program requires (`_symmetry`).
+    """Renumber the micro-batches of `start` as the integer linear program requires.
 
-    The program excludes solutions that differ only in the numbers of micro-batches.
+    Of the solutions that differ only in how micro-batches are numbered, the program permits one
+    (`_symmetry`).
     """
     bins = list(range(problem.num_micro_batches))
     if problem.num_steps == 1:

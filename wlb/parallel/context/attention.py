@@ -162,8 +162,8 @@ class ContextAttention:
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
         """Return x + y. In backward this operation starts to gather K and V a second time.
 
-        It is the last operation of a layer, so it comes first in the layer's backward, and the
-        gather runs while the rest of the layer's backward is computed.
+        It is the last operation of a layer, or of its attention half. So its backward comes first,
+        and the gather runs while the backward of the other operations is computed.
 
         Args:
             x_SC: Residual stream.

@@ -254,11 +254,11 @@ class Tuner:
     ) -> list[Any]:
         """Call a function for each item on the worker processes, and return the results.
 
-        Items with equal prices form one task and share a `TrialRunner`. Results are grouped by
-        task, so they may not be in the order of `items`.
+        Items whose passes have the same prices (`pricing_key`) form one task and share a
+        `TrialRunner`. Results are grouped by task, so they may not be in the order of `items`.
 
         Args:
-            items: Runs, or layouts before or after `tune`.
+            items: RunSpecs, `Candidate`s or `Tuned` layouts.
             function: Called as `function(runner, item, *arguments)`.
             what: What is done with the items, for example "tuned"; `progress` gets it.
             *arguments: Further arguments of the function.

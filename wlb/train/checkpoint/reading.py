@@ -129,7 +129,7 @@ class CheckpointReader:
         """Raise DamagedCheckpoint if a saved tensor has another dtype than the tensor to fill.
 
         `known` has torch's metadata of the saved tensors, and `tensors` has the tensors to fill.
-        Both are by the tensor's name in files.
+        The keys of both are the tensors' names in files.
         """
         is_import = checkpoint.is_import(self._saved_in)
         for name, about in known.items():
