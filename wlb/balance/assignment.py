@@ -123,7 +123,7 @@ class StepBalance:
 
         Args:
             mini_batch: Index of the mini-batch.
-            rank: A data-parallel rank of the group.
+            rank: Any rank of the group, by its data-parallel number.
             micro_batch: Index of the micro-batch.
             strategy: Sharding strategy (`wlb.sharding.NAMES`).
 

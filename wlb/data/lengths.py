@@ -130,9 +130,10 @@ FAMILIES: dict[str, LengthFamily] = {DRAWN: LengthFamily()}
 
 
 def enough_of_family(name: str = DRAWN, *, window: int, num_tokens: int, seed: int) -> LengthSource:
-    """Draw document lengths of a named family until they have about `num_tokens` tokens.
+    """Draw as many document lengths of a named family as are needed for `num_tokens` tokens.
 
-    They usually have about 10% more tokens, and seldom fewer.
+    The number is estimated from a sample. The documents usually have about 10% more tokens than
+    needed, and seldom fewer.
 
     Args:
         name: Name of the distribution, a key of `FAMILIES`.

@@ -130,7 +130,8 @@ class CapacityPacker(PolicyPacker):
             bins: The bins.
             leaving: Indices of the bins, in the order in which they are trained.
             step: Index of the first step.
-            flush: Whether all bins are used. Otherwise bins that fill no whole step are left out.
+            flush: Whether all bins are used. Otherwise the last bin is left out if it is not full,
+                and so are bins that fill no whole step.
 
         Returns:
             `steps[s][i]`: indices of the documents in micro-batch i of step s.

@@ -291,7 +291,10 @@ def _kind_by_code(code: CodeType) -> str:
 
 
 def _is_reducing(frame: Any) -> bool:
-    """Return whether a frame, or one of its 3 nearest callers, handles FSDP's gradients."""
+    """Return whether the function of a frame, or of its 3 nearest callers, handles gradients.
+
+    This is judged by the function's name: it contains "reduce" or "grad".
+    """
     for _ in range(4):
         if "reduce" in frame.f_code.co_name or "grad" in frame.f_code.co_name:
             return True

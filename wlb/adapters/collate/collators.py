@@ -78,8 +78,9 @@ class PaddingFreeCollator(FlatOptions):
 
         Args:
             features: The examples.
-            return_tensors: Used instead of the field `return_tensors`, unless None.
-            separator_id: Used instead of the field `separator_id`, unless None.
+            return_tensors: Kind of the tensors. None means that of the field `return_tensors`.
+            separator_id: Label of the first token of each document. None means the value of the
+                field `separator_id`.
         """
         options = self if separator_id is None else replace(self, separator_id=separator_id)
         columns = _columns(features)
@@ -91,7 +92,7 @@ class PaddingFreeCollator(FlatOptions):
 
         Args:
             flat: The documents, for example from `flatten_micro_batch`.
-            return_tensors: Used instead of the field `return_tensors`, unless None.
+            return_tensors: Kind of the tensors. None means that of the field `return_tensors`.
         """
         out: dict[str, Any] = {"input_ids": flat.input_ids[None], "labels": flat.labels[None]}
         if self.return_position_ids:
@@ -133,7 +134,7 @@ class PaddedCollator(PadOptions):
 
         Args:
             features: The examples.
-            return_tensors: Used instead of the field `return_tensors`, unless None.
+            return_tensors: Kind of the tensors. None means that of the field `return_tensors`.
         """
         columns = _columns(features)
         _refuse_packed(columns)
@@ -145,7 +146,7 @@ class PaddedCollator(PadOptions):
 
         Args:
             made: The padded rows.
-            return_tensors: Used instead of the field `return_tensors`, unless None.
+            return_tensors: Kind of the tensors. None means that of the field `return_tensors`.
         """
         out: dict[str, Any] = {
             "input_ids": made.input_ids,

@@ -238,8 +238,8 @@ def _wait(summary: PackingSummary) -> float:
 def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
     """Return the run's present packing and, for each other policy, the setting with best balance.
 
-    Settings that completed no step before the data ended are left out, because they have no
-    imbalance.
+    These are at most `MOST_LINES` settings. Settings that completed no step before the data ended
+    are left out, because they have no imbalance.
 
     Args:
         runs: Results of all settings.

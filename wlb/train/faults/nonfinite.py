@@ -20,7 +20,8 @@ class NonfiniteSteps:
 
     With `training.on_nonfinite` = `rollback`, the run returns to a checkpoint and trains the step a
     second time. If the loss or gradient is not finite again, the step is skipped, because the cause
-    is then its documents rather than a transient hardware fault.
+    is then its documents rather than a transient hardware fault. Without a checkpoint the step is
+    skipped at once.
     """
 
     action: OnNonfinite  # the configured reaction (`training.on_nonfinite`)

@@ -59,10 +59,11 @@ class StoppedEarly(BaseException):
 class Signals:
     """Context manager that handles SIGINT, SIGTERM and SIGUSR1 in the main thread.
 
-    Inside `with early()`, a signal raises StoppedEarly. Elsewhere a signal only sets the flag
-    `came`, but a second SIGINT raises KeyboardInterrupt, and a third one kills the process, in case
-    the process runs code that Python cannot interrupt. SIGINT stays ignored if it was ignored
-    before, as in a job under nohup.
+    Inside `with early()`, a signal raises StoppedEarly. Elsewhere the first signal only sets the
+    flag `came`. A second SIGINT raises KeyboardInterrupt, unless it comes within `SAME_PRESS_S` of
+    the first one. A third SIGINT kills the process, in case the process runs code that Python
+    cannot interrupt. In a process that has started local ranks, a second SIGTERM raises SystemExit.
+    SIGINT stays ignored if it was ignored before, as in a job under nohup.
 
     Args:
         answers: Whether this process prints a message at the first SIGINT.
