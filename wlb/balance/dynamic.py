@@ -269,19 +269,21 @@ def _grid(
 ) -> tuple[IntArray, FloatArray, IntArray]:
     """Decide which ranks form each block in which micro-batch, and renumber the blocks.
 
-    Blocks are sorted by descending number of ranks, then by descending time, and are renumbered in
-    this order. Because numbers of ranks are powers of two, the blocks fill the ranks of one
-    micro-batch after the other without a gap.
+    A block is a set of ranks that share a micro-batch. Blocks are sorted by descending number of
+    ranks, then by descending time, and are renumbered in this order. Numbers of ranks are powers of
+    two. So, taken in this order, blocks fill all ranks of the first micro-batch exactly, then those
+    of the second one, and so on.
 
     Args:
-        work: Work of each unit.
+        work: Work of each unit (samples that share a micro-batch).
         block_of: Block of each unit.
         degree: Number of ranks of each block.
-        ranks: Number of ranks.
+        ranks: Number of all ranks.
 
     Returns:
-        The block of each rank and micro-batch, shape [num_ranks, num_micro_batches], the number of
-        ranks of each block, and the block of each unit. All of these use the new numbers.
+        The block of each rank in each of its micro-batches, shape [num_ranks, num_micro_batches];
+        the number of ranks of each block; and the block of each unit. All three use the new
+        numbers.
     """
     load = np.bincount(block_of, work, degree.size) / degree
     order = np.lexsort((-load, -degree))

@@ -418,10 +418,10 @@ def _jamba_kinds(config: ConfigFields) -> list[str]:
 
 
 def _at(field: str) -> Kinds:
-    """Return a function that lists layers' kinds, "full" or "linear".
+    """Return a function that lists the kind of each layer of a model: "full" or "linear".
 
     Args:
-        field: Field with the indices of the layers with full attention.
+        field: Field of config.json with the indices of the layers with full attention.
     """
 
     def kinds(config: ConfigFields) -> list[str]:

@@ -403,17 +403,18 @@ class FlopsWorkload:
         return whole_ns(self.linear_ns_per_token * token_counts("lengths", lengths))
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """Return W of each piece, both passes together, in place of its forward part.
+        """Return the whole work W of each piece, forward and backward, instead of its forward part.
 
-        The result is only used for forward imbalance, a ratio of times. If forward is the same
-        fraction of every piece's W, the ratio is the same for W and for its forward part.
+        The result is only used for forward imbalance, a ratio of times. Forward is assumed to be
+        the same fraction of W for every piece, so the ratio is the same.
         """
         return self.workload_ns(lengths)
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         """Return forward and backward ns of segments with q query rows and kv keys each.
 
-        If `tile_rows` is above 1, pairs are counted in whole tiles.
+        The time is proportional to the number of query-key pairs. If `tile_rows` is above 1, all
+        pairs in every tile that the kernel computes are counted.
         """
         rows, keys = segment_sizes(q, kv)
         both = self.quadratic_ns * rows * (2 * keys - rows)
@@ -544,8 +545,8 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     """Return the attention ns of a CP rank if all ranks had exactly equal shares of the work.
 
     This time is that of all whole documents divided by `cp`, plus the launch of one call. Reports
-    compare shardings with it. The time is not a lower bound, because dividing a document mostly
-    makes its attention slower, but sometimes a little faster.
+    compare shardings with it. A sharding may be a little faster than this: dividing a document
+    mostly makes its attention slower, but sometimes a little faster.
 
     Args:
         lengths: Tokens of each piece, shape [num_pieces].

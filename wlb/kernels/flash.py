@@ -139,7 +139,10 @@ class Flash4Backend(FlashBackend):
         return tuple((one, *rest) for one in dict.fromkeys(longest) for rest in ((), short))
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
-        """Return why the package cannot use this window or cap on this GPU, or None if it can."""
+        """Return why the package cannot compute these scores on this GPU, or None if it can.
+
+        Scores (QK^T) may be limited to a sliding window, and may be capped by a tanh.
+        """
         if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):
             return (
                 "on compute capability 10.x, backward with heads of 256 supports neither sliding "

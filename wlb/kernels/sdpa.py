@@ -68,9 +68,9 @@ class _Rows:
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """Return for each source row the sum of the rows of y_P that are its copies: N rows.
+        """Undo `pad`: return for each of the N source rows the sum of its copies among y_P's rows.
 
-        The sums are in float32 (float64 for float64 inputs) if a source row has several copies.
+        y_P has one row for each row of the padded batches. The sums are in float32 (float64 for float64 inputs) if a source row has several copies.
         Padding is left out.
         """
         if self.take_P is None:
@@ -119,7 +119,9 @@ class _Classes:
         return self._batch(padded, [c.num_queries for c in self.classes])
 
     def batch_lse(self, lse_HT: Tensor) -> list[Tensor]:
-        """Return the log-sum-exp of padded queries, [B, H, Q], by class; padding has infinity.
+        """Return the log-sum-exp of the padded queries, [B, H, Q] for each class of segments.
+
+        A class has segments of similar lengths (`_Class`). Padding has infinity.
 
         With infinity, the softmax weights of padded queries are zero in backward. Repeating the
         log-sum-exp of the segment's first row, as `pad` does, could make these weights infinite,

@@ -87,9 +87,11 @@ class Way(Protocol):
     """The routing of a micro-batch's rows to experts in one layer, for forward and backward."""
 
     counts_E: Tensor  # number of this process's rows that chose each expert
-    # Order in which the N copies of rows are sent, stage by stage. Copy i copies row i // K.
+    # Order in which the N = T * K copies of rows are sent, stage by stage. Each of the T rows goes
+    # to K experts, and copy i is a copy of row i // K.
     order_N: Tensor
-    # whether the layer's recomputation, and not backward, starts the trip `back` (see `FirstPass`)
+    # Whether the trip `back` starts late: in the layer's recomputation, and not when backward
+    # reaches the layer (see `FirstPass`).
     starts_late: bool
 
     @property

@@ -501,7 +501,10 @@ class Candidates:
 
     @property
     def first_stop(self) -> IntArray:
-        """End (exclusive) of the consecutive outliers, from `tallest` on, that the step trains."""
+        """For each candidate, where the run of released outliers that begins at `tallest` ends.
+
+        It is the index of the first outlier after this run; num_outliers if there is none.
+        """
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
     def released(self, running: IntArray) -> IntArray:
@@ -700,14 +703,16 @@ def _skewed(
     mean: FloatArray,
     fluid: FloatArray,
 ) -> FloatArray:
-    """Return a lower bound on the cost of lost time, for a price range with two different ends.
+    """Return a lower bound on the cost of waiting for the slowest micro-batch (`_wait`).
 
-    It may be that no packing is balanced at both ends. Suppose that the k outliers with most work
-    have a micro-batch each. If few ordinary documents are added to these micro-batches, they are
-    the slowest ones when attention is expensive. If many are added, they are the slowest ones when
-    attention is cheap. The function tries three amounts of ordinary documents for these k
-    micro-batches: none, as many as bring them to the mean work at the low end of the range, and as
-    many as bring them to the mean work at the high end. The lowest of the three costs is returned.
+    This bound is for a price range with two different ends, at which no packing may be balanced at
+    once. Suppose that the k outliers with most work have a micro-batch each. If few ordinary
+    documents are added to these micro-batches, they are the slowest ones when attention is
+    expensive. If many are added, they are the slowest ones when attention is cheap.
+
+    The function tries three amounts of ordinary documents for these k micro-batches: none, as many
+    as bring them to the mean work at the low end of the range, and as many as bring them to the
+    mean work at the high end. It returns the lowest of the three costs.
 
     Args:
         waiting: The waiting documents.

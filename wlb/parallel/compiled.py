@@ -36,7 +36,9 @@ computation. Inductor might also change the order of collectives, which must be 
 
 
 def compile_layers(stage: Llama, backend: str) -> None:
-    """Let torch.compile compile each decoder layer of `stage` when it is first called, in place.
+    """Change `stage` in place so that torch.compile compiles each layer when it is first called.
+
+    Layers with experts and linear-attention layers are compiled only in part.
 
     Args:
         stage: The stage.

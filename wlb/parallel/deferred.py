@@ -78,10 +78,11 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 class Product(torch.autograd.Function):
-    """Computes multiply(x, weight), but saves nothing and leaves its backward to another function.
+    """Computes multiply(x, weight), but saves nothing for backward and computes no gradients.
 
-    The autograd function that comes before it (`_Input`) saves x and computes the gradients. The
-    backward of this function only stores the product's gradient in grads[i].
+    `_Input`, the autograd function that comes before this one, saves x and computes the gradients
+    of x and of the weight. The backward of this function only stores the gradient of the product
+    where `_Input` finds it, in grads[i].
 
     The reason is activation recompute, which stops when all tensors that backward needs are saved.
     An autograd function saves tensors at the end of its forward. If this function saved x,

@@ -140,7 +140,10 @@ class StagedTrip:
         self._leaving = None
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for a stage's rows and scores, and return them sorted by expert."""
+        """Wait for a stage's rows and scores, and return them sorted by expert.
+
+        The scores are None if `send` got none.
+        """
         arriving, self._arriving[stage] = self._arriving[stage], None
         assert arriving is not None
         arriving, order_P = wait(arriving), self._choice.order_of(stage)

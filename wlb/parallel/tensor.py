@@ -48,7 +48,10 @@ class TpPlacement(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        """Whether this rank's part is a copy, which a sum over all ranks must not count again."""
+        """Whether this rank's part of the parameter is a copy of another rank's part.
+
+        A sum over all ranks, such as a norm, must leave out copies.
+        """
         return self.copies is not None and dist.get_rank(self.copies) > 0
 
     def part_of(self, value: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ class Pieces(_Columns):
 
     @property
     def total_targets(self) -> int:
-        """Number of labels of all pieces; UserError if it is unknown (UNCOUNTED) for some piece."""
+        """Number of targets of all pieces; UserError if that of some piece is UNCOUNTED."""
         uncounted = np.flatnonzero(self.num_targets == UNCOUNTED)
         if uncounted.size:
             raise UserError(

@@ -422,8 +422,10 @@ def _adopted(carry: Carry, packer: packing.Packer) -> Carry:
     """Return a carry that `packer` can use, with the pieces of `carry`.
 
     The slot of a waiting piece, such as its outlier queue, has a meaning only for the policy that
-    made the carry. The same holds for an arrival step that is later than the next step. If `packer`
-    has another policy, all slots are set to 0, and such arrival steps to the next step.
+    made the carry. If `packer` has another policy, all slots are set to 0.
+
+    A policy that collects several global batches before it packs them also has pieces that arrive
+    after the next step. For another policy they arrive at the next step.
     """
     if carry.policy == packer.policy:
         return carry

@@ -83,9 +83,9 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MarkedText:
-    """A rendered conversation with marks in its fields, from which `Rendered` is made.
+    """A rendered conversation in which marks (`FieldMarks`) show where each field is.
 
-    Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
+    `Rendered` is made from it. A field is a content or a reasoning of a message. Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
     """
 
     text: str
@@ -322,9 +322,9 @@ class ChatTemplate(TemplateSource):
         Args:
             messages: All messages.
             found: The rendered text, and where in it contents and reasoning are.
-            number: Number of the message.
-            start: Where training begins.
-            stop: Where the turn of the message ends.
+            number: Index of the message in `messages`.
+            start: Position in the rendered text at which training begins.
+            stop: Position in the rendered text at which the turn of the message ends.
         """
         has_calls = bool(messages[number].tool_calls)
         content_end = max(start, found.content_end(number))

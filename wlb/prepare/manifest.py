@@ -76,10 +76,10 @@ def is_manifest(path: Path, manifest: Manifest) -> bool:
 
 
 def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) -> bool:
-    """Keep the parts in a folder if they have this manifest; otherwise remove them.
+    """Keep the encoded parts in a folder if they have this manifest; otherwise remove them.
 
-    Parts with an equal manifest were made with the same arguments and inputs, so they are reused.
-    Otherwise the folder is emptied, and the manifest is written into it.
+    Parts with an equal manifest were made with the same arguments and inputs by a call that was
+    interrupted, so they are reused. Otherwise all parts are removed, and the manifest is written.
 
     Args:
         path: The file with the manifest in the folder of parts.

@@ -176,8 +176,9 @@ def unread_keys(
         is_part: Whether `data` is a part of a content.
 
     Raises:
-        UserError: A part is marked as not trained, or the name of an unknown key suggests that the
-            key decides what is trained.
+        UserError: A part of a content is marked as not trained, which is impossible because wlb
+            trains a message as a whole; or the name of an unknown key suggests that the key decides
+            what is trained.
     """
     for key, value in data.items():
         # A null value counts as absent. Keys that mark a message as trained are read by

@@ -308,7 +308,7 @@ def heldout_rows(names: Iterable[str], *, fraction: float, seed: int) -> BoolArr
 def moved_record(
     summaries: Sequence[PartSummary], *, fraction: float
 ) -> tuple[int, int, range] | None:
-    """Find the record that must move to the other store so that neither store is empty.
+    """Find the record to move between training and held-out store so that neither is empty.
 
     Each record has a random number in [0, 1) (`draw`), and is held out if that is below `fraction`.
     The record whose number is closest to `fraction` moves, with all its documents.
@@ -319,8 +319,8 @@ def moved_record(
 
     Returns:
         The record's shard, the store that it leaves (0 = training, 1 = held-out), and the indices
-        of its documents there. None if no record must move, or if only one record has documents and
-        it is trained. It stays, because a run cannot do without training documents.
+        of its documents there. None if no record must move. Also None if only one record has
+        documents and it is in the training store, because a run needs training documents.
     """
     totals = [sum(summary.num_documents[side] for summary in summaries) for side in range(2)]
     if all(totals) or not any(totals) or fraction == 0:

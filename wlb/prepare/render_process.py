@@ -12,9 +12,10 @@ starts the process. Each request is one line of JSON on stdin, and each answer o
     used         names of the variables that it uses
     given        for each rendering, the values of the template's variables
     texts        for each rendering, [text, spans of its generation blocks] or [null, reason]
-    prefixes     beginnings of the last conversation in `given`: its first `upto` messages, then the
-                 messages `then`, with a generation prompt if `prompt` is true. If `cut` is not "",
-                 only the text before that string counts.
+    prefixes     further conversations to render, each an object {"upto", "then", "prompt", "cut"}:
+                 the first `upto` messages of the last conversation in `given`, followed by the list
+                 of messages `then`, and by a generation prompt if `prompt` is true. If `cut` is not
+                 "", only the rendered text before that string counts.
     lengths      for each prefix the length of its text, or null if the last text does not begin
                  with it
 

@@ -53,11 +53,12 @@ class FieldMarks:
         self.replaced: dict[int, str] = {}
 
     def mark(self, text: str, number: int) -> str:
-        """Return `text` with one character replaced by a mark, which shows where rendering puts it.
+        """Return `text` with one character replaced by a mark that is found again when rendered.
 
         Args:
             text: A content or a reasoning. If it is only white space, it is returned unchanged.
-            number: Number of the field that has this text. Each number has another mark.
+            number: Number of the field (content or reasoning) that has this text. Each number has
+                a mark of its own.
         """
         if not text.strip():
             return text
@@ -270,8 +271,8 @@ class TemplateSource:
             the last conversation's text does not begin with it.
 
         Raises:
-            UserError: The first or the last conversation cannot be rendered, and `may_fail` is
-                False.
+            UserError: `may_fail` is False, and the first or the last conversation cannot be
+                rendered. A failure of one in between only gives None.
         """
         # transformers always passes `documents`, so templates may test whether it is None.
         base = {**self.variables, "add_generation_prompt": False, "documents": None}

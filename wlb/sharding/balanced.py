@@ -207,10 +207,12 @@ class _AssignedDocuments:
         self.room[best] -= size
 
     def _equal(self, documents: list[int], size: int, time_ns: int) -> int:
-        """Assign equal documents whole, as `_whole` would, until one does not fit.
+        """Assign equal documents to ranks, each whole, until one does not fit on any rank.
+
+        The result is the same as calling `_whole` for each document.
 
         Args:
-            documents: The documents.
+            documents: Indices of the documents.
             size: Tokens of each document.
             time_ns: Predicted time of each document.
 

@@ -183,7 +183,7 @@ def fill(
 def _dense(
     pool: list[FillPart], room: int, work: float, options: FillOptions, *, most: float
 ) -> list[FillPart]:
-    """Take documents with most work per token, until light ones can bring a rank to its share.
+    """Take the documents with most work per token for a rank, and remove them from `pool`.
 
     The rest of the rank will later be filled with the documents that have least work per token. The
     function stops as soon as these would bring the rank exactly to its share of the work.

@@ -57,7 +57,10 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 def bin_method_of(method: str) -> BinMethod:
-    """Return the bin-packing algorithm of a grouping method, by default best fit decreasing."""
+    """Return the bin-packing algorithm of a grouping method.
+
+    A method that does not name one, including "", has best fit decreasing.
+    """
     return _BIN_METHODS.get(method, BinMethod.BEST_FIT_DECREASING)
 
 

@@ -116,7 +116,10 @@ def build_dp_schedule(
 
 
 def _steps(rollout_indices: list[int], size: int) -> Any:
-    """Return the step in which each sample is trained; -1 if its rollout does not fill a step.
+    """Return the step in which each sample is trained; -1 if it is left over.
+
+    Rollouts are trained in order, `size` in each step. If too few for a step remain at the end,
+    these are left over.
 
     Args:
         rollout_indices: For each sample, the number of its rollout.

@@ -39,7 +39,7 @@ class Swap:
         self.theirs.clear()
 
     def _everywhere(self, old: Any, new: Any) -> None:
-        """Replace `old` by `new` in all loaded modules of the package, under every name."""
+        """Replace `old` by `new` in all loaded modules of the library, under every name."""
         for module_name, module in list(sys.modules.items()):
             if module_name == self.package or module_name.startswith(f"{self.package}."):
                 for name, value in list(vars(module).items()):

@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that the micro-batches make."""
+        """Number of steps: the number of micro-batches divided by those of one step."""
         return self.num_micro_batches // self.per_step
 
     @property

@@ -54,9 +54,9 @@ class IlpOptions:
     objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
     time_limit_s: float = 10.0  # most time that the solver may take for one packing
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
-    # The solver may divide documents of fewer tokens freely, and whole documents are placed
-    # afterwards. Longer ones have a binary variable for each micro-batch. None = C // 16; 0 = all
-    # documents have such variables.
+    # Documents of at least this many tokens have a binary variable for each micro-batch. The solver
+    # may divide shorter ones freely over micro-batches, which makes the program smaller; after it,
+    # they are placed whole. None = C // 16; 0 = all documents have binary variables.
     divisible_below: int | None = None
     threads: int = 1  # threads of the solver
     seed: int = 0  # seed of the solver's random decisions

@@ -30,7 +30,8 @@ class FlatExchange(NamedTuple):
     # a segment, largest number of keys, size of the sliding window, then for each rank the number
     # of rows received from it, then for each rank the number of rows sent to it.
     numbers: Tensor
-    # The number of ranks and each stage's `Transfer`, such as "2 own needed needed".
+    # The number of CP ranks, then the `Transfer` of each stage: "2 own needed needed" is an
+    # exchange over two ranks whose first stage has only local rows.
     layout: str
 
 

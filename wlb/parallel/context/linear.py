@@ -57,7 +57,10 @@ class _SharedRows(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """Appends the rows that other ranks send to local rows; backward returns their gradients."""
+    """Exchanges rows between CP ranks: returns the local rows, then those that were received.
+
+    Backward sends the gradients of received rows back to the ranks that have the rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, pool: _SharedRows, group: str) -> Tensor:

@@ -263,8 +263,8 @@ def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, whic
     """Return the TFLOP/s of the attention of one segment. Padding to tiles is not counted.
 
     Args:
-        table: Attention table with the heads of the call.
-        sample: The call, with `q` query rows and `kv` keys.
+        table: Attention table that has the call's number of heads and head size.
+        sample: A call whose segments all have `q` query rows and `kv` keys.
         ns: Time of one segment in nanoseconds.
         which: 0 for forward, 1 for backward.
     """

@@ -101,9 +101,10 @@ class PackingChoices:
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """Yield the run with each delay of zero-bubble's weight-gradient passes to try.
+        """Yield the run with each value of `pp.weight_delay` to try.
 
-        Nothing is yielded if the schedule does not split backward.
+        This key says by how many passes a zero-bubble schedule delays weight gradients. Nothing is
+        yielded if the schedule does not split backward.
         """
         for delay in self.weight_delays if spec.splits_backward else ():
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))

@@ -165,7 +165,8 @@ class Tuner:
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
         """Simulate layouts with every packing, and add the results to `known`.
 
-        The fastest packing within the delay limit is also simulated with sharding.
+        These simulations assume that CP ranks have equal work. The fastest packing within the delay
+        limit is simulated once more with the first sharding strategy of `choices`.
 
         Returns:
             Times of the layouts that have a packing within the delay limit, in seconds per global

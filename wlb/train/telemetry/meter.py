@@ -166,7 +166,7 @@ class TelemetryMeter:
     def _compare(
         self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes, extra: float
     ) -> None:
-        """Compare the measured and predicted times of one micro-batch in one stage.
+        """Add the measured and predicted times of one micro-batch in one stage to the sums.
 
         Args:
             i: Index of the micro-batch.
