@@ -147,7 +147,7 @@ REFUSED = {
     "atom": (([30, 20, 5],), {"atoms": [0, 0, 1]}, "atom of sample 0 has 50 tokens.*= 40"),
     "few": (([3],), {}, "1 samples .*1 micro-batches.*2 ranks"),
     "fixed": (([30] * 6,), {"num_micro_batches": 2}, "180 tokens do not fit into 2 "),
-    "counts": (([3, 4, 5],), {"equal_counts": True}, "2 samples, but there are 3; .* count_slack"),
+    "counts": (([3, 4, 5],), {"equal_counts": True}, "3 samples, which .* 2 ranks; .* count_slack"),
     "slack": (([3, 4],), {"count_slack": 1}, "has no effect without equal_counts"),
     "multiple": (([3, 4],), {"num_micro_batches": 3, "multiple": 2}, "3 must be divisible by"),
     "divided": (([3, 4],), {"groups": [0, 0], "mini_batches": [0, 1]}, "0 and 1 are in the same"),
