@@ -85,14 +85,21 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--virtual-stages", nargs="+", type=number(int), default=[], metavar="V", help=text
     )
-    for name, values, default in (
-        ("--schedules", Schedule, Schedule),
-        ("--recompute", Recompute, Recompute),
-        ("--policies", POLICIES, CHOSEN),
-        ("--sharding", STRATEGIES, STRATEGIES),
+    for name, key, values, default in (
+        ("--schedules", "pp.schedule", Schedule, Schedule),
+        ("--recompute", "training.recompute", Recompute, Recompute),
+        ("--policies", "packing.policy", POLICIES, CHOSEN),
+        ("--sharding", "sharding.strategy", STRATEGIES, STRATEGIES),
     ):
+        words, usual = [str(value) for value in values], [str(value) for value in default]
+        said = "all" if usual == words else ", ".join(usual)
         parser.add_argument(
-            name, nargs="+", choices=[str(v) for v in values], default=[str(v) for v in default]
+            name,
+            nargs="+",
+            choices=words,
+            default=usual,
+            metavar="VALUE",
+            help=f"values of {key} to try: {', '.join(words)} (default: {said})",
         )
     text = "numbers of micro-batches to try besides data.num_windows, as multiples of it above 1"
     usual = PackingChoices().micro_batches
