@@ -229,7 +229,7 @@ def test_a_source_of_ones_own_is_taken_at_its_word() -> None:
     data, _ = _middle()
     check_planner_state(PlannerState.from_json(data), object())
     _repeat(data["carry"], 0)
-    with pytest.raises(UserError, match="wait twice"):
+    with pytest.raises(UserError, match="is in both"):
         check_planner_state(PlannerState.from_json(data), object())
 
 

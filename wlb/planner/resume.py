@@ -187,7 +187,7 @@ def _check_once(pieces: Pieces) -> None:
     if (i := first_true(twice)) is not None:
         raise UserError(
             f"document {document[i]} has overlapping pieces [{start[i]}, {stop[i]}) and "
-            f"[{start[i + 1]}, {stop[i + 1]}), so its tokens from {start[i + 1]} on wait twice"
+            f"[{start[i + 1]}, {stop[i + 1]}), so token {start[i + 1]} is in both"
         )
 
 

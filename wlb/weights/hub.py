@@ -205,7 +205,7 @@ def _drop_tied_head(tensors: dict[str, StoredTensor], config: Path) -> None:
         raise UserError(
             f"{config} has tie_word_embeddings = true, but {HEAD} in {tensors[HEAD].file} is not "
             f"equal to {EMBEDDING}; set tie_word_embeddings to false if the head was trained "
-            "separately"
+            "separately, otherwise download the weights again"
         )
     del tensors[HEAD]
 
