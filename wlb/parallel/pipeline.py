@@ -109,7 +109,7 @@ class VarLenStage(PipelineStage):
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operation that receives a micro-batch's output gradient in a new buffer."""
+        """Return the receive of a micro-batch's output gradient, in a new buffer; [] for none."""
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)

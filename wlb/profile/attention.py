@@ -184,7 +184,11 @@ def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, i
 
 
 def count_of(layout: HeadLayout, q: int, kv: int) -> int:
-    """Return the number of equal segments of `q` queries and `kv` keys that fills the device."""
+    """Return how many equal segments of `q` queries and `kv` keys a measured call has.
+
+    They are as many as keep the device busy, unless this exceeds a limit on memory (on a CPU, a
+    limit on keys).
+    """
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
     fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tiles.forward_rows)))

@@ -232,9 +232,10 @@ def cheapest(
     strategy: str = "",
     exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
-    """Return the plan whose slowest rank is predicted to finish first, with predicted times.
+    """Return the plan that is predicted to take the least time, with the times of its ranks.
 
-    The predicted time of a rank includes:
+    Ranks wait for the slowest one in forward, and again in backward. So a plan takes as long as its
+    slowest rank in forward, and its slowest rank in backward, together. A rank's time includes:
 
     - the attention of its segments, forward and backward (Section 5.3). A segment has a span's
       tokens as queries, and all tokens up to the span's end as keys.
@@ -243,7 +244,7 @@ def cheapest(
     - with an exchange of "needed" or "auto", the time that the rank waits for keys and gradients of
       other ranks.
 
-    It excludes linear layers and all-gathers, because they take the same time on all ranks and in
+    It excludes linear layers and all-gathers, because these take the same time on all ranks and in
     all plans. Of equally fast plans, the one that transfers fewest rows is taken. With "gather",
     where all plans transfer the same rows, the first one is taken.
 

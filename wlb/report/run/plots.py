@@ -139,8 +139,9 @@ def expert_figure(records: RunRecords) -> Any:
     """Return a figure of how unevenly CP ranks and EP ranks are loaded.
 
     The upper panel shows, over steps, the attention time of the slowest CP rank and the rows of the
-    most loaded EP rank, each divided by the mean over ranks. The lower panel shows the rows of the
-    most loaded expert and EP rank for each layer, averaged over steps.
+    most loaded EP rank, each divided by the mean over ranks. The lower panel shows for each layer
+    the rows of the most loaded expert, divided by the mean over experts, and those of the most
+    loaded EP rank, divided by the mean over EP ranks. Both ratios are averaged over steps.
     """
     figure, (above, below) = new_figure(height=5.4, nrows=2)
     series = [

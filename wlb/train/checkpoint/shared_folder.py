@@ -27,9 +27,10 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 
 
 def remove_left_tokens(directory: Path) -> None:
-    """Remove files of `refuse_unshared` that killed processes have left in the folder `directory`.
+    """Remove marker files of `refuse_unshared` that killed processes have left in `directory`.
 
-    On a file system without locks, these files are left alone, because they may be in use.
+    Files that another process has locked are in use and stay. On a file system without locks all of
+    them stay, because it is unknown which are in use.
     """
     for path in directory.glob(".token-*"):
         if _TOKEN.fullmatch(path.name):
