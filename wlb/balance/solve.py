@@ -163,7 +163,7 @@ def _by_rank(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
         units: Samples, or sets of samples that share a micro-batch.
         rules: What the assignment must satisfy.
         num: Micro-batches of each rank.
-        bound: Lower bound on the time.
+        bound: Lower bound on the time of any assignment. The search stops if it gets close to it.
 
     Returns:
         The number of each unit's bin (rank * num + m is micro-batch m of a rank), or None if units

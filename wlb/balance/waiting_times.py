@@ -52,7 +52,7 @@ class WaitingRule(Protocol):
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
         """Return the pairs of bins that exchange units in a round.
 
-        The bins (micro-batches) that exceed their target work most are paired with others.
+        The bins (micro-batches) that are furthest above their target work are paired with others.
 
         Args:
             excess: Work of each bin minus its target.
@@ -93,7 +93,7 @@ class Slots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins that exceed their target work most with others, on any rank."""
+        """Pair the bins that are furthest above their target work with others, on any rank."""
         num = excess.size
         order = np.argsort(excess, kind="stable")
         return _partners(order[None], min(num // 2, max(num // self.num_ranks, num // 8)), turn)
@@ -130,7 +130,7 @@ class RankSlots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins that exceed their target work most with others.
+        """Pair the bins that are furthest above their target work with others.
 
         If units must stay on their ranks, both bins of a pair are on the same rank.
         """

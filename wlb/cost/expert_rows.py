@@ -141,9 +141,10 @@ def smaller_products_ns(
 ) -> tuple[float, float]:
     """Return the ns that one layer's experts lose by computing in stages: (forward, backward).
 
-    The loss is that of one micro-batch. Each stage after the first makes every matrix product
-    longer by half the time of a wave of tiles, and adds one more call of every other kernel, priced
-    as the shortest possible kernel. The loss is 0 with a profile of a CPU (one that has only SDPA).
+    The loss is that of one micro-batch. Smaller matrix products fill the GPU less evenly: each
+    stage after the first is assumed to lose half the time in which all SMs compute one tile (a
+    wave). Each stage after the first also calls every other kernel once more, at the price of the
+    shortest possible kernel. With a profile of a CPU (one that has only SDPA) the loss is 0.
 
     Args:
         model: A model with experts.

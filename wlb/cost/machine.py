@@ -87,7 +87,7 @@ def short_name(device: str) -> str:
 
 
 def is_same(device: str, other: str) -> bool:
-    """Return whether two names denote the same device model; memory and form factor may differ."""
+    """Return whether two names denote one device model, whatever its memory and form factor."""
     return short_name(device) == short_name(other)
 
 

@@ -465,7 +465,10 @@ class AttentionLatency(RankTimes):
 
     @property
     def imbalance(self) -> float:
-        """Time of the slowest CP rank over the mean of all ranks (kernels and launches only)."""
+        """Attention time of the slowest CP rank over the mean of all ranks, without collectives.
+
+        Both are the sum of a forward and a backward time.
+        """
         mean = float(self.forward_ns.mean() + self.backward_ns.mean())
         return self.slowest_kernels_ns / mean if mean else 1.0
 

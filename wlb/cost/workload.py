@@ -302,8 +302,8 @@ class ProfiledWorkload:
         """Return the time of all-gathering a micro-batch's keys and values: (forward, backward).
 
         Backward reduce-scatters the gradients and gathers keys and values a second time. The times
-        are in ns, for all layers of a pipeline rank. They include the part that matrix products
-        hide.
+        are in ns, for all layers of a pipeline rank. They are the whole times of the collectives,
+        although a part runs at the same time as matrix products.
         """
         sent, resent, returned = self.transfers_ns(None, num_tokens, cp=cp)
         return round(sent), round(resent + returned)

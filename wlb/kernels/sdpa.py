@@ -70,8 +70,8 @@ class _Rows:
     def collect(self, y_P: Tensor) -> Tensor:
         """Undo `pad`: return for each of the N source rows the sum of its copies among y_P's rows.
 
-        y_P has one row for each row of the padded batches. The sums are in float32 (float64 for float64 inputs) if a source row has several copies.
-        Padding is left out.
+        y_P has one row for each row of the padded batches. The sums are in float32 (float64 for
+        float64 inputs) if a source row has several copies. Padding is left out.
         """
         if self.take_P is None:
             return y_P
@@ -111,9 +111,10 @@ class _Classes:
     keys: _Rows  # how rows of keys and of values are copied into these batches
 
     def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
-        """Return the padded queries of each class of segments, [B, H, Q, D].
+        """Return the padded queries, [B, H, Q, D] for each class of segments.
 
-        Padding has the value `fill`. With None it repeats the first row of its segment.
+        A class has segments of similar lengths (`_Class`). Padding has the value `fill`. With None
+        it repeats the first row of its segment.
         """
         padded = self.queries.pad(x_THD, fill=fill)
         return self._batch(padded, [c.num_queries for c in self.classes])
@@ -136,7 +137,10 @@ class _Classes:
         return self._batch(lse_HT.t(), [c.num_queries for c in self.classes])
 
     def batch_keys(self, x_SGD: Tensor) -> list[Tensor]:
-        """Return the padded keys or values of each class of segments, [B, G, K, D]."""
+        """Return the padded keys or values, [B, G, K, D] for each class of segments.
+
+        A class has segments of similar lengths (`_Class`).
+        """
         return self._batch(self.keys.pad(x_SGD), [c.num_keys for c in self.classes])
 
     def _batch(self, padded: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -155,7 +159,7 @@ class SdpaBackend:
             always fixed.
     """
 
-    takes_key_rows = True
+    takes_key_rows = True  # as `wlb.kernels.op.Backend.takes_key_rows`
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic

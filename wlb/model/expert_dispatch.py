@@ -183,7 +183,7 @@ class LocalTrip:
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Store the experts' results for all rows until `answers` returns them."""
+        """Store the experts' results, one for each row; `answers` returns them."""
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:

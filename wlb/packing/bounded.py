@@ -1095,8 +1095,8 @@ class _Packing:
             other_documents = sorted(rows[j], key=work.__getitem__)
             other_work = [work[e] for e in other_documents]
             half = (loads[top] - loads[j]) // 2
-            # Try to move one document: the one with just less work than half of the difference of
-            # the loads, or the one with just more.
+            # Try to move one document, whose work is closest to half of the difference of the
+            # loads, either from below or from above.
             at = bisect_left(top_work, half)
             moved = top_documents[max(0, at - 1) : at + 1]
             tried: list[tuple[int, int | None]] = [(d, None) for d in moved]

@@ -3,11 +3,11 @@
 The ops contain their collectives, so that the compiler cannot merge the gathers of forward and
 backward. In eager mode the autograd functions of `wlb.parallel.tensor` pass gradients to each other
 through a Python object, which torch.compile cannot trace. Here gradients travel through **slots**
-instead. A slot is a tensor without memory that has the shape of a product. `gather_rows` returns a
-slot for each product, and the product takes it as an argument. In backward, the product returns the
-gradient of its output as the gradient of the slot. So the backward of `gather_rows` gets the
-gradients of all products, and computes all other gradients from them. Shapes: as in
-`wlb.parallel.tensor`.
+instead. A slot is a placeholder: it has the shape of a product, but takes no memory, because it is
+one value, expanded. `gather_rows` returns a slot for each product, and the product takes it as an
+argument. In backward, the product returns the gradient of its output as the gradient of the slot.
+So the backward of `gather_rows` gets the gradients of all products, and computes all other
+gradients from them. Shapes: as in `wlb.parallel.tensor`.
 """
 
 from collections.abc import Iterator
@@ -41,8 +41,8 @@ def _begins_early(weights_FC: list[Tensor]) -> bool:
 def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
     """Make the slots by which the backward of `gather_rows` gets the gradients of the products.
 
-    A slot is a tensor without memory. A product's backward returns the gradient of its output as
-    the gradient of the slot. There is one slot for each layer's output. If `begin_backward` runs
+    A slot is a placeholder without memory. A product's backward returns the gradient of its output
+    as the gradient of the slot. There is one slot for each layer's output. If `begin_backward` runs
     for these layers, there are two more slots, for its two results.
 
     Args:
@@ -64,9 +64,9 @@ def gather_rows(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather all ranks' rows; returns the rows, and a slot for the product with each weight.
 
-    A slot is an empty tensor that connects a product to this op in autograd's graph: in backward,
-    the gradient of the product arrives here as the slot's gradient. No gradient flows through the
-    gathered rows themselves.
+    A slot connects a product to this op in autograd's graph (see the module's docstring): in
+    backward, the gradient of the product arrives here as the slot's gradient. No gradient flows
+    through the gathered rows themselves.
 
     Args:
         x_SC: This rank's rows.
@@ -82,7 +82,7 @@ def gather_rows(
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
     """Return x_TC times the transposed weight, [T, F].
 
-    slot_TF is a tensor without memory, made for this product by `gather_rows`. In backward the
+    slot_TF is a placeholder without memory, made for this product by `gather_rows`. In backward the
     gradient of the product becomes the gradient of slot_TF, and so reaches the backward of
     `gather_rows`, which computes the gradients of the input and of the weight.
     """

@@ -85,7 +85,8 @@ class Rendered:
 class _MarkedText:
     """A rendered conversation in which marks (`FieldMarks`) show where each field is.
 
-    `Rendered` is made from it. A field is a content or a reasoning of a message. Field 2 * i is the reasoning of message i, and field 2 * i + 1 its content.
+    `Rendered` is made from this record. Field 2 * i is the reasoning of message i, and field
+    2 * i + 1 its content.
     """
 
     text: str

@@ -171,7 +171,7 @@ class TextChoice(EncoderChoice):
         return {"policy": self.policy, "text_key": self.text_key}
 
     def columns(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the column of the text, and the columns that may mark text as not trained."""
+        """Return which of the columns `names` to read: the text, and marks of untrained text."""
         if self.text_key not in names:
             raise UserError(
                 f"has no column {self.text_key!r}, but the columns {', '.join(names)}; name the "

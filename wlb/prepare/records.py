@@ -392,7 +392,7 @@ def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[
 
     Args:
         shard: The part of the input to read.
-        text_key: Key of the text in the record that a text file or a line becomes.
+        text_key: A text file, or a line of one, becomes a record with its text under this key.
         columns: Returns which columns of a Parquet file to read, given all their names.
 
     Yields:

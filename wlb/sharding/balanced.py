@@ -147,8 +147,7 @@ class _AssignedDocuments:
             self._add(i, start[i], stop[i], ranks.tolist())
         held = np.zeros(self.cp, np.int64)
         np.add.at(held, np.tile(ranks, num), (stop - start).ravel())
-        # If the tokens cannot be divided equally, the ranks that already have a token more are to
-        # have one more in the end.
+        # Each rank may still take its share of the micro-batch minus what it has now.
         self.room = (shares_of(int(self.ordered.sum()), held) - held).tolist()
         self.load = load.sum(0).tolist()
 

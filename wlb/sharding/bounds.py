@@ -171,9 +171,9 @@ class _LeastWaits:
 
 
 def _received(cp: int, sender: int, rows: int) -> IntArray:
-    """Return the rows that each rank receives from each other rank, shape [cp, cp].
+    """Return how many rows each rank receives from each other rank, shape [cp, cp].
 
-    Only rank 0 receives any: `rows` of them, from `sender`.
+    Only rank 0 receives any: `rows` of them, from rank `sender`.
     """
     moved = np.zeros((cp, cp), np.int64)
     moved[0, sender] = rows

@@ -201,8 +201,9 @@ def _dense(
     """
     mine: list[FillPart] = []
     light = lightest(pool, room)
-    # Work that the rank would lack if it were filled with the lightest documents alone. A dense
-    # document instead of light ones adds, for each token, the difference of their densities.
+    # Work that the rank would lack if it were filled with the documents of least work per token
+    # (`light`). Each token of another document reduces the lack by the document's work per token
+    # minus `light`.
     lacking = share = max(0.0, work - light * room)
     # If the document with most work per token needs several ranks, divide it evenly among as few
     # ranks as have enough room, and as `most`, the limit on its work on one rank, permits.

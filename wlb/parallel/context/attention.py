@@ -64,14 +64,14 @@ class KvGather(NamedTuple):
     """K and V of other ranks, still in transfer: the results of `gather_kv`."""
 
     rows_R2GD: list[Tensor]  # K and V of each stage; still in transfer
-    # empty tensors in autograd's graph; their gradients carry dK and dV in backward
+    # placeholders without memory; their gradients carry dK and dV in backward
     slots: list[Tensor]
 
 
 class GatherAgain(NamedTuple):
     """What the end of a layer needs so that its backward can gather K and V a second time."""
 
-    # empty tensors in autograd's graph; backward hands over the gathered rows as their gradients
+    # placeholders without memory; backward hands over the gathered rows as their gradients
     slots_R2GD: list[Tensor]
     k_TGD: Tensor  # local keys, which are sent
     v_TGD: Tensor

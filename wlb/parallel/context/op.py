@@ -120,7 +120,9 @@ def _rows_like(x_TGD: Tensor, num_rows: int) -> Tensor:
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Make a slot: a [num_rows, 2, G, D] tensor without memory, used only for its gradient.
+    """Make a slot: a [num_rows, 2, G, D] placeholder without memory, used only for its gradient.
+
+    It takes no memory because it is one value, expanded.
 
     G, D and the device are those of x_TGD.
     """
@@ -168,7 +170,7 @@ def gather_kv(
         fused: Let a Triton kernel add up the gradients that return in backward.
 
     Returns:
-        The buffers, and slots: tensors without memory, whose gradients in backward are the
+        The buffers, and slots: placeholders without memory, whose gradients in backward are the
         gradients of the local K and V. Each stage has a slot for the gradients that other ranks
         send back. With an all-gather, the slots of all stages together have T rows. With a `needed`
         exchange they have as many rows as this rank sends, because a row gets one gradient from
@@ -282,10 +284,14 @@ def gather_kv_again(
 class AddAndGatherAgain(torch.autograd.Function):
     """Adds x and y at the end of a layer; backward starts to gather the layer's K and V again.
 
-    The arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, then the
-    `num_slots` slots that `context_attend` returned, and the tensors of the exchange. A slot is a
-    tensor without memory. Backward passes the gathered rows to attention's backward as the
-    gradients of the slots. Meanwhile the backward of the MLP and of the output projection runs.
+    The rows of K and V travel while the backward of the MLP and of the output projection runs. Then
+    attention's backward takes them. Autograd passes only gradients from one backward to another. So
+    the buffers of these rows are returned as the gradients of slots, which are placeholders without
+    memory that `context_attend` returned.
+
+    The arguments are x_SC, y_SC, k_TGD, v_TGD; the exchange's `FlatExchange.numbers` and
+    `FlatExchange.layout`; group_name, the CP group; num_slots; then `num_slots` slots; and
+    `FlatExchange.tensors`.
     """
 
     @staticmethod
