@@ -33,7 +33,10 @@ ROUNDS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamicPlaced:
-    """The assignment of a mini-batch's units to blocks: ranks that share a micro-batch."""
+    """The assignment of a mini-batch's units to blocks: ranks that share a micro-batch.
+
+    A unit is a sample, or samples that must share a micro-batch.
+    """
 
     block_of: IntArray  # block of each unit, shape [num_units]
     degree: FloatArray  # number of ranks of each block, shape [num_blocks]

@@ -82,7 +82,7 @@ class Slots:
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set the target of each bin: the work that every bin running at that time should have."""
+        """Set the target of each bin. All bins of a slot (those that run together) get the same."""
         order = np.argsort(-loads, kind="stable")
         slots = order.reshape(-1, self.num_ranks)
         self.target = np.empty(loads.size)
@@ -117,7 +117,7 @@ class RankSlots:
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set the target of each bin: the work that every bin running at that time should have."""
+        """Set the target of each bin. All bins of a slot (those that run together) get the same."""
         by_rank = loads.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         order = np.argsort(-by_rank, 1, kind="stable") + np.arange(self.num_ranks)[:, None] * num

@@ -132,9 +132,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Return the run with the values that training fills in, and with planner.baseline = false.
+    """Return the run with dp, vocabulary size and S_max filled in, and planner.baseline = false.
 
-    The planner need not plan steps of the usual loader, because `gain_of` packs with it later.
+    The planner need not pack with the usual loader too, because `gain_of` does this later.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)

@@ -112,7 +112,10 @@ class TargetSource(Source, Protocol):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, all but the first of a document are."""
+        """Whether only some tokens are trained.
+
+        If False, every token is trained except the first one of each document.
+        """
         ...
 
     @property
@@ -226,7 +229,10 @@ class SourceBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens are trained. If False, all but the first of a document are."""
+        """Whether only some tokens are trained.
+
+        If False, every token is trained except the first one of each document.
+        """
         return self._targets is not None
 
     def count_targets(self, pieces: Pieces) -> IntArray:

@@ -217,7 +217,7 @@ class BlendedBatches(BatchStream):
 
     @property
     def has_targets(self) -> bool:
-        """Whether only some tokens of at least one source are trained."""
+        """Whether at least one source trains only some of its tokens."""
         return bool(self._is_masked.any())
 
     def count_targets(self, pieces: Pieces) -> IntArray:

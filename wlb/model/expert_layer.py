@@ -313,11 +313,12 @@ class MixtureMlp(nn.Module):
     def _choose(self, x_TC: Tensor, rows: ExpertRows | None) -> tuple[Way, Tensor]:
         """Return the routing of rows to their experts, and the scores of these experts, [T, K].
 
-        A recomputed layer uses the experts that its first pass chose.
+        Each row has K experts. A recomputed layer uses the experts that its first pass chose.
 
         Args:
             x_TC: Rows without padding.
-            rows: Has the weight of rows in the auxiliary loss and the z-loss, as in `route`.
+            rows: Has the weight of a row in the auxiliary loss and the z-loss. With None these
+                losses are left out.
         """
         first = self._first
         if first is not None and first.is_over:

@@ -256,7 +256,7 @@ class _BestFitGroups:
         self.max_room = 0  # no group has more room than this
 
     def take(self, length: int) -> tuple[int, Group] | None:
-        """Remove and return the group of bins into which a document of `length` tokens goes.
+        """Remove and return the group of equal bins into which a document of `length` tokens goes.
 
         Returns:
             The free tokens of each bin of the group, and the group; None if no group has room.
@@ -271,7 +271,7 @@ class _BestFitGroups:
         return room, group
 
     def put(self, room: int, group: Group) -> None:
-        """Add a group whose bins have `room` tokens free each."""
+        """Put back a group, or add a new one. Each of its bins has `room` tokens free."""
         heapq.heappush(self.of_room.setdefault(room, []), group)
         self.has_room[room] = 1
         self.max_room = max(self.max_room, room)
@@ -290,7 +290,7 @@ class _FirstFitGroups:
         self.length = 0  # the current length: tokens of the documents that are placed now
 
     def take(self, length: int) -> tuple[int, Group] | None:
-        """Remove and return the group of bins into which a document of `length` tokens goes.
+        """Remove and return the group of equal bins into which a document of `length` tokens goes.
 
         Returns:
             The free tokens of each bin of the group, and the group; None if no group has room.
@@ -311,7 +311,7 @@ class _FirstFitGroups:
         return room, (start, stop, filled)
 
     def put(self, room: int, group: Group) -> None:
-        """Add a group whose bins have `room` tokens free each."""
+        """Put back a group, or add a new one. Each of its bins has `room` tokens free."""
         if room >= self.length:
             heapq.heappush(self.ready, (*group, room))
         else:

@@ -612,10 +612,11 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     fluid = np.where(is_light, lightest[3:], heaviest[3:] * part)
     tokens: IntArray = np.where(is_light, lightest, heaviest)[0]
     mean = (taken[3:] + fluid) / num
-    # (c) The slowest micro-batch has at least the mean work, and at least that of the largest
-    # document (`height`). Among N + 1 outliers two must share a micro-batch, and among 2N + 1 three
-    # must. Because size classes are sorted by age, the n-th outlier may have less work than a later
-    # one, but at least CLASS times as much.
+    # (c) The slowest micro-batch has at least the mean work, and at least the work of the largest
+    # document (`height`). If there are more than N outliers, two of them must share a micro-batch,
+    # and if there are more than 2N, three must. Outliers are sorted by size class, and within a
+    # class by age. So the n-th one may have less work than a later one, but at least CLASS times as
+    # much.
     count = end - first
 
     def nth(n: int) -> IntArray:
@@ -795,7 +796,14 @@ def _holding(
 
 
 def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, IntArray]:
-    """Pack the step of one set of outliers, with other documents as a fluid that divides freely.
+    """Pack the step of one candidate, and return its cost and its documents.
+
+    A candidate says which outliers the step trains. The other documents are treated as a fluid that
+    divides freely.
+
+    Args:
+        waiting: The waiting documents.
+        candidate: A single candidate.
 
     Returns:
         The cost in multiples of a typical micro-batch's time (infinite if the step does not fit),
@@ -1068,7 +1076,7 @@ class _Packing:
 
     @property
     def slowest(self) -> list[int]:
-        """Load of each micro-batch: the largest of its loads at all prices, shape [N]."""
+        """Load of each micro-batch at the price of attention that makes it largest, shape [N]."""
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:

@@ -3,8 +3,9 @@
 `place` takes documents in the given order, with heaps that find the least work and the fewest
 tokens. A heap takes microseconds for each document, but a global batch may have hundreds of
 thousands of tiny documents of equal length. Runs of equal documents are therefore placed together.
-List the loads that each micro-batch has before it takes its first, second, ... document. The
-smallest loads of this list, in ascending order, say which micro-batch takes each document:
+For such a run, a list has the load (work) that each micro-batch would have before it takes its
+first, second, ... document of the run. The smallest loads of this list, in ascending order, say
+which micro-batch takes each document:
 
     two micro-batches with loads 0 and 5, four documents of work 2:
     loads before each placement: 0, 2, 4, ... in the first one, 5, 7, ... in the second one
@@ -216,8 +217,8 @@ def least_loaded(
     # document is put into a bin whose load exceeds this level.
     level = (sum(np.max(begin, axis=0).tolist()) + num * max(steps)) // len(free) + 1
     bins, load = _by_load(begin, steps, _entries(begin, steps, free, level))
-    # If some bins become full, the others take more than an even share and may exceed this mean.
-    # Then list all placements for which bins have room, which takes longer.
+    # If some bins become full, the others take more than an even share, and their loads may exceed
+    # `level`. Then list all placements for which bins have room, which takes longer.
     if bins.size < min(num, int(free.sum())) or (load[:num] > level).any():
         bins, _ = _by_load(begin, steps, free)
     return bins[:num]

@@ -412,14 +412,15 @@ def _main() -> None:
 
 
 def _beat_while_alive(parent: int, address: Address) -> None:
-    """Give signs of life while the parent process lives, and end this process when it has died.
+    """Show ranks that this process works, until its parent dies; then end this process.
 
-    The parent is the rank that started this process. If it has died, other ranks may never connect,
-    and this process would wait for them for ever.
+    The process touches a file every `_BEAT_S` seconds, and ranks look at the file's time. The
+    parent is the rank that started this process. If the parent has died, other ranks may never
+    connect, and this process would wait for them for ever.
 
     Args:
         parent: Process id of the parent.
-        address: Address of this process, with the file that it touches.
+        address: Address of this process, which names the file (`Address.alive`).
     """
     while os.getppid() == parent:
         with contextlib.suppress(OSError):

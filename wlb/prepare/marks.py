@@ -53,8 +53,8 @@ class RecordMark:
     """A key of a record with which other trainers change how the record is trained."""
 
     # Values with which other trainers do what wlb does anyway. Records with other values are
-    # refused. None means that only the value 0 is refused, because many data sets use the key for
-    # something else.
+    # refused. None means that only the value 0 is refused: many data sets use the key for something
+    # else, so other values say nothing about training.
     harmless: tuple[int, ...] | None
     remedy: str  # end of the error message: why the value is refused, and what to do
 
@@ -113,9 +113,9 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
 
     Args:
         record: The record. The case of its keys does not matter.
-        besides: Key of the text, if the record is plain text. Then this key is not checked, and
-            texts and objects under other keys are ignored, because a table of products may have a
-            column "weight" with "5 kg".
+        besides: Key of the text, if the record is plain text; "" for any other record. In plain
+            text, this key is not checked, nor are other keys whose value is text or an object. For
+            example, a table of products may have a column "weight" with "5 kg".
     """
     for key, value in record.items():
         mark = RECORD_MARKS.get(key.lower())
@@ -130,7 +130,10 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
 
 
 def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> bool:
-    """Return whether the marks of a message (`MESSAGE_MARKS`) allow training the message.
+    """Return whether a message may be trained, according to those of its keys in `MESSAGE_MARKS`.
+
+    These are keys such as "train" and "weight", whose value 0 or 1 says whether other trainers
+    train the message. A message without such keys may be trained.
 
     Args:
         message: The message in the record.
@@ -138,8 +141,8 @@ def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> 
         is_assistant: Whether an assistant wrote the message.
 
     Raises:
-        UserError: A mark is not 0 or 1, marks contradict each other, or a mark with `any_role` asks
-            for training a message that is not an assistant's.
+        UserError: The value of such a key is not 0 or 1, two keys contradict each other, or a key
+            with `any_role` asks for training a message that is not an assistant's.
     """
     found: dict[str, bool] = {}
     for key, value in message.items():

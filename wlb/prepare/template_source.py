@@ -18,8 +18,8 @@ from wlb.prepare.tool_calls import with_text_arguments
 
 MOST_SOURCE = 1 << 20
 """The most characters of a template. Templates of models have a few thousand."""
-# Code point of the mark of field 0, and the number of marks. The mark of field i has the code point
-# FIRST_MARK + i.
+# The mark of field i (a content or a reasoning, see `FieldMarks`) is the private-use character with
+# the code point FIRST_MARK + i. There are MOST_MARKS such characters.
 FIRST_MARK, MOST_MARKS = 0x100000, 0xFFF0
 RESERVED = re.compile("[\U00100000-\U0010ffff]")
 """Finds the characters that mark fields and generation blocks (Unicode's last private-use plane).
@@ -47,7 +47,7 @@ class FieldMarks:
 
     def __init__(self, masked: re.Pattern[str] | None = None) -> None:
         self._masked = masked
-        # By field number: the text with the mark, without white space at both ends.
+        # By field number: the field's text with its mark, without white space at both ends.
         self.stripped: dict[int, str] = {}
         # By the mark's code point: the character that the mark replaced.
         self.replaced: dict[int, str] = {}
@@ -113,10 +113,10 @@ class TemplateSource:
 
     @cached_property
     def _examined(self) -> dict[str, Any]:
-        """What the process that renders templates found in this template's source.
+        """The variables that this template uses, and whether it has generation blocks.
 
-        "used" has the variables that the template uses, and "generation" says whether it has
-        generation blocks.
+        The process that renders templates finds both in the template's source. "used" is the list
+        of the variables' names, and "generation" is True if there are {% generation %} blocks.
 
         Raises:
             UserError: The template is invalid, or a variable has no value.

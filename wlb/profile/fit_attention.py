@@ -189,15 +189,19 @@ def _from_grid(
 def _on_shared_rows(
     surfaces: Mapping[str, Surface], reach: FloatArray | None
 ) -> dict[str, Surface | FloatArray | None]:
-    """Give the throughput surfaces of both passes the same nodes (numbers of queries).
+    """Return the throughput surfaces of both passes with the same nodes (numbers of queries).
 
     A surface is interpolated between its nodes. Both passes were measured with the same numbers of
     queries, but the nodes are where tiles end, and forward and backward have different tiles. So
     each surface gets the nodes of both. Interpolated values do not change.
 
     Args:
-        surfaces: Throughput of each pass.
-        reach: `_Rates.reach` (or None) for the nodes of forward's surface.
+        surfaces: Throughput of each pass, by its name.
+        reach: `_Rates.reach` at the nodes of forward's surface, or None.
+
+    Returns:
+        The surfaces by the name of the pass, and under "reach" the argument `reach` at the shared
+        nodes.
     """
     forward_rows = surfaces["forward"].axis0
     rows = np.union1d(forward_rows, surfaces["backward"].axis0)
@@ -224,8 +228,8 @@ def _fixed_ns(
         attention: Head layout and records.
         grid: Records of grid points.
         name: The pass: "forward" or "backward".
-        call_ns: Fixed ns of a call with one group.
-        group_ns: Additional ns if the call has a second group.
+        call_ns: Fixed ns of a call whose segments the kernel computes as one group.
+        group_ns: Additional ns if the kernel computes them as two groups.
         blocks: Cost of thread blocks; None means 0.
     """
     layout = attention.layout

@@ -252,14 +252,14 @@ Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
 
 
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
-    """Fit the cost of a layer: time = call + calls + factor * work.
+    """Fit the constant time and the factor of a layer: time = constant + calls + factor * work.
 
-    Only `call`, which is a constant time of the layer, and `factor` are fitted here. `work` and
-    `calls` are summed times of the layer's operators, whose costs were fitted before.
+    The costs of the layer's operators, which were fitted before, give the other two: `work` sums
+    the operators' times that grow with the tokens, and `calls` the constant times of their calls.
 
     Args:
         records: Records of the sweep.
-        operators: Returns the summed times of a layer's operators: (work, calls).
+        operators: Returns (work, calls) of a layer.
         provenance: Provenance of the cost.
 
     Raises:

@@ -159,8 +159,8 @@ def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor
     Args:
         dk_KGD: Gradient of each key.
         dv_KGD: Gradient of each value.
-        inverse_UR: For each row, the indices of the keys that were copied from it
-            (`RankStage.inverse`).
+        inverse_UR: inverse_UR[u, r] is the index of the (u + 1)-th key that was copied from row r,
+            or the number of keys if there are fewer (`RankStage.inverse`).
     """
     from wlb.kernels.fused import launch
 

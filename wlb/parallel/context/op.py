@@ -352,9 +352,9 @@ def gradients_by_row(
     Args:
         dk_KGD: Gradient of each key.
         dv_KGD: Gradient of each value.
-        inverse_UR: For each row, the indices of the keys that were copied from it
-            (`RankStage.inverse`).
-        fused: Use one Triton kernel, which makes no copies and gives the same bits.
+        inverse_UR: inverse_UR[u, r] is the index of the (u + 1)-th key that was copied from row r,
+            or the number of keys if there are fewer (`RankStage.inverse`).
+        fused: Use one Triton kernel, which needs no temporary copies and returns the same values.
     """
     if fused:
         return fused_sum_uses(dk_KGD, dv_KGD, inverse_UR)
