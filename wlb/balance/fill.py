@@ -37,7 +37,8 @@ def fewest_bins(tokens: FloatArray, *, num_ranks: int, cap: int) -> int:
         num_ranks: Number of ranks.
         cap: Most tokens of a micro-batch.
     """
-    # Units with more tokens than half the cap cannot share a micro-batch, so each needs its own.
+    # Two units with more tokens than half the cap do not fit into one micro-batch, so each unit of
+    # this size needs a micro-batch of its own.
     whole = -(-int(tokens.sum()) // (cap * num_ranks))
     return max(1, whole, -(-int((tokens * 2 > cap).sum()) // num_ranks))
 

@@ -307,8 +307,8 @@ def _from_layer(field: str) -> Kinds:
     """Return a function that lists layers' kinds: "full" at first, "sliding" from some layer on.
 
     Args:
-        field: Field with the index of the first layer that is "sliding". If it is null, all layers
-            are "full".
+        field: Field of config.json with the index of the first "sliding" layer. If it is null, all
+            layers are "full".
     """
 
     def kinds(config: ConfigFields) -> list[str]:
@@ -790,7 +790,7 @@ def _experts(
     A routed expert has gate, up and down matrices.
 
     Args:
-        count: Field with the number of experts.
+        count: Field of config.json with the number of experts.
         width: Field with the width of an expert.
         per_token: Field with the number of experts per token.
         shared: Returns the parameters of shared experts; None if the family has none.
@@ -818,7 +818,7 @@ def _shared(count: str, width: str) -> Callable[[ConfigFields], int]:
     """Return a function that counts the parameters of shared experts.
 
     Args:
-        count: Field with the number of shared experts.
+        count: Field of config.json with the number of shared experts.
         width: Field with the width of each shared expert.
     """
     return lambda c: 3 * c.hidden * c.whole(count, 0, at_least=0) * c.whole(width)
@@ -828,7 +828,7 @@ def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigField
     """Return a function that counts the parameters of one shared MLP.
 
     Args:
-        width: Field with the MLP's width; 0 there means that there is no shared MLP.
+        width: Field of config.json with the MLP's width; 0 there means no shared MLP.
         gate: Whether the MLP has an output gate, as in Qwen's models.
     """
     return lambda c: 3 * c.hidden * c.whole(width, 0, at_least=0) + (c.hidden if gate else 0)

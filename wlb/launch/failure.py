@@ -148,7 +148,7 @@ def _is_number(text: str) -> bool:
 
 
 def in_words(error: BaseException) -> tuple[str, str]:
-    """Return an exception in one line, without its notes, and its traceback.
+    """Return a pair: an exception as one line (without its notes), and its traceback.
 
     For a RunError or UserError the traceback is "", because the message says enough.
     """

@@ -191,8 +191,8 @@ class Chunks(NamedTuple):
 
     reads_NHCK: Tensor  # exp(G) q - P W
     own_NHCV: Tensor  # P U, the part of the output that comes from the chunk's own tokens
-    keys_NHCK: Tensor  # W, the solution for the keys
-    values_NHCV: Tensor  # U, the solution for the values
+    keys_NHCK: Tensor  # W, the solution of the triangular system for the keys
+    values_NHCV: Tensor  # U, its solution for the values
     to_end_NHCK: Tensor  # K~, the keys with the decay up to the chunk's end
     decay_NH: Tensor  # exp(G_C), the decay of the state over the whole chunk
 

@@ -62,7 +62,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum rows over ranks, and give each rank its part: [size * T, ...] -> [T, ...]."""
+    """Sum rows over the ranks of a group; each rank gets its part: [ranks * T, ...] -> [T, ...]."""
     return wait(start_reduce_scatter(x, group))
 
 

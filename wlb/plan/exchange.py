@@ -329,7 +329,10 @@ def key_rows(
     sliding: int = 0,
     sliding_share: float = 0.0,
 ) -> KeyRows:
-    """Count the rows of keys that a CP rank receives, averaged over attention layers.
+    """Count the rows of keys that CP ranks receive per attention layer, for some micro-batches.
+
+    In each micro-batch the rank that receives the most counts. Counts are averaged over attention
+    layers, which differ if only some have a sliding window, and summed over micro-batches.
 
     Args:
         shardings: For each micro-batch, how it is divided over CP ranks.

@@ -72,7 +72,7 @@ class Share:
 
 @dataclass(slots=True)
 class MeasuredShare:
-    """Measured and predicted times (`Telemetry`) summed over the steps of a run."""
+    """Measured and predicted times (`Telemetry`). Each field is a sum over the steps of a run."""
 
     steps: int = 0  # number of steps
     degrees: float = 0.0  # measured imbalance, summed over steps

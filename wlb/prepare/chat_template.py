@@ -278,9 +278,9 @@ class ChatTemplate(TemplateSource):
                     f"change the template to write replies in {{% generation %}} blocks, or train "
                     f"only the last reply (--turns last)"
                 )
-            # Some templates write a system message only together with the user's first message.
-            # Then the text that ends with the prompt may be too short to contain the message before
-            # the reply, and is not used.
+            # Some templates write a system message only together with the user's first message. A
+            # rendering of the messages before the reply may then lack the last of them. Do not use
+            # such a rendering, which is too short.
             if prompt is not None and prompt < found.content_end(number - 1):
                 prompt = None
             if prompt is not None and prompt == found.first_field(number):

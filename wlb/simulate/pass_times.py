@@ -61,12 +61,12 @@ class TermPrices:
 
     @property
     def token_ns(self) -> float:
-        """Time for each token in ns: the sum of `per_token`."""
+        """Time for each token in ns, of all terms together."""
         return sum(self.per_token.values())
 
     @property
     def call_ns(self) -> float:
-        """Time of a micro-batch that does not depend on its tokens, in ns: sum of `per_call`."""
+        """Time of a micro-batch that does not depend on its tokens, in ns, of all terms."""
         return sum(self.per_call.values())
 
 
@@ -214,9 +214,10 @@ class StepPrices:
         return whole + np.rint(more).astype(np.int64)
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
-        """Return the prices of a stage besides attention kernels; their sum is the stage's price.
+        """Return the prices of everything in a stage but attention kernels, to be added up.
 
-        The exchange of keys is priced as an all-gather.
+        There is an entry for each kind of layer and pass, and for the embedding and the head. The
+        exchange of keys is priced as an all-gather.
 
         Args:
             stage: The stage.
@@ -560,8 +561,8 @@ def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices
     backward = of_pass("_backward", linear.call_ns[1])
     if not spec.splits_backward:
         return {PassKind.FORWARD: forward, PassKind.BACKWARD: backward}
-    # The input-gradient pass is backward without the weight-gradient products, and without the
-    # all-gathers that the split saves.
+    # The input-gradient pass is backward without the weight-gradient products, and without TP's
+    # all-gathers that are not needed if backward is split.
     split = split_backward(linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)

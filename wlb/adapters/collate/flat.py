@@ -207,8 +207,8 @@ def flatten_micro_batch(
     """Return the batch for a plan's micro-batch, in which each piece counts as a document.
 
     If a piece ends before its document does, the piece's last token predicts the document's next
-    token. Only `next_labels` contain that target, so without them it is not trained. An empty
-    micro-batch becomes padding.
+    token. Only `FlatBatch.next_labels` contain that target. Without `options.next_labels` it is not
+    trained. An empty micro-batch becomes padding.
 
     Args:
         micro_batch: The micro-batch, with pieces in the plan's order.

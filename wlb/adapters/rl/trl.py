@@ -91,8 +91,8 @@ def _check_slices(trainer: Any) -> None:
             "of the other"
         )
     if min(generated, accumulated) == 1:
-        # Each step has only one micro-batch of each generation of completions. So sorting a step's
-        # completions by length cannot make one micro-batch shorter than another.
+        # Completions are sorted by length among the micro-batches that one step trains of the same
+        # generation. Here this is only one micro-batch, so nothing depends on the sorting.
         return
     one_slice = "or set gradient_accumulation_steps = 1"
     if args.loss_type == "bnpo":

@@ -34,7 +34,9 @@ TermSeconds = dict[str, float]
 
 
 def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
-    """Return the seconds that a pipeline rank spends in passes on average, by kind of work.
+    """Return the seconds that a pipeline rank spends in passes, by kind of work.
+
+    They are the mean over pipeline ranks.
 
     Args:
         prices: Prices of one step of one pipeline.

@@ -103,7 +103,7 @@ class PackingChoices:
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
         """Yield the run with each value of `pp.weight_delay` to try.
 
-        This key says by how many passes a zero-bubble schedule delays weight gradients. Nothing is
+        With this key a zero-bubble schedule delays weight gradients by more passes. Nothing is
         yielded if the schedule does not split backward.
         """
         for delay in self.weight_delays if spec.splits_backward else ():

@@ -87,7 +87,7 @@ class Trial:
     is_sharded: bool  # whether the sharding strategy ran; otherwise CP ranks have equal work
     num_steps: int  # number of simulated steps, including the flush
     time_s: float  # seconds per global batch
-    balanced_s: float  # seconds per global batch if micro-batches and CP ranks were equal
+    balanced_s: float  # seconds per global batch if micro-batches and CP ranks had equal work
     terms: TermSeconds  # seconds per global batch, by kind of work
     tokens_per_s: float  # tokens per second, all ranks together
     mfu: float  # model FLOPs utilization, from the FLOPs of the documents

@@ -24,7 +24,7 @@ class SnapshotMemory(Hook):
     """Writes snapshots of this rank's GPU memory.
 
     A snapshot is written after each step that `telemetry.snapshot_steps` lists, and also when an
-    allocation fails. The key lists numbers of updates, as they are in the table of steps.
+    allocation fails. The key counts steps by updates of the weights, as the printed table does.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
