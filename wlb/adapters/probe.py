@@ -139,7 +139,7 @@ def _tokens(input_ids: Tensor, which: int) -> list[int]:
             (3 n and 3 n + 1 in test n) differ at every position.
     """
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
-    if len(known) == 1:  # two ids are needed, and the id before this one is in the vocabulary
+    if len(known) == 1:  # add an id that the vocabulary surely has: the one below, or 1 after 0
         known.append(known[0] - 1 if known[0] else 1)
     # The documents of test n take every (n + 1)-th of these ids. Each document begins one id later
     # than the one before it.

@@ -214,9 +214,10 @@ def workload_of_model(
             CP rank. This number sets the price of the summaries of linear-attention layers.
     """
     n = model.layers
-    # The workload's unit of time is one forward FLOP, which stands for forward and backward
-    # together. While a byte is sent, a GPU computes `flops_per_byte` FLOPs of any pass. So the
-    # price of a byte is this number times forward's share of the FLOPs of both passes.
+    # The workload counts only forward FLOPs, because backward's are proportional to them. So its
+    # unit of time is the time of one forward FLOP and of the backward FLOPs that belong to it.
+    # While a byte is sent, a GPU computes `flops_per_byte` FLOPs, of which only forward's share
+    # counts.
     share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
     full = sum(p.flops for p in model.pairs if not p.window)
     return CountedWorkload(

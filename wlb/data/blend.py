@@ -410,7 +410,8 @@ class BlendedBatches(BatchStream):
         first_unseen: list[tuple[float, int]] = []
         for number, weight in enumerate(self._weights):
             mean = self._tokens[number] / self._lengths[number].size
-            # Look up about as many documents as this source contributes to `missing` tokens.
+            # Look up as many documents as this source contributes to `missing` tokens on average,
+            # and a few more.
             size = min(BLOCK, int(1.125 * missing * shares[number] / mean) + 64)
             block_ids, block = self._block(number, int(documents_read[number]), size)
             # Tokens of this source before each document. Divided by the source's weight, they are

@@ -851,7 +851,8 @@ def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[i
     """Find the last interval of ordinary documents (no outliers) that has at least `work` ns.
 
     Ordinary documents are sorted by descending work. From its first document on, an interval has as
-    many documents as `tokens` permits, so an interval that begins later has less work.
+    many documents as `tokens` permits, so an interval that begins later has less work. The last
+    interval is the first one that reaches the last document.
 
     Args:
         waiting: The waiting documents.
@@ -876,10 +877,11 @@ def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[i
 def water_filled(
     loads: IntArray, sizes: IntArray, tokens: int, work: IntArray, s_max: int
 ) -> FloatArray | None:
-    """Spread short documents over micro-batches like water, and return the loads afterwards.
+    """Spread short documents evenly over micro-batches, and return the work of each afterwards.
 
     The documents are treated as a fluid that divides freely. Each token goes to the micro-batch
-    with the lowest load. A load is a share of the step's work, at the price at which it is largest:
+    with the lowest load. A load is a micro-batch's share of the step's work, at the price of
+    attention at which this share is largest:
 
         load                            ___________________   level x
              |XXXX|~~~~|~~~~|~~~~|

@@ -64,8 +64,8 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
     moved = np.zeros((plan.cp, plan.cp), np.int64)
     if not piece.size:
         return moved
-    # For each piece and rank, the number of the rank's last run in the piece; -1 if the rank has no
-    # run in it.
+    # For each piece and rank, the number of the rank's last run (consecutive spans) in the piece;
+    # -1 if the rank has no run in it.
     last = np.full((int(piece.max()) + 1, plan.cp), -1, np.int64)
     np.maximum.at(last, (piece, rank), place)
     # For each run of spans and each rank: whether the rank reads the run's summary.

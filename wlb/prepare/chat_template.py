@@ -290,7 +290,8 @@ class ChatTemplate(TemplateSource):
         if not unsure:
             return begins
         # For each message in `unsure`, render the messages before it twice more: once followed by a
-        # reply "x", and once by the message itself. Training may begin where their contents begin.
+        # reply "x", and once by the message itself. If training does not begin where the generation
+        # prompt ends, it begins where the content of this last message begins.
         asked: list[dict[str, Any]] = []
         for number in unsure:
             bare = Message(role=Role.ASSISTANT, content="x")

@@ -140,8 +140,8 @@ class _LeastWaits:
     def __init__(self, num_tokens: int, cp: int, cost: HiddenExchange) -> None:
         self.num_tokens, self.cp, self.cost = num_tokens, cp, cost
         self.hidden = cost.products_ns(num_tokens)
-        # Forward and backward time of a rank's attention over keys of its own tokens, as far as it
-        # may hide transfers.
+        # Longest forward and backward time of a rank's attention over keys of its own tokens,
+        # during which keys of other ranks travel.
         self.local_attention = (0.0, 0.0)
         # Mean forward and backward time of a rank's whole attention, which may hide transfers if an
         # exchange has several stages. None = one stage.

@@ -9,8 +9,8 @@ The delay of a token is counted in steps. It is the index of the step that train
 the index of the step that was next when its global batch arrived. If this is negative, the token
 has no delay, but counts in `mean_advance`.
 
-Steps of the flush are left out of imbalance, so that holding documents back cannot look like a
-gain.
+Steps of the flush are left out of imbalance. A long run has only few of them, but in a sample of a
+few batches they would count for much.
 """
 
 import time
@@ -48,7 +48,7 @@ DEAR = 1.6
 class PackingSummary:
     """How well a policy packed a stream of global batches. Delays are counted in steps."""
 
-    label: str  # name of the row
+    label: str  # name of the packing in tables, where it has a row
     policy: str  # name of the policy
     num_steps: int  # steps, without the flush
     num_documents: int  # documents that were trained
