@@ -139,7 +139,7 @@ class VarLenStage(PipelineStage):
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        """Run a micro-batch's backward pass, and drop the tensors that it received for the pass."""
+        """Run a micro-batch's backward pass, and drop the received activation and gradient."""
         with self._chunk(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.has_backward:

@@ -110,8 +110,8 @@ class SignsOfLife:
     def look(self) -> None:
         """Raise PlannerLost if there was no sign of life for `silence_s` seconds."""
         now_s, sign = time.monotonic(), self._sign()
-        # If this call comes much later than the last one, not the planner's but this process was
-        # suspended. Then count the time without a sign of life from now.
+        # If this call comes much later than the last one, this process itself was suspended, not
+        # the planner's. Then count the time without a sign of life from now.
         if sign != self._last or now_s - self._looked_s > self.silence_s / 2:
             self._sign_s, self._last = now_s, sign
         self._looked_s = now_s
