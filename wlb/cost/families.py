@@ -527,8 +527,8 @@ def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
 def _latent(config: ConfigFields, kind: str) -> Mixer:
     """Return the costs of multi-head latent attention (DeepSeek-V2, Section 2.1).
 
-    In training, keys and values are expanded for each head before attention. In layers of kind
-    "sparse" or "reused", attention reads only the keys that an indexer chose.
+    In training, the keys and values of all heads are computed from the latents before attention. In
+    layers of kind "sparse" or "reused", attention reads only the keys that an indexer chose.
     """
     hidden, heads = config.hidden, config.heads
     nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)

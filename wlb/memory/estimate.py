@@ -325,8 +325,8 @@ def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
     compute = 3 * mixed + 3 * linear.value_dim
     exact = mixed + 11 * keys + 11 * linear.value_dim + 4 * heads * chunk + 4 * state
     if is_cut:
-        # Summaries need copies of the tensors that update a state, the updates, and both parts of
-        # the summary of all tokens before each chunk.
+        # Summaries need copies of the tensors that update a state, the updates themselves, and for
+        # each chunk the summary (transition and state) of all tokens before it.
         exact += 3 * keys + 2 * linear.value_dim + state + keys * linear.key_head_dim // chunk
     return compute, exact
 

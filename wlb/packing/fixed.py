@@ -175,8 +175,8 @@ def take_tokens(
         row -= 1
     if surplus:
         if row < num_held:
-            # At least one document is longer than the surplus, namely that in which the first
-            # `size` tokens end.
+            # At least one document is longer than the surplus: the one that contains the end of the
+            # first `size` tokens.
             is_new = np.arange(len(stream)) >= min(num_held, taken - 1)
             left = np.flatnonzero(~held & is_new & (lengths > surplus))
             row = int(left[np.argmin(lengths[left])])

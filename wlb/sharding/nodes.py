@@ -35,11 +35,11 @@ def split(
     Args:
         parts: Whole documents by descending density (work per token).
         rooms: Tokens that each node is to get. Their sum is the number of tokens of `parts`.
-        scale: Work per token that each node is to get, relative to the other nodes. Equal values
-            give work in proportion to tokens.
+        scale: A factor for each node. The work that a node is to get is proportional to its tokens
+            times this factor.
         heads: Predicts the work of the first tokens of a document.
-        share: Most work of one document that a node may have, in multiples of a node's work. At
-            least 1.
+        share: Most work that a node may have of one document, in multiples of the most work that
+            any node is to get. At least 1.
 
     Returns:
         The documents of each node and parts of them, by descending density.
@@ -63,8 +63,8 @@ class _Nodes:
         # Tokens of each node, and tokens that it can still take (below 0 if it has too many).
         self.rooms, self.room = list(rooms), list(rooms)
         shares = [work * room / tokens * s for room, s in zip(rooms, scale, strict=True)]
-        # The most work of one document that a node may have, and by how much this is more than the
-        # work that the node is to get.
+        # A node may have at most `most` work of one document. This is `over` more than the most work
+        # that any node is to get.
         self.most = share * max(shares)
         self.over = self.most - self.most / share
         # Work that each node would still lack if light documents filled the rest of it.
