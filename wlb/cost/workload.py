@@ -113,11 +113,11 @@ class ProfiledWorkload:
     power_limit_w: float = 0.0  # power limit of the machine's GPU in W; 0 if unknown
     dtype: str = ""  # data type of the run; "" if unknown
     longest: int = 0  # tokens of the longest piece; 0 if unknown
-    table: AttentionTable = field(init=False)  # attention prices of this kernel and head layout
+    table: AttentionTable = field(init=False)  # attention prices of the run's kernel and heads
     linear: "LinearCost" = field(init=False)  # prices of everything except attention
     ns_per_token: dict[str, float] = field(init=False)  # terms of W_l by name, e.g. "gemm_forward"
-    # Time of the matrix products during which each transfer of an exchange of keys travels, for one
-    # token and one layer.
+    # For each of the three transfers of an exchange of keys: the time of the matrix products that
+    # run meanwhile and hide it, for one token and one layer.
     hiding_ns: Transfers = field(init=False)
     forward_ns: MonotoneTable = field(init=False, repr=False)  # forward attention time by length
     backward_ns: MonotoneTable = field(init=False, repr=False)  # backward attention time by length
@@ -424,9 +424,10 @@ class ProfiledWorkload:
 
     @property
     def of_other_layers(self) -> "ProfiledWorkload":
-        """Prices of a model of the same depth whose layers all lack full attention.
+        """Prices of a model that has as many layers, but none with full attention.
 
-        Every layer is of the model's other kind: it has a sliding window or linear attention.
+        Every layer is like those layers of the model that have a sliding window or linear
+        attention.
         """
         return _of_other_layers(self)
 
@@ -438,9 +439,11 @@ def _of_other_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """The costs of a pipeline rank besides attention: W_l of one token, and what W leaves out.
+    """The costs of a pipeline rank besides attention: W_l of one token, and costs outside of W.
 
-    Each field is also a field of `ProfiledWorkload`. All times are in ns.
+    Costs outside of W are those of the embedding and the head, and constant times of kernel calls
+    (W is the work of documents in the layers). Each field is also a field of `ProfiledWorkload`.
+    All times are in ns.
     """
 
     model: ModelSpec  # model whose layers are priced

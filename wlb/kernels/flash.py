@@ -122,12 +122,13 @@ class Flash4Backend(FlashBackend):
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return a small example of each kind of call that the package compiles separately.
 
-        A call is given as the (queries, keys) of each of its segments. Kinds differ in whether
-        there are more than 256 segments, and in whether the longest segment fits into one tile of
-        queries and into one tile of keys. In backward tiles have 48 to 128 rows. In forward they
-        have 128 to 256 rows, counted over the query heads that share a key head. With heads of
-        size 256, a B200 has one more kind: calls in which the number of segments that fit into a
-        single tile exceeds half the number of multiprocessors.
+        Kinds differ in whether there are more than 256 segments, and in whether the longest segment
+        fits into one tile of queries and into one tile of keys. A tile has 48 to 128 rows in
+        backward. In forward it has 128 to 256 rows, counted over the query heads that share a key
+        head. With heads of size 256, a B200 has one more kind: calls in which the number of
+        segments that fit into a single tile exceeds half the number of multiprocessors.
+
+        A call is returned as a pair (queries, keys) for each of its segments.
 
         Args:
             queries_per_key: Query heads per key head.

@@ -192,9 +192,9 @@ def least_loaded(
     room: Sequence[int],
     other: tuple[Sequence[int], int] | None = None,
 ) -> IntArray:
-    """Put equal documents, one after the other, into the bin that then has least load and has room.
+    """Put equal documents, one after the other, into the bin that has least load at that moment.
 
-    Sums must fit 64-bit integers (`fits_64_bits`).
+    Bins without room are left out. Sums must fit 64-bit integers (`fits_64_bits`).
 
     Args:
         loads: Work in each bin so far.

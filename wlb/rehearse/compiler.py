@@ -52,8 +52,9 @@ def refuse_other_backends(backend: str, device: torch.device) -> None:
 
 
 def compiling(recorder: Any) -> Callable[..., Callable[..., Any]]:
-    """Return a function that replaces torch.compile, and whose graphs run operator by operator.
+    """Return a function to use instead of torch.compile, so that `recorder` sees every operator.
 
+    It traces a function into graphs as torch.compile does, but runs a graph operator by operator.
     torch ignores `mark_unbacked` on fake tensors, so lengths are marked with `maybe_mark_dynamic`
     instead. Unlike in a real run, lengths 0 and 1 therefore get separate graphs.
 

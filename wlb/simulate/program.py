@@ -224,7 +224,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
     """Return [wait for the input, instruction]; [] if the input is not sent yet.
 
-    Only passes have inputs, and not all of them. Without an input there is no wait.
+    An instruction that needs no input from another stage is returned alone, without the wait.
 
     Args:
         instruction: The next instruction of a rank.
@@ -333,7 +333,11 @@ class _Builder:
         return len(self.nodes) - 1
 
     def message(self, message: Action) -> int:
-        """Return the index of a message's node; the first call for a message adds the node."""
+        """Return the index of a message's node; the first call for a message adds the node.
+
+        Args:
+            message: The pass whose output the message carries.
+        """
         if message not in self.messages:
             node = Node(NodeKind.MESSAGE, -1, message.stage, message)
             self.messages[message] = self.add(node, ())

@@ -93,8 +93,11 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
 def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
     """Return the `Stores` for a store that was made from a corpus, now or by an earlier run.
 
-    `what` follows the number of documents in the description of the store, such as "documents, 9
-    tokens".
+    Args:
+        made: How the store was made.
+        spec: The run.
+        what: Continues the description of the store, which begins with the number of documents;
+            for example "documents, 9 tokens".
     """
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(

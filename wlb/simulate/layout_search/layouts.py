@@ -140,7 +140,8 @@ class Layouts:
 def name_of(spec: RunSpec) -> str:
     """Return a layout's name: "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none".
 
-    If the model has experts, the name also has ep.
+    v is the number of virtual stages of a pipeline rank. If the model has experts, the name also
+    has ep.
     """
     return f"{degrees_of(spec)} {pipeline_of(spec)} recompute {spec.training.recompute}"
 

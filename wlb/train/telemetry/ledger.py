@@ -195,8 +195,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
     """Count how many times each token was trained, for all tokens read before a checkpoint.
 
-    `state` is the planner's state in the newest checkpoint. To find the tokens, the lengths of
-    documents are read again from the run's source, up to the read position in the checkpoint.
+    To find these tokens, the lengths of documents are read again from the run's source, up to the
+    position in the data that the checkpoint has.
 
     Args:
         folder: The run's folder, which has the ledger.
