@@ -4,7 +4,7 @@ A layer's forward is compiled without graph breaks, because attention, tensor-pa
 fused kernels are custom ops. Two kinds of layers are compiled only in part. In a layer with experts
 only the attention half is compiled, because in the other half the host must read how many rows each
 rank gets. In a linear-attention layer only the MLP is compiled, because the number of steps of the
-recurrence depends on the longest document.
+recurrence depends on the longest document. A linear-attention layer with experts is not compiled.
 
 Lengths are the only symbolic sizes. A run compiles one graph for training and one for evaluation of
 each kind of layer. It compiles another one if a rank can have a single row (torch specialises on
@@ -38,7 +38,8 @@ computation. Inductor might also change the order of collectives, which must be 
 def compile_layers(stage: Llama, backend: str) -> None:
     """Change `stage` in place so that torch.compile compiles each layer when it is first called.
 
-    Layers with experts and linear-attention layers are compiled only in part.
+    Layers with experts and linear-attention layers are compiled only in part, and layers with both
+    are not compiled.
 
     Args:
         stage: The stage.

@@ -486,8 +486,8 @@ def _robust(
     Args:
         features: Features of each call, shape [num_calls, num_features].
         took: Measured ns of each call, shape [num_calls].
-        weights: Weight of each call in the fit, shape [num_calls]. Calls that are random batches
-            are recognised by their weight 1; all other calls have another weight.
+        weights: Weight of each call in the fit, shape [num_calls]. Random batches have weight 1, by
+            which this function recognises them.
         start: Initial x, shape [num_features].
         is_grouped: Whether the kernel processes similar segments in groups. Then x[1], the cost of
             each group, is fitted too.

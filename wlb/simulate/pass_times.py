@@ -562,7 +562,7 @@ def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices
     if not spec.splits_backward:
         return {PassKind.FORWARD: forward, PassKind.BACKWARD: backward}
     # The input-gradient pass is backward without the weight-gradient products, and without TP's
-    # all-gathers that are not needed if backward is split.
+    # all-gathers of inputs, which only these products need.
     split = split_backward(linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)
