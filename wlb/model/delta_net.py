@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
 
     Args:
         spec: Sizes and options of the model.
-        ops: How weights are applied (`wlb.model.llama.Ops`).
+        ops: Computes linear layers, also with tensor parallelism (`wlb.model.llama.Ops`).
     """
 
     def __init__(self, spec: ModelSpec, ops: Any) -> None:

@@ -245,7 +245,7 @@ class MixtureMlp(nn.Module):
 
     Args:
         spec: Sizes and options of the model.
-        ops: How weights are applied (`wlb.model.llama.Ops`).
+        ops: Computes linear layers, also with tensor parallelism (`wlb.model.llama.Ops`).
         shared: An MLP that processes all tokens (shared experts), or None.
 
     Attributes:

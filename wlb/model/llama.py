@@ -161,7 +161,7 @@ class Attention(nn.Module):
 
     Args:
         spec: Sizes and options of the model.
-        ops: How weights are applied.
+        ops: Computes embeddings, norms and linear layers.
         slides: Whether the layer has a sliding window.
     """
 
@@ -271,7 +271,7 @@ class DecoderLayer(nn.Module):
 
     Args:
         spec: Sizes and options of the model.
-        ops: How weights are applied.
+        ops: Computes embeddings, norms and linear layers.
         slides: Whether the layer's attention has a sliding window.
         has_experts: Whether the layer has a mixture of experts instead of an MLP.
         is_linear: Whether the layer has a gated delta net (linear attention) instead of attention.
@@ -364,7 +364,7 @@ class Decoder(nn.Module):
     Args:
         spec: Sizes and options of the model.
         layers: Numbers of the stage's layers.
-        ops: How weights are applied.
+        ops: Computes embeddings, norms and linear layers.
         is_first: Whether the stage has the embedding.
         is_last: Whether the stage has the final norm.
     """
@@ -417,7 +417,7 @@ class Llama(nn.Module):
         is_last: Whether the stage has the final norm, the head and the loss. With tied embeddings,
             the head is the embedding itself if the stage has both; otherwise it is a second
             parameter, which `wlb.parallel.tied` keeps equal to the embedding.
-        ops: How weights are applied. With None they are applied without parallelism.
+        ops: Computes embeddings, norms and linear layers. None means without parallelism.
         loss_chunk: Number of rows whose logits are in memory at a time.
     """
 
