@@ -3,8 +3,8 @@
 NCCL connects the ranks of a communicator at the first call of each kind, which takes seconds. If
 that happened in the middle of a schedule, other ranks would wait meanwhile. If two ranks connected
 two communicators in different orders, they would deadlock. torch makes the communicators when the
-mesh is built (`device_id` in `wlb.parallel.world.init`), but does not connect them. This file has
-not run on a GPU.
+mesh is built (`device_id` in `wlb.parallel.world.init`), but does not connect them. Over NCCL this
+has run only with all ranks on one GPU.
 """
 
 import time

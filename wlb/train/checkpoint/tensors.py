@@ -124,7 +124,8 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     From a GPU, torch copies asynchronously to pinned memory, in the current stream. So the caller
     must wait for the stream before it reads the copy. Kernels that are submitted to the stream
     later may overwrite the tensor. torch keeps the pinned memory for the next save, and rounds the
-    size of each tensor up to a power of two. This code has not run on a GPU yet.
+    size of each tensor up to a power of two. Runs on one H100 and on one H200 were saved
+    and resumed with it.
 
     torch.distributed.checkpoint's own stagers are not used, because they call deepcopy, which
     FSDP's parameters do not support. `DTensor.to` is not used, because its first call for each
