@@ -136,7 +136,7 @@ class AttentionObserver(Protocol):
     """Observes calls of attention kernels, for example to measure their time."""
 
     def attention(self, *, is_backward: bool) -> AbstractContextManager[object]:
-        """Return a context in which a backend's forward or backward is called."""
+        """Return a context manager that surrounds one call of a backend's forward or backward."""
         ...
 
 

@@ -353,7 +353,11 @@ class StepPrices:
         return self.changed(mean)
 
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
-        """Return prices in which `change` is applied to each array whose first axis is the step."""
+        """Return prices for other steps: a copy with `change` applied to each array of steps.
+
+        Args:
+            change: Selects or averages steps, which are the first axis of these arrays.
+        """
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
         if self.others is not None:
             times = {name: change(getattr(self.others, name)) for name in _LAYER_FIELDS}

@@ -279,7 +279,8 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
     The parameters of the next `ACTIVE_STAGES` stages are kept gathered.
     """
-    # A stage's gradients are reduced after its last backward pass.
+    # A stage's gradients are reduced after its last backward or weight-gradient pass. An
+    # input-gradient pass does not complete any.
     last = {a.stage: k for k, a in enumerate(passes) if a.kind != PassKind.BACKWARD_INPUT}
     active: list[int] = []
     for k, action in enumerate(passes):

@@ -170,7 +170,8 @@ def shard_costs(
     is_ahead = looks_ahead(spec.pp.schedule, pp=parallel.pp)
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
     of_rank = [_stored(spec, counts, pp_rank) for pp_rank in range(parallel.pp)]
-    # Memory-bound work runs at the throughput of the residual addition.
+    # Assume that copies, the norm and AdamW have the memory throughput of the residual addition,
+    # because no profile measures them.
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     of_experts = experts_of_layer(spec)

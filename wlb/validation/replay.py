@@ -275,8 +275,8 @@ class _Timer:
         """
         start_s = time.perf_counter()
         group = None if kind == PassKind.BACKWARD_WEIGHT else self.group
-        # Count the sleep from when the last CP rank starts the pass. The time of this all-reduce is
-        # then part of the sleep, because predicted times contain the time of collectives, too.
+        # Count the sleep from when the last CP rank starts the pass. The predicted time of the pass
+        # contains its collectives, so the time of this all-reduce is part of the sleep.
         ready_s = start_s if group is None else _latest(start_s, group)
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
