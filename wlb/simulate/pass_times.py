@@ -353,10 +353,10 @@ class StepPrices:
         return self.changed(mean)
 
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
-        """Return prices for other steps: a copy with `change` applied to each array of steps.
+        """Return a copy of the prices in which `change` was applied to each array by step.
 
         Args:
-            change: Selects or averages steps, which are the first axis of these arrays.
+            change: For example, selects some steps. The first axis of every array is the step.
         """
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
         if self.others is not None:
