@@ -80,6 +80,17 @@ def test_a_token_that_is_lost_or_repeated_is_noticed(
     assert again.repeated > 0
     assert not again.is_exact
 
+    def early(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Trains a piece that still waits."""
+        waits = planned(*run)[1].carry.pieces
+        for name in ("document", "start", "stop", "source"):
+            lines[2][name].append(int(getattr(waits, name)[0]))
+        return lines
+
+    before, found = counted(*run, tmp_path, lambda lines: lines), counted(*run, tmp_path, early)
+    assert found.once == before.once
+    assert found.repeated > 0
+
     def skipped(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         lines[2]["updated"] = False
         return lines

@@ -216,10 +216,11 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
     for line in done.values():
         num_tokens = _cover(covered, line)
         skipped += 0 if line["updated"] else num_tokens
+    trained: IntArray = np.concatenate([np.zeros(0, np.int64), *covered.values()])
     waiting = _cover(covered, _columns(waiting_pieces))
     times: IntArray = np.concatenate([np.zeros(0, np.int64), *covered.values()])
     return Count(
-        once=int((times == 1).sum()) - waiting,
+        once=int(((trained == 1) & (times == 1)).sum()),
         never=int((times == 0).sum()),
         repeated=int((times > 1).sum()),
         waiting=waiting,
