@@ -304,7 +304,7 @@ def test_text_files_are_grouped(tmp_path):
         (["a.txt", "a.txt"], r"name .*a\.txt twice.*data\.blend"),
         (["a.txt", "*.txt"], r"name .*a\.txt twice"),
         (["b.zst"], r"b\.zst: wlb cannot read \.zst files; unpack the file, or compress"),
-        (["c.parquet.gz"], "is a compressed Parquet file, which wlb cannot read"),
+        (["c.parquet.gz"], "is a Parquet file that was compressed as a whole, which wlb cannot"),
         (["circle"], "the input .*circle cannot be read: Too many levels of symbolic links"),
     ],
 )

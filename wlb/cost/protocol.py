@@ -105,9 +105,9 @@ class WorkloadModel(Protocol):
 
 @runtime_checkable
 class ExchangePrices(Protocol):
-    """A workload that prices the exchange "needed", in which a rank receives only rows it reads.
+    """A cost model that prices the exchange "needed", in which ranks receive only rows they read.
 
-    A run with `sharding.exchange` "needed" or "auto" requires such a workload.
+    A run with `sharding.exchange` "needed" or "auto" requires such a cost model.
     """
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
@@ -136,9 +136,9 @@ class Transfers(NamedTuple):
 
 @runtime_checkable
 class HiddenExchange(Protocol):
-    """A workload that knows which computation hides an exchange of keys.
+    """A cost model that knows which computation hides an exchange of keys.
 
-    With any other workload, ranks are assumed to wait for the whole exchange.
+    With any other cost model, ranks are assumed to wait for the whole exchange.
     """
 
     @property
@@ -180,9 +180,9 @@ class HiddenExchange(Protocol):
 
 @runtime_checkable
 class SlidingLayers(Protocol):
-    """A workload in which some layers have a sliding window of keys.
+    """A cost model of a model in which some layers have a sliding window of keys.
 
-    A workload that does not implement this protocol has no such layers.
+    With a cost model that does not implement this protocol there are no such layers.
     """
 
     @property
@@ -198,7 +198,7 @@ class SlidingLayers(Protocol):
 
 @runtime_checkable
 class SummaryPrices(Protocol):
-    """A workload of a model with linear-attention or recurrent layers.
+    """A cost model that prices the summaries of linear-attention or recurrent layers.
 
     If the spans of a document are on several CP ranks, these layers pass a summary of each span to
     the rank of the next span (`wlb.plan.summaries`).
@@ -284,9 +284,8 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
     rows, keys = token_counts("q", q), token_counts("kv", kv)
     if (i := first_true(rows > keys)) is not None:
         raise UserError(
-            f"segment {i} has {rows[i]:.0f} query rows (q) but only {keys[i]:.0f} keys (kv); kv "
-            "must be at least q, because it counts all tokens of the piece up to the end of the "
-            "span"
+            f"segment {i} has {rows[i]:.0f} query rows (q) but only {keys[i]:.0f} keys (kv); give "
+            "as kv the number of all tokens of the document up to the end of the segment"
         )
     return rows, keys
 
@@ -365,7 +364,7 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsWorkload:
-    """A workload without measurements: W(d) = quadratic_ns * d * d + linear_ns_per_token * d.
+    """A cost model without measurements: W(d) = quadratic_ns * d * d + linear_ns_per_token * d.
 
     Only the ratio of the two prices matters to a plan. A segment of q rows and kv keys costs
     quadratic_ns * q * (2 * kv - q), so the segments of a piece add up to W_a however the piece is

@@ -203,8 +203,8 @@ def _check_arrival(pieces: Pieces, last: int) -> None:
 def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces) -> None:
     if (given := source.num_batches(state.corpus)) != state.num_batches:
         raise UserError(
-            f"{state.num_batches} global batches were packed, but {given} were read from the "
-            "corpus; both numbers must be equal"
+            f"the state says that {state.num_batches} global batches were packed, but that {given} "
+            "were read from the corpus, and both numbers must be equal"
         )
     for pieces in (waiting, state.baseline.pieces):
         source.check_pieces(state.corpus, pieces)

@@ -308,8 +308,8 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
         kind = FileKind.PARQUET
         if inner is not suffixes:
             raise UserError(
-                f"{path} is a compressed Parquet file, which wlb cannot read; unpack the file "
-                f"(Parquet already compresses its content)"
+                f"{path} is a Parquet file that was compressed as a whole, which wlb cannot read; "
+                f"unpack the file (Parquet already compresses its content)"
             )
     return InputFile(
         path=str(path), name=name, kind=kind, size=status.st_size, mtime_ns=status.st_mtime_ns

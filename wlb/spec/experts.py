@@ -33,7 +33,7 @@ class ExpertsSpec:
 
     num: int = key(
         0,
-        "number of experts in each layer that has experts; 0 = all layers have MLPs",
+        "number of experts in each layer that has experts; 0 = all layers have dense MLPs",
         at_least=0,
         at_most=4096,
     )

@@ -75,9 +75,9 @@ class TelemetrySection:
     )
     trace_steps: tuple[int, ...] = key(
         (),
-        "numbers of the steps (as in the run's table) that torch.profiler traces; a trace is a "
-        "Perfetto file of every operator and kernel in the folder traces/ of the run; traced steps "
-        "are slower",
+        "numbers (as in the run's table) of the steps that torch.profiler traces; each rank writes "
+        "a Perfetto file with every operator and kernel into the run's folder traces/; traced "
+        "steps are slower",
         at_least=1,
         at_most=10**9,
     )
