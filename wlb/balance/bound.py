@@ -44,9 +44,10 @@ def least_time(
 def _slots(work: FloatArray, tokens: FloatArray, num_ranks: int, cap: int) -> float:
     """Return the lower bound that the token cap implies if ranks wait after every micro-batch.
 
-    A slot is the set of the ranks' i-th micro-batches. For each k, the bound is the least time of
-    the k slowest slots, plus the mean over ranks of the work for which these slots have no room.
-    The largest bound over all k is returned. The top of this file derives it.
+    A slot is the set of the ranks' i-th micro-batches. For each k there is a bound: the least time
+    of the k slowest slots, plus the least time of the others, which is the work that does not fit
+    into these k slots, divided by the number of ranks. The largest of these bounds is returned. The
+    top of this file derives it.
 
     Args:
         work: Work of each unit, in descending order.

@@ -252,9 +252,11 @@ def _simulated(
 
 
 def _shares_of(simulated: Sequence[SavedShare]) -> dict[str, float | None]:
-    """Return the results of `_simulated` as entries of the JSON output.
+    """Return simulated savings of GPU hours as entries of the JSON output.
 
-    If `simulated` is empty, the value of each entry is None.
+    Args:
+        simulated: What `_simulated` returned: the saving of the best policy, and that of the run's
+            present packing. If it is empty, all entries are None.
     """
     first, second = (*simulated, None, None)[:2]
     return {

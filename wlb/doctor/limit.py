@@ -26,6 +26,8 @@ So rank 0 can report which ranks are late before the other ranks end their proce
 class StageLimit:
     """Ends this process if a stage takes too long. Rank 0 first reports which ranks are late.
 
+    A stage is a part of `wlb doctor`, such as the checks of each node.
+
     Args:
         rank: This rank's number.
         limit_s: Seconds that each stage may take. Ranks other than 0 get `GRACE_S` more.
@@ -89,7 +91,7 @@ class StageLimit:
                 self.end(UNFIT)
 
     def missing(self) -> tuple[str, list[int]]:
-        """Return the first stage that some ranks have not finished, and the numbers of these ranks.
+        """Return the first stage of `wlb doctor` that not all ranks have finished, and these ranks.
 
         Before `join`, only this process is known, and the current stage and rank 0 are returned.
         """

@@ -44,7 +44,8 @@ HOST = socket.gethostname()
 CRASHED = "report this line as a bug of wlb: the check itself failed"
 Show = Callable[[Sequence[Finding]], None]
 
-# Checks that each rank makes on its node without other ranks, in the order of the table.
+# Checks that each rank makes on its node without other ranks, in the order in which the printed
+# table lists them.
 NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
     gpu.driver,
     gpu.nvlink,

@@ -486,7 +486,7 @@ def _rows(
 def _uses(
     rows: np.ndarray, where: np.ndarray, *, is_shared: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Group copies of rows into the first copy of each source row, the second copies, and so on.
+    """Divide copies of rows into groups, so that no group has two copies of the same source row.
 
     Args:
         rows: Source row of each copy.
@@ -494,8 +494,8 @@ def _uses(
         is_shared: Whether a source row may have several copies.
 
     Returns:
-        A pair (source rows, rows of the batches) for all first copies, then one for all second
-        copies, and so on.
+        A pair (source rows, rows of the batches) for each group. The first group has one copy of
+        every source row, the second group a second copy of the rows that have one, and so on.
     """
     if not is_shared:
         return [(rows, where)]

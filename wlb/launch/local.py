@@ -63,7 +63,7 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# Modules that the forkserver imports before it forks if this process has imported them.
+# If this process has imported one of these modules, the forkserver also imports it before it forks.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0

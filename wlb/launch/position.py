@@ -203,7 +203,7 @@ def _read_file(path: Path) -> Iterator[SeenPosition]:
 
 
 def _read_slot(file: int, offset: int) -> bytes:
-    """Return the bytes of a slot of the position file.
+    """Return the bytes of a slot of the position file, in which one rank says what it is doing.
 
     If the rank is just writing the slot, read it again, a few times at most. Afterwards the fields
     may still be from two different moments, which only makes one line of a report inaccurate.

@@ -114,7 +114,10 @@ class Product(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """Saves x and weight before their product (`Product`) runs, and computes both gradients."""
+    """Passes x on to `Product`, saves x and weight for it, and computes both gradients in backward.
+
+    `Product` says why it does not do this itself.
+    """
 
     @staticmethod
     def forward(

@@ -103,7 +103,9 @@ def _read_into(
             tokens = read(piece.document, piece.start + start + shift, min(end, length))
             out[put : put + tokens.size] = tokens
             put += stop - start
-            # The next piece must start at its document's first token; otherwise it gives no label.
+            # With Layout.JOINED, the label of a document's last token is the first token of the
+            # next piece. There is no label if that piece does not start at its document's first
+            # token.
             is_followed = index + 1 < len(pieces) and pieces[index + 1].start == 0
             if is_joined and end > length and is_followed:
                 after = pieces[index + 1]

@@ -158,11 +158,10 @@ def gathered_backward(
     """Return the gradient of x_SC and of each weight, for several layers with the same input.
 
     Args:
-        grads_TF: Gradient of each layer's output, followed by the two results of `begin_backward`
-            if it ran.
-        x_SC: Input of the layers.
+        grads_TF: Gradient of each layer's output. If `begin_backward` ran, its two results follow.
+        x_SC: Input of the layers, 1/tp of the rows.
         weights_FC: Weight of each layer.
-        num_ranks: Ranks of the tp group.
+        num_ranks: Number of TP ranks.
         group_name: Name of the tp group.
     """
     products, num = Products(num_ranks, group_name), len(weights_FC)

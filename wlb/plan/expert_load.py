@@ -124,7 +124,8 @@ class ExpertLoads:
         """Return the layer or EP rank whose load, averaged over steps, is highest.
 
         Args:
-            name: Field that is searched: "expert" or "rank" for layers, "ranks" for EP ranks.
+            name: Name of the field with the loads: "expert" or "rank", which have one load for each
+                layer, or "ranks", which has one for each EP rank.
 
         Returns:
             The number of the layer or EP rank, and its mean load.

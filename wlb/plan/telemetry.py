@@ -65,7 +65,7 @@ class Moments:
 
     @property
     def _spread(self) -> tuple[float, float, float, float, float]:
-        """Over samples: mean predicted and measured time, variance of each, and covariance."""
+        """Mean predicted and mean measured time of a sample, their variances, and covariance."""
         n = self.num_cells
         x, y = self.predicted_s / n, self.measured_s / n
         variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y

@@ -159,8 +159,8 @@ class ChatChoice(EncoderChoice):
         """
         encoder = self.open(tokenizer, vocabulary).encoder
         template, ends = encoder.template, [encoder.end_of(_PROBE)]
-        # Some templates end a turn with tool calls by another token. `end_of` raises UserError for
-        # a template that cannot write tool calls.
+        # In some templates, turns with tool calls end with another token. `end_of` raises UserError
+        # for a template that cannot write tool calls.
         with suppress(UserError):
             ends.append(encoder.end_of(_CALL_PROBE))
         variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}

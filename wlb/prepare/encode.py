@@ -138,7 +138,10 @@ class EncoderChoice(Protocol):
         return None
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Return JSON values to store in `StoreInfo.preparation` for users of the trained model."""
+        """Return what users of the trained model must know about the encoding, as JSON values.
+
+        The store's description keeps these values (`StoreInfo.preparation`).
+        """
         return {}
 
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:

@@ -277,8 +277,8 @@ def _equal_task(
         q: Number of queries of each segment.
         kv: Number of keys of each segment.
         count: Number of segments. Defaults to the number that fills the device.
-        has_other: Whether the call also has a one-token segment. By default it has one if the
-            kernel groups similar segments.
+        has_other: Whether the call also has a one-token segment. None means that it has one if the
+            kernel groups similar segments, because equal segments alone would form a single group.
     """
     count = count_of(layout, q, kv) if count is None else count
     has_other = bool(layout.padded_lengths) if has_other is None else has_other

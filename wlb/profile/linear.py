@@ -54,10 +54,10 @@ SEED = 20_25
 class _TaskBench:
     """Makes tensors for tasks, and times forward and backward passes on them."""
 
-    timer: KernelTimer
-    device: torch.device
-    dtype: torch.dtype
-    budget_s: float
+    timer: KernelTimer  # measures the passes
+    device: torch.device  # device of the tensors
+    dtype: torch.dtype  # dtype of the tensors
+    budget_s: float  # seconds for the repeats of a task
 
     def fuses(self, model: ModelSpec) -> bool:
         """Return whether a run on this device with `kernels.fused = auto` uses fused kernels."""
@@ -131,7 +131,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Measure a backward through one view, and return its ns, which is autograd's overhead."""
+        """Return the ns that autograd itself takes in a backward pass, measured with one view."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),

@@ -64,11 +64,12 @@ class FillPart:
     def taken(self, size: int, cut: FillCut) -> "FillPart":
         """Remove tokens from this part of a document, and return them as a part of their own.
 
-        Both parts then have the same work per token.
+        Both parts keep the work per token of the whole part. That is about right if the tokens are
+        taken from both of its ends.
 
         Args:
             size: Number of tokens to remove.
-            cut: The field `cut` of both parts: how the document is cut.
+            cut: How the document is cut, which becomes the field `cut` of both parts.
         """
         self.size -= size
         self.cut = cut
@@ -156,8 +157,8 @@ def fill(
     Args:
         parts: Documents or parts of them by descending density (work per token).
         rooms: Tokens that each rank is to get. Their sum is the number of tokens of `parts`.
-        scale: Work per token that each rank is to get, relative to the other ranks. Equal values
-            give work in proportion to tokens.
+        scale: A factor for each rank. The work that a rank is to get is proportional to its tokens
+            times this factor.
         heads: Predicts the work of the first tokens of a document.
         options: Where documents are cut.
 

@@ -275,11 +275,11 @@ class _Step:
         return stop - int(self.simulation.durations_ns[i, self.step, pipeline]), stop
 
     def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:
-        """Assign messages to threads so that those of one thread do not overlap.
+        """Assign messages to threads (rows in the trace viewer) so that none overlap in a thread.
 
         Returns:
-            Thread id of each message, by (index of the node, pipeline); and the most threads that a
-            rank needs.
+            Thread id of each message, by (index of the node, pipeline); and the most threads of
+            messages that a rank needs.
         """
         graph, dp = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel.dp
         by_rank: dict[tuple[int, int], list[tuple[int, int, int]]] = {}

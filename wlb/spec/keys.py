@@ -432,7 +432,12 @@ _REMOVED_SECTIONS = ("tp",)
 
 
 def _is_removed(dotted: str, value: Any) -> bool:
-    """Return whether `dotted` names a removed key, or a section in which all keys are removed."""
+    """Return whether a setting has a removed key, or is a section with only removed keys.
+
+    Args:
+        dotted: Name of the key or section.
+        value: Its value, which is a dictionary for a section.
+    """
     if dotted in _REMOVED_SECTIONS and isinstance(value, dict):
         return all(f"{dotted}.{name}" in REMOVED for name in cast("dict[str, Any]", value))
     return dotted in REMOVED

@@ -134,7 +134,7 @@ class StepReducer:
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
-        # All ranks of a stage have the same loads, so only one of them adds them.
+        # All ranks of a stage have the same loads, so only one rank puts them into the sum.
         at = mesh.at
         if expert_load is not None and (at.tp, at.cp, at.dp) == (0, 0, 0):
             vector[_SUMS:before] = expert_load

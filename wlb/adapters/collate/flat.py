@@ -292,7 +292,7 @@ def _documents(
         sizes: Tokens of each example.
         lengths: Lengths of the documents in each example, or None.
         position_ids: Position ids of each example, or None.
-        start: Position of a document's first token.
+        start: Position id of a document's first token.
     """
     if lengths is None and position_ids is None:
         return sizes

@@ -146,7 +146,8 @@ def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
     prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
     first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))
     used = max(1, int(out["completion_mask"].sum(1).max()))
-    # A truncated completion may have a mask of zeros. Keep the columns of its image tokens.
+    # The mask of a truncated completion may be zero everywhere, even at image tokens. Keep the
+    # columns of image tokens nevertheless.
     for kinds in (out[name][:, prompt:] for name in BOTH if out.get(name) is not None):
         used = max([used, *(kinds.any(0).nonzero().flatten() + 1).tolist()])
     # For each tensor by name: its number of columns, and which of them to keep.

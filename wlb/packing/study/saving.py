@@ -35,7 +35,7 @@ class Saving:
 
     @property
     def gain(self) -> BalanceGain:
-        """The time that the best policy saves over the usual loader."""
+        """Imbalance of the usual loader and of the best policy, from which the saving follows."""
         return gain_over(self.usual, self.best)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,12 +72,15 @@ def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY)
 
 
 def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
-    """Return the time that a policy saves over the usual loader, given the results of both."""
+    """Return the time-weighted imbalance of the usual loader and of a policy, from their results.
+
+    The time that the policy saves follows from the two (`BalanceGain.saved`).
+    """
     return BalanceGain(usual.step_time_weighted, ours.step_time_weighted)
 
 
 def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
-    """Return the time that the run's packing saves over the usual loader, without the flush."""
+    """Return the imbalance of the usual loader and of the run's packing, without the flush."""
     return gain_over(*usual_and_own(spec, batches, cost))
 
 

@@ -74,7 +74,7 @@ class DeviceStage(NamedTuple):
         """Return how many rows come from each rank, and how many go to each rank.
 
         Args:
-            numbers: Sizes of this stage, from `FlatExchange.numbers`.
+            numbers: The row of `FlatExchange.numbers` for this stage.
         """
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 

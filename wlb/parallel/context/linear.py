@@ -90,16 +90,17 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) 
 class _Composition(NamedTuple):
     """How a rank computes the state before each of its spans from the summaries of earlier spans.
 
-    All documents advance together: step i applies the i-th summary of every document that has at
-    least i summaries to the document's state. Documents are sorted by their number of summaries,
-    most first. So the documents of each step are the first ones in this order. After each step the
-    states that some span needs are copied.
+    All documents advance together: step i applies the i-th summary of a document to the document's
+    state. Documents with fewer summaries take no part in the step. Documents are sorted by their
+    number of summaries, most first. So the documents of each step are the first ones in this order.
+    After each step, the states that are needed before some span are copied into a list, which
+    begins with a state of zeros.
     """
 
     read: Tensor  # index of each summary in the pool of summaries, step by step
-    sizes: list[int]  # number of documents in each step
-    reads: tuple[Tensor, ...]  # for each step the documents whose new state a span needs
-    state_of: Tensor  # for each span the index of its copied state; index 0 is a state of zeros
+    sizes: list[int]  # number of documents that take part in each step
+    reads: tuple[Tensor, ...]  # for each step the documents whose state is copied after it
+    state_of: Tensor  # for each span the index of its state in the list of copied states
 
     @classmethod
     def of(cls, found: IntArray, num_spans: int, device: torch.device) -> "_Composition":

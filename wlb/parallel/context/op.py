@@ -296,7 +296,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Return x + y, and save what the gather in backward needs."""
+        """Return x + y, the sum at the end of a layer, and save what backward needs to gather."""
         # If forward is called with exactly as many arguments as it has parameters, torch.compile
         # (2.13) drops the first one. Therefore forward takes all of them as *arguments.
         x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, *rest = arguments

@@ -360,7 +360,8 @@ def layer_figure(
     Args:
         fitted: Measured layers that were used for the fit.
         held: Measured layers that were not used for the fit.
-        operators: The same layers, with the sum of their operators as fitted time.
+        operators: The same layers. Their `fitted_ns` is the sum of the fitted times of a layer's
+            operators.
     """
     figure, panels = new_figure(ncols=2, height=3.8)
     both = sorted([*fitted, *held], key=lambda s: s.at["tokens"])

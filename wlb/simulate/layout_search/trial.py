@@ -200,11 +200,11 @@ class TrialRunner:
         return self._within_memory(spec, is_sharded=False)
 
     def sharded(self, spec: RunSpec) -> Trial | None:
-        """Pack, shard and simulate the sample; None if the run does not fit into memory."""
+        """Pack, shard and simulate `self.sample`; None if the run does not fit into memory."""
         return self._within_memory(spec, is_sharded=True)
 
     def as_it_is(self, spec: RunSpec) -> Trial:
-        """Pack, shard and simulate the sample, even if the run does not fit into memory."""
+        """Pack, shard and simulate `self.sample`, even if the run does not fit into memory."""
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:

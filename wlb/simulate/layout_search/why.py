@@ -224,15 +224,18 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 
 def _labels(spec: RunSpec) -> list[str]:
-    """Return the names of all families of a layout, such as "tp 8" for all layouts with tp 8."""
+    """Return the names of the families to which a layout belongs, such as "tp 8" and "1f1b".
+
+    The family "tp 8" is all layouts with a TP degree of 8.
+    """
     degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
 
 def _pipeline_labels(spec: RunSpec) -> list[str]:
-    """Return the families of all layouts with this layout's schedule, and with its recompute.
+    """Return the names of two families of a layout: of its schedule, and of its recompute.
 
-    Without pipeline parallelism a layout has no schedule, so there is only the family of recompute.
+    Without pipeline parallelism a layout has no schedule, so only the latter is returned.
     """
     recompute = f"recompute {spec.training.recompute}"
     return [recompute] if spec.parallel.pp == 1 else [str(spec.pp.schedule), recompute]
@@ -241,9 +244,9 @@ def _pipeline_labels(spec: RunSpec) -> list[str]:
 def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
     """Return the candidate of a group that is probably the fastest, from what a search knows.
 
-    Candidates that were simulated with every packing come first, then those that were simulated
-    with one packing, then those with only a lower bound. The fastest of the first of these is
-    chosen.
+    It is the fastest one of those that were simulated with every packing. If there are none, it is
+    the fastest one of those that were simulated with one packing, and otherwise the one with the
+    smallest lower bound.
     """
 
     def key(candidate: Candidate) -> tuple[int, float, str]:

@@ -133,7 +133,7 @@ class EventMarks(WallMarks):
         self._num_used = 0
 
     def reset(self) -> None:
-        """Prepare to time a new step, which records the CUDA events of earlier steps anew."""
+        """Prepare to time a new step, which reuses the CUDA events of earlier steps."""
         self._num_used = 0
 
     def now(self) -> torch.cuda.Event:
