@@ -18,9 +18,7 @@ def test_completions_of_each_optimiser_step_have_the_same_lengths() -> None:
     steps = LENGTHS[order].reshape(4, 25)
     assert (np.diff(steps, axis=1) <= 0).all(), "long to short, at once on every rank"
     assert np.ptp(steps.mean(1)) < 0.02 * steps.mean()
-    with pytest.raises(
-        UserError, match="100 completions cannot be divided .* steps = 3"
-    ):
+    with pytest.raises(UserError, match=r"100 completions cannot be divided .* steps = 3"):
         by_length(LENGTHS, steps=3)
 
 
