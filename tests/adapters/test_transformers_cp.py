@@ -267,7 +267,9 @@ def test_batches_that_are_not_this_rank_s_are_refused() -> None:
     other = dataclasses.replace(context.sharder, cp=2, rank=1)
     with pytest.raises(ValueError, match="made for CP rank 1 of 2, but this is CP rank 0 of 1"):
         model(**other(PaddingFreeCollator()(documents((9, 4)))))
-    with pytest.raises(ValueError, match="attention with output_attentions is not supported"):
+    with pytest.raises(
+        ValueError, match="attention with output_attentions = True is not supported"
+    ):
         model(**batch, output_attentions=True)
 
 

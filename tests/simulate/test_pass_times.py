@@ -304,7 +304,10 @@ def test_specs_that_cannot_be_simulated_are_refused() -> None:
         (without, "model.vocab_size is 0"),
         (undecided, "parallel.dp = 0"),
         (spec_of(cp=1), "another model or layout"),
-        (replace(spec, pp=replace(spec.pp, virtual_stages=8)), "fewer than pp 2 x virtual stages"),
+        (
+            replace(spec, pp=replace(spec.pp, virtual_stages=8)),
+            "must be at least pp 2 x virtual stages 8",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             Simulator(spec=bad, cost=cost)

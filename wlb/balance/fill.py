@@ -86,8 +86,8 @@ def fill(
         num_ranks: Number of ranks. Bins [s * num_ranks, (s + 1) * num_ranks) are slot s.
         num: Micro-batches of each rank.
         cap: Most tokens of a bin.
-        heavy_slots: Number of slots, from the first on, that may have more than the mean work of a
-            slot if a single unit has more work than the mean work of a bin. None = all.
+        heavy_slots: A unit may have more work than a bin has on average, and its slot then has more
+            than other slots. Only the first `heavy_slots` slots may. None means that all may.
 
     Returns:
         The bin of each unit, or None if they do not fit.

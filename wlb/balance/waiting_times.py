@@ -109,7 +109,8 @@ class RankSlots:
     """
 
     num_ranks: int  # number of data-parallel ranks
-    stay_on_ranks: bool  # whether units must stay on their ranks
+    # whether a unit (samples that move together) may only move to another bin of its rank
+    stay_on_ranks: bool
     target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
 
     def time(self, loads: FloatArray) -> float:

@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     """Add the parser of `wlb pack` to the subparsers `commands`."""
     parser = commands.add_parser(
         "pack",
-        help="pack one epoch of a token store into a file before training",
+        help="decide before training how an epoch of a token store is packed, and save it",
         description="Pack one epoch of the token store data.store with the packing settings of "
         "NAME, and write the result to a file. `wlb train --set packing.packs=FILE` trains from "
         "this file. Values of packing.method: " + ", ".join(METHODS) + ".",

@@ -284,8 +284,8 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
     rows, keys = token_counts("q", q), token_counts("kv", kv)
     if (i := first_true(rows > keys)) is not None:
         raise UserError(
-            f"segment {i} has {rows[i]:.0f} query rows (q) but only {keys[i]:.0f} keys (kv); give "
-            "as kv the number of all tokens of the document up to the end of the segment"
+            f"segment {i} has {rows[i]:.0f} query rows (q) but only {keys[i]:.0f} keys (kv); kv "
+            "must count all tokens of the document up to the end of the segment"
         )
     return rows, keys
 

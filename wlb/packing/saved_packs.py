@@ -262,7 +262,7 @@ class PackedBatches(SourceBatches):
         return epoch * int(lengths.sum()) + int(lengths[:given].sum())
 
     def may_have_ended(self, state: dict[str, Any]) -> bool:
-        """Return whether `state` is at the end of an epoch, so that no further batch may follow."""
+        """Return whether `state` is at the end of an epoch, after which there may be no batch."""
         at = self.num_batches(state)
         return at > 0 and at % self.packs.num_steps == 0
 

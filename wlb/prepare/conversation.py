@@ -159,7 +159,9 @@ def conversation_of(record: object) -> Conversation:
         UserError: The record is not a conversation, or has data that wlb would not train.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"the record {_short(record)} must be a JSON object with messages")
+        raise UserError(
+            f"the record {_short(record)} must be a JSON object with a list of messages"
+        )
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}
     check_record(data)
@@ -380,8 +382,7 @@ def _refuse_more(data: dict[str, Any], name: str, keys: Sequence[str] = ()) -> N
         if data.get(key):
             raise UserError(
                 f"{name} has {key} = {_short(data[key])}, but wlb cannot show {key} to the model; "
-                f"write into the content of a message what the model should see of it, or remove "
-                f"the key"
+                f"move what the model should see into the content of a message, or remove the key"
             )
 
 

@@ -373,7 +373,7 @@ def merge_parts(
 def totals(
     summaries: Sequence[PartSummary], left_out: Mapping[str, int], unreadable: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Add up the statistics of all shards.
+    """Add up the statistics of all parts of a store.
 
     Args:
         summaries: Summaries of all parts.

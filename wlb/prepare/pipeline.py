@@ -183,8 +183,8 @@ class _Preparation:
             ours.add(manifest_digest(self.manifest))
         if _mark_of(heldout) not in ours:
             raise UserError(
-                f"a store at --out {out} would replace or remove the store {heldout}, which was "
-                f"not made together with it; give another --out, or move {heldout} away"
+                f"a store at --out {out} would replace or remove the store {heldout}, which has "
+                f"another origin; give another --out, or move {heldout} away"
             )
 
     def finished(self) -> StoreReport | None:

@@ -63,8 +63,8 @@ class _Nodes:
         # Tokens of each node, and tokens that it can still take (below 0 if it has too many).
         self.rooms, self.room = list(rooms), list(rooms)
         shares = [work * room / tokens * s for room, s in zip(rooms, scale, strict=True)]
-        # A node may have at most `most` work of one document. This is `over` more than the most
-        # work that any node is to get.
+        # No node may get more than `most` work from a single document. This is the largest of the
+        # nodes' shares plus a tolerance, `over`.
         self.most = share * max(shares)
         self.over = self.most - self.most / share
         # Work that each node would still lack if light documents filled the rest of it.
