@@ -79,6 +79,17 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     )
 
 
+def test_degrees_that_only_one_schedule_takes_are_tried_with_it() -> None:
+    """Five micro-batches: an interleaved schedule cannot run them in two rounds, 1F1B can."""
+    choices = LayoutChoices(pp=(2,), dp=(1,))
+    spec = spec_of("data.num_windows=5", "pp.schedule=1f1b", "pp.virtual_stages=1")
+    found = layouts_of(spec, gpus=4, choices=choices)
+    assert {c.spec.pp.schedule for c in found.candidates} == {Schedule.ONE_F_ONE_B}
+    refused = "the schedule does not fit the numbers of layers, stages or micro-batches"
+    assert refused in {r.reason for r in found.refusals.values()}
+    assert "pp does not divide the layers" not in {r.reason for r in found.refusals.values()}
+
+
 def test_experts_are_divided_by_every_degree_that_their_ranks_have() -> None:
     spec = spec_of()
     mixture = replace(spec.model, experts=ExpertsSpec(num=6, hidden_size=704, dense_layers=(0,)))

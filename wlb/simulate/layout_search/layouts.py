@@ -284,7 +284,6 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
     Axes are checked one by one, so that the reason names an axis that is wrong by itself.
     """
     one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
-    plain = replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1)
     for reason, axis in (
         ("tp does not divide the model", "tp"),
         ("cp is too large for the window", "cp"),
@@ -296,10 +295,8 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         # passed their checks.
         if axis == "pp":
             alone = spec.parallel
-        try:
-            check(replace(replace(spec, parallel=alone), pp=plain))
-        except UserError as error:
-            out.refuse(reason, spec, str(error))
+        if message := _refusal_of(replace(spec, parallel=alone)):
+            out.refuse(reason, spec, message)
             return True
     if spec.parallel.cp * spec.row_multiple > spec.data.context_window:
         message = (
@@ -309,6 +306,20 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         out.refuse("cp is too large for the window", spec, message)
         return True
     return False
+
+
+def _refusal_of(spec: RunSpec) -> str:
+    """Return why a run is refused with every schedule; "" if it is possible with one of them."""
+    message = ""
+    for schedule in sorted(Schedule, key=lambda one: one != Schedule.INTERLEAVED_1F1B):
+        try:
+            check(replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=1)))
+        except UserError as error:
+            # The message of interleaved_1f1b names the numbers of micro-batches that are possible.
+            message = message or str(error)
+        else:
+            return ""
+    return message
 
 
 def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
