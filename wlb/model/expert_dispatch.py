@@ -183,11 +183,17 @@ class LocalTrip:
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Store the experts' results, one for each row; `answers` returns them."""
+        """Store what the experts computed for the rows, until `answers` returns it.
+
+        Args:
+            stage: 0, because there is no other stage.
+            x: The experts' results in forward, and the gradients of their inputs in backward.
+            scores: Gradients of the scores. None in forward.
+        """
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return the arguments of `answer`, the experts' results and scores, and forget them."""
+        """Return x and scores of the last call of `answer`, and drop the references to them."""
         return self._rows.pop()
 
 

@@ -222,7 +222,9 @@ def _fixed_ns(
     group_ns: float,
     blocks: BlockCost | None,
 ) -> list[float]:
-    """Return, for each grid point, the ns of its call that do not depend on its segments.
+    """Return, for each grid point, the ns of its call besides the prices of its segments.
+
+    They are the launch, a second group of segments, and thread blocks.
 
     Args:
         attention: Head layout and records.

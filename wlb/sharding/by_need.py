@@ -189,7 +189,8 @@ class _PlanMaker:
             options: Where documents are cut.
             group_size: Number of consecutive ranks that form a node or group. Documents are cut
                 among groups only where necessary. 0 = all ranks are one group.
-            node_share: Most work of one document in a group, in multiples of a group's mean work.
+            node_share: A document is cut among groups if its work is more than this many times a
+                group's mean work.
             rounds: Number of plans.
         """
         scale = np.ones(self.cp)
@@ -217,7 +218,8 @@ class _PlanMaker:
             options: Where documents are cut.
             scale: Work per token that each rank is to get, relative to the other ranks, shape [cp].
             group_size: Number of consecutive ranks that form a node or group.
-            node_share: Most work of one document in a group, in multiples of a group's mean work.
+            node_share: A document is cut among groups if its work is more than this many times a
+                group's mean work.
         """
         nodes = [
             slice(first, min(self.cp, first + group_size))

@@ -550,7 +550,7 @@ def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices
 
     Args:
         spec: The run, whose schedule decides which kinds of passes there are.
-        linear: Prices of a model whose layers are all equal.
+        linear: Prices for one kind of layer, as if the model had only layers of this kind.
     """
     layers, ns_per_token = linear.num_layers, linear.ns_per_token
 
