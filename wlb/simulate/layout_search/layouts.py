@@ -190,7 +190,8 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
-        # Check degrees before schedules and EP, so that a refusal names the degree that is not possible.
+        # Check degrees before schedules and EP, so that a refusal names the degree that is not
+        # possible.
         shaped = _with_experts(replace(spec, parallel=parallel), 1, asked=spec)
         if _is_refused(shaped, out):
             continue
