@@ -6,6 +6,7 @@ import re
 import pytest
 
 from wlb.cli import main
+from wlb.spec import SYSTEMS
 
 BASE = ["simulate", "7b_128k", "--synthetic", "wlb_paper", "--steps", "3"]
 
@@ -71,11 +72,11 @@ def test_every_system_on_the_same_documents(capsys):
     ids=["remainder", "method", "layout"],
 )
 def test_systems_undo_what_contradicts_them(words, capsys):
-    systems = ["--systems", "plain_4d", "fixed_4d", "paper", "wlb", "--over-memory"]
+    systems = ["--systems", *SYSTEMS, "--over-memory"]
     steps = ["--synthetic", "wlb_paper", "--steps", "2", "--json"]
     assert main(["simulate", words[0], *steps, *systems, *words[1:]]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [run["label"] for run in data["runs"]] == [*systems[1:-1], "run"]
+    assert [run["label"] for run in data["runs"]] == [*SYSTEMS, "run"]
 
 
 def test_a_step_can_be_chosen(capsys):

@@ -16,9 +16,8 @@ from tests.fuzz.harness import Refused, damaged, fuzzed, misshapen, outcome
 from tests.prepare.chat_case import byte_tokenizer
 from wlb.plan.read_file import object_of, parse_json
 from wlb.prepare import records, renderer
-from wlb.prepare.chat import probe_of
 from wlb.prepare.chat_template import ChatTemplate, Turns
-from wlb.prepare.conversation import Role, conversation_of
+from wlb.prepare.conversation import Role, conversation_of, probe_of
 from wlb.prepare.encode import load_tokenizer, read_vocabulary, text_of, tokenizer_config
 from wlb.prepare.load_template import BUILT_IN, load_template
 from wlb.prepare.manifest import manifest_of, open_manifest

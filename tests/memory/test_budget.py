@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from wlb.memory import cpu_budget, gpu_budget, memory_estimate, planned_gib
 from wlb.memory.budget import COMMUNICATOR_GIB, GIB, ROUNDING, num_communicators
 from wlb.packing import caps_of, first_with_room
-from wlb.spec import FsdpSection, ParallelSpec, RunSpec, load, presets, resolve_dp, system_overrides
+from wlb.spec import (
+    SYSTEMS,
+    FsdpSection,
+    ParallelSpec,
+    RunSpec,
+    load,
+    presets,
+    resolve_dp,
+    system_overrides,
+)
 
-SYSTEMS = ("plain_4d", "fixed_4d", "paper", "wlb")
 LARGE = [name for name in presets() if name[0].isdigit()]
 
 

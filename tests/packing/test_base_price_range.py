@@ -43,7 +43,7 @@ def test_ranges_that_are_none(low: float, high: float) -> None:
 
 
 def test_the_printed_algorithm_has_one_price() -> None:
-    with pytest.raises(ValueError, match=r"price_range = 0.7, 1.6 must be 1, 1 if literal"):
+    with pytest.raises(ValueError, match=r"price_range = \(0.7, 1.6\) must be \(1, 1\) if"):
         VarLenPacker(
             options=options(2), s_max=2 * C, queue_thresholds=(), literal=True, price_range=UNSURE
         )

@@ -26,7 +26,7 @@ from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.plan.tally import Share
 from wlb.planner import Planner, open_heldout_planner
 from wlb.planner.compose import assign_micro_batches
-from wlb.spec import Policy, load, system_overrides
+from wlb.spec import SYSTEMS, Policy, load, system_overrides
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 POLICIES = tuple(map(str, Policy))
@@ -303,11 +303,8 @@ def test_lengths_of_several_epochs_come_in_another_order_each() -> None:
         next(refusing.steps())
 
 
-SYSTEMS = [
-    *(
-        system_overrides(name, planned_gib=1)[0]
-        for name in ("plain_4d", "fixed_4d", "paper", "wlb")
-    ),
+TRAINED = [
+    *(system_overrides(name, planned_gib=1)[0] for name in SYSTEMS),
     ("packing.policy=fixed", "packing.window_batches=4"),
     ("packing.policy=bounded", "packing.num_micro_batches=3", "packing.max_delay=2"),
     ("packing.queue_thresholds=[0.2]", "packing.hold=3", "packing.s_max=2.0"),
@@ -318,7 +315,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("trained", [SYSTEMS, METHODS])
+@pytest.mark.parametrize("trained", [TRAINED, METHODS])
 def test_held_out_windows_are_the_same_whatever_is_trained(
     tmp_path: Path, trained: list[tuple[str, ...]]
 ) -> None:

@@ -10,9 +10,8 @@ from tests.prepare.chat_case import byte_tokenizer, shown, trained
 from tests.prepare.test_tool_calls import WEATHER, call
 from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, Turns
-from wlb.prepare.chat import probe_of
 from wlb.prepare.chat_template import ChatTemplate
-from wlb.prepare.conversation import Role, conversation_of
+from wlb.prepare.conversation import Role, conversation_of, probe_of
 
 transformers = pytest.importorskip("transformers")
 FOUND = importlib.util.find_spec("trl")

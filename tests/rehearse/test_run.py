@@ -213,8 +213,8 @@ def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
     plain, compiled = rehearsed_each(specs, ranks="0,7", steps=3)
     assert compiled.passed, verdict(compiled)
     for one, other in zip(plain.ranks, compiled.ranks, strict=True):
-        # A rehearsal makes one more graph once an index tensor that had one row has two: rank 0's
-        # second step is the first in which a micro-batch has two tables (see `compiling`).
+        # A rehearsal makes one more graph when the first axis of an index tensor, which was 1, is 2
+        # for the first time (see `compiling`). Rank 0 meets that in its second step.
         made = [step.graphs for step in other.steps]
         assert made[0] > 0
         assert made[1] <= 1

@@ -43,8 +43,8 @@ def choose(work: FloatArray, samples: FloatArray, num: int, *, equal_counts: boo
     if equal_counts and held.min() < held.max():
         raise UserError(
             f"equal_counts requires {samples.sum() / num:g} samples in each mini-batch, but "
-            f"samples that must stay together (those with equal `groups` or `atoms`) would give "
-            f"{held.min():.0f} to {held.max():.0f}; give groups of equal size whose number is a "
-            f"multiple of mini_batches = {num}, or leave out equal_counts"
+            f"mini-batches would have {held.min():.0f} to {held.max():.0f}, because samples with "
+            f"equal `groups` or `atoms` must stay together; make all groups equally large and "
+            f"their number a multiple of mini_batches = {num}, or leave out equal_counts"
         )
     return out

@@ -154,8 +154,9 @@ class StepRequest:
             )
         if self.rank_rules.equal_counts or self.rank_rules.groups_on == "rank":
             raise UserError(
-                "ranks cannot be combined with equal_counts or groups_on='rank', because ranks "
-                "already says on which rank each sample is; leave out ranks, or both others"
+                "`ranks` cannot be combined with equal_counts or groups_on='rank', because it "
+                "already says on which rank each sample is; leave out `ranks`, or leave out "
+                "equal_counts and groups_on"
             )
         several = isinstance(given.mini_batches, int) and given.mini_batches > 1
         if given.group is not None and several:

@@ -88,8 +88,9 @@ def _by_bins(units: Units, rules: Rules, num: int, bound: float) -> IntArray | N
 
     A bin is one micro-batch of one rank, and a slot is the set of bins that run at the same time.
     First, units are filled into bins such that the bins of one slot may have more work than those
-    of another. This is usually best. If the time after exchanges is not close to the lower bound,
-    two other ways to fill are tried: all slots with equal work, and only one slot with heavy units.
+    of another. Then bins exchange units, to shorten the time. This is usually best. If the time is
+    still not close to the lower bound, two other ways to fill are tried: all slots with equal work,
+    and only one slot with heavy units.
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.

@@ -268,7 +268,7 @@ def attend_backward_op(
 ) -> Gradients:
     """Return the gradients of q, k and v, given the gradient of the output of `attend_op`.
 
-    Args other than `grad_THD` are the inputs and results of `attend_op`.
+    The arguments after `grad_THD` are the inputs and results of `attend_op`.
     """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     saved = SavedTensors(q_THD, k_SGD, v_SGD, out_THD, lse_HT)

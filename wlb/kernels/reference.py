@@ -18,7 +18,7 @@ class ReferenceBackend:
     """Attention by plain matrix products, segment by segment."""
 
     name = "reference"
-    takes_key_rows = False  # as `wlb.kernels.op.Backend.takes_key_rows`
+    takes_key_rows = False  # see `wlb.kernels.op.Backend.takes_key_rows`
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments

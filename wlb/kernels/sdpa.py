@@ -159,7 +159,7 @@ class SdpaBackend:
             always fixed.
     """
 
-    takes_key_rows = True  # as `wlb.kernels.op.Backend.takes_key_rows`
+    takes_key_rows = True  # see `wlb.kernels.op.Backend.takes_key_rows`
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic

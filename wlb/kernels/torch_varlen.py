@@ -36,7 +36,7 @@ class TorchVarlenBackend:
             copies of dQ.
     """
 
-    takes_key_rows = False  # as `wlb.kernels.op.Backend.takes_key_rows`
+    takes_key_rows = False  # see `wlb.kernels.op.Backend.takes_key_rows`
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic

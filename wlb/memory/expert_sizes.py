@@ -141,7 +141,7 @@ def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> 
 
 
 def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Count the hidden values of one token in the MLP, or in all experts that process the token.
+    """Count one token's values between the two products of the MLP, or of the token's experts.
 
     Args:
         model: The model.

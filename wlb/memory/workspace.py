@@ -181,7 +181,7 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
     """
     is_hopper = compute_major == 9
     if call.head_size == 256 and not is_hopper:
-        # On GPUs other than Hopper, this head size has a kernel without accumulators.
+        # On GPUs other than Hopper, the kernel for this head size allocates no float32 gradients.
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
     block_q, block_k, cluster, step = _flash4_blocks(call, is_hopper)

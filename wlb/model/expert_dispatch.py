@@ -90,8 +90,8 @@ class Way(Protocol):
     # Order in which the N = T * K copies of rows are sent, stage by stage. Each of the T rows goes
     # to K experts, and copy i is a copy of row i // K.
     order_N: Tensor
-    # Whether the trip `back` starts late: in the layer's recomputation, and not when backward
-    # reaches the layer (see `FirstPass`).
+    # When backward sends the gradients of the experts' outputs (the trip `back`): True means in the
+    # layer's recomputation (see `FirstPass`), False means before it.
     starts_late: bool
 
     @property

@@ -186,10 +186,10 @@ class BoundedPacker(PolicyPacker):
         check_s_max(self.s_max, options)
         if step_tokens <= brought:
             raise UserError(
-                "packing.step_tokens must allow more tokens than a global batch has, or delayed "
-                f"documents could never be trained: a step has at most {step_tokens} tokens, and a "
-                f"global batch has {brought} ({brought // window} x {window}). Raise "
-                "packing.step_tokens, or raise packing.s_max above the context window"
+                f"a step may have at most {step_tokens} tokens, which is not more than the "
+                f"{brought} ({brought // window} x {window}) of a global batch, so delayed "
+                "documents could never be trained; set packing.step_tokens above 1, and "
+                "packing.s_max above 1, because a step is not longer than its micro-batches"
             )
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
             raise UserError(f"packing.delay_price = {self.delay_price} must be above 0 and finite")

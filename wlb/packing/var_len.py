@@ -92,9 +92,9 @@ class VarLenPacker(PolicyPacker):
             )
         if self.literal and not self.price_range.is_one_price:
             raise UserError(
-                f"price_range = {self.price_range.low}, {self.price_range.high} must be 1, 1 if "
-                "literal is True, because the printed Algorithm 1 has one price; set price_range "
-                "to 1, 1, or literal = False"
+                f"price_range = ({self.price_range.low}, {self.price_range.high}) must be (1, 1) "
+                "if literal = True, because Algorithm 1 of the paper balances for one price of "
+                "attention; set price_range to (1, 1), or literal = False"
             )
         window = self.options.context_window
         if self.step_tokens is not None and self.step_tokens < window:

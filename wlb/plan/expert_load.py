@@ -21,8 +21,8 @@ class ExpertLoad:
     # for each of `layers`: rows of the most loaded expert in the step, divided by the mean over
     # experts
     expert: tuple[float, ...]
-    # for each of `layers`: (sum over micro-batches and EP groups of the rows of the most loaded EP
-    # rank, for which its group waits) / (rows of an EP rank in the step, mean over EP ranks)
+    # For each of `layers`: the rows of the most loaded EP rank, for which its EP group waits. They
+    # are summed over micro-batches and EP groups, and divided by what equal loads would give.
     rank: tuple[float, ...]
     # for each EP rank: its rows, summed over all layers, divided by the mean over EP ranks
     ranks: tuple[float, ...]

@@ -156,8 +156,8 @@ def _check_policies(state: PlannerState, known: Collection[str]) -> None:
     for plan in state.ready:
         if plan.policy != state.carry.policy:
             raise UserError(
-                f"step {plan.step} was planned by packing policy {plan.policy!r}, but pieces wait "
-                f"for packing policy {state.carry.policy!r}; both must be the same policy"
+                f"step {plan.step} was planned by packing policy {plan.policy!r}, but the pieces "
+                f"that wait were left by packing policy {state.carry.policy!r}"
             )
 
 
@@ -217,7 +217,7 @@ def _check_source(state: PlannerState, source: AccountedStream, waiting: Pieces)
     if tokens != state.num_tokens + waiting.num_tokens:
         raise UserError(
             f"{tokens} tokens were read from the corpus, but {state.num_tokens} were trained and "
-            f"{waiting.num_tokens} wait; these two must add up to the tokens that were read"
+            f"{waiting.num_tokens} wait, which together must be as many as were read"
         )
     if state.baseline.num_tokens > tokens:
         raise UserError(

@@ -8,7 +8,6 @@ whole text at once, unless contents have the text of special tokens, or a token 
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -19,7 +18,7 @@ import numpy as np
 from wlb.data.targets import spans_of
 from wlb.plan import BoolArray, IntArray, UserError, check_at_least, offsets_of
 from wlb.prepare.chat_template import ChatTemplate, InjectedToken, Rendered, Reply, Turns
-from wlb.prepare.conversation import CONTENT_TAGS, Conversation, Message, Role
+from wlb.prepare.conversation import CONTENT_TAGS, Conversation, Role, probe_of
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
 if TYPE_CHECKING:
@@ -259,11 +258,6 @@ class ChatEncoder:
         return copy
 
 
-def probe_of(roles: Sequence[Role]) -> Conversation:
-    """Return a conversation with these roles and the content "x" everywhere, to test a template."""
-    return Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
-
-
 def fit(made: ChatTokens, limit: int | None, too_long: TooLong) -> list[ChatTokens]:
     """Split, truncate or refuse an encoded conversation that has more than `limit` tokens.
 
@@ -314,7 +308,7 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
         raise UserError(
             "--too-long truncate_left drops the oldest turns, but it is unclear where the first "
             "turn of this conversation begins, or the chat template writes the system message or "
-            "the tools inside it, so these would be lost; use --too-long split or refuse"
+            "the tools inside it, so they could be lost; use --too-long split or refuse"
         )
     left = limit - prefix
     if left < 2:

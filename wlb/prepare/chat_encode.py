@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from wlb.data.store import file_checksum
 from wlb.plan import UserError, check_at_least
-from wlb.prepare.chat import ChatEncoder, ChatTokens, TooLong, fit, probe_of
+from wlb.prepare.chat import ChatEncoder, ChatTokens, TooLong, fit
 from wlb.prepare.chat_template import InjectedToken, Turns
 from wlb.prepare.conversation import (
     Conversation,
@@ -31,6 +31,7 @@ from wlb.prepare.conversation import (
     Role,
     conversation_columns,
     conversation_of,
+    probe_of,
 )
 from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, count_of, load_tokenizer
 from wlb.prepare.load_template import BUILT_IN, load_template, template_files

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from wlb.plan import UserError
-from wlb.prepare.conversation import Conversation, Message, Role
+from wlb.prepare.conversation import Conversation, Message, Role, probe_of
 from wlb.prepare.template_source import (
     FIRST_MARK,
     MOST_MARKS,
@@ -221,9 +221,9 @@ class ChatTemplate(TemplateSource):
             if content is not None and found.text.endswith(header, 0, content):
                 return content - len(header)
             # The user's message may be empty, and then its place in the text is not marked.
-            is_known = content is None and first in ends and not conversation.tools
-            if is_known and header in found.text[: ends[first]]:
-                return found.text.rindex(header, 0, ends[first])
+            if content is None and first in ends and not conversation.tools:
+                at = found.text.rfind(header, 0, ends[first])
+                return None if at < 0 else at
         # Otherwise tools may be inside the first turn, or a default system message in front of it.
         return ends.get(0) if has_system and not conversation.tools else None
 
@@ -236,10 +236,9 @@ class ChatTemplate(TemplateSource):
         # Some templates want the roles to alternate. Others write the last assistant's message
         # differently, so that it is unknown where an earlier one ends.
         for roles in ((Role.USER, Role.ASSISTANT, Role.USER), (Role.USER, Role.USER)):
-            messages = tuple(Message(role=role, content="x") for role in roles)
             last = len(roles) - 1
             try:
-                found = self._marked_text(Conversation(messages=messages), [prefix_of(last)])
+                found = self._marked_text(probe_of(roles), [prefix_of(last)])
             except UserError:
                 continue
             (end,), content = found.lengths, found.first_field(last)

@@ -152,6 +152,11 @@ class Conversation:
         return "\n".join(filter(None, [self.tools, *texts]))
 
 
+def probe_of(roles: Sequence[Role]) -> Conversation:
+    """Return a conversation with these roles and the content "x" everywhere, to test a template."""
+    return Conversation(messages=tuple(Message(role=role, content="x") for role in roles))
+
+
 def conversation_of(record: object) -> Conversation:
     """Parse a record, which is a JSON object, as a conversation.
 

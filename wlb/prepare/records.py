@@ -476,7 +476,8 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     with _unpacked(path) as file:
         offset, num_blank = start, 0
         # A line that begins before `start` belongs to the previous shard. So skip the rest of the
-        # line with the byte before `start`, which is nothing if a line begins exactly at `start`.
+        # line that contains the byte before `start`. If a line begins exactly at `start`, this
+        # skips nothing.
         if start:
             file.seek(start - 1)
             offset += len(file.readline()) - 1

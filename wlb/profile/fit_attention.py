@@ -142,12 +142,12 @@ def _from_grid(
     """
     layout = attention.layout
     calls, grid = attention.of("call"), attention.of("grid")
-    if not calls or len({r.point["q"] for r in grid}) < 2:
+    num_q = len({r.point["q"] for r in grid})
+    if not calls or num_q < 2:
         raise UserError(
             f"{layout.backend} with {layout.num_heads} heads has too few measurements for a fit: "
-            f"{len(calls)} single calls (at least 1 is needed) and grid points with "
-            f"{len({r.point['q'] for r in grid})} different numbers of queries (at least 2 are "
-            f"needed); run the sweep again"
+            f"{len(calls)} single calls (at least 1 is needed) and grid points with {num_q} "
+            f"different numbers of queries (at least 2 are needed); run the sweep again"
         )
     values: dict[str, object] = {}
     surfaces: dict[str, Surface] = {}

@@ -143,7 +143,8 @@ class _Step:
     name: str  # name of the step in the trace
     # (index of the node, pipeline) of all events on the critical path
     critical: frozenset[tuple[int, int]] = field(init=False)
-    senders: dict[Action, int] = field(init=False)  # for each pass, the index of its node
+    # for each pass, the index of its node in `simulator.graph`
+    pass_nodes: dict[Action, int] = field(init=False)
     # id of the thread that shows each message, by (index of the node, pipeline)
     tids: dict[tuple[int, int], int] = field(init=False)
     lanes: int = field(init=False)  # most messages that a rank receives at the same time
@@ -153,7 +154,7 @@ class _Step:
         self.critical = frozenset(
             graph.critical_path(simulation.ends_ns, simulation.durations_ns, step=self.step)
         )
-        self.senders = {
+        self.pass_nodes = {
             node.action: i
             for i, node in enumerate(graph.nodes)
             if node.kind == NodeKind.PASS and node.action is not None
@@ -202,8 +203,8 @@ class _Step:
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         assert node.action is not None
         to_stage = node.stage + (1 if node.action.kind == PassKind.FORWARD else -1)
-        sender = self.senders[node.action]
-        receiver = self.senders[node.action._replace(stage=to_stage)]
+        sender = self.pass_nodes[node.action]
+        receiver = self.pass_nodes[node.action._replace(stage=to_stage)]
         number = (self.step * len(graph.nodes) + i) * parallel.dp + pipeline
         shared = {"name": "message", "cat": "message", "id": number}
         start, stop = self._times(sender, pipeline)

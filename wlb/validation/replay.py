@@ -91,7 +91,10 @@ class StepWaits:
 
     @property
     def by_kind(self) -> dict[PassKind, FloatArray]:
-        """Return the seconds that ranks sleep by kind of pass, in arrays of shape `shape`."""
+        """For each kind of pass, the seconds that each rank sleeps instead of computing it.
+
+        Every array has the shape `shape`.
+        """
         return {
             PassKind.FORWARD: self.forward,
             PassKind.BACKWARD: self.backward + self.weight,

@@ -286,8 +286,9 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     The rows of K and V travel while the backward of the MLP and of the output projection runs. Then
     attention's backward takes them. Autograd passes only gradients from one backward to another. So
-    the buffers of these rows are returned as the gradients of slots, which are placeholders without
-    memory that `context_attend` returned.
+    `context_attend` returns slots, placeholders without memory, which are inputs of this function.
+    The backward of this function returns the buffers of the rows as the gradients of the slots, and
+    autograd hands these gradients to the backward of `context_attend`.
 
     The arguments are x_SC, y_SC, k_TGD, v_TGD; the exchange's `FlatExchange.numbers` and
     `FlatExchange.layout`; group_name, the CP group; num_slots; then `num_slots` slots; and

@@ -348,7 +348,7 @@ def _evaluation(line: dict[str, Any]) -> tuple[int, float]:
 
 
 def _layout(start: dict[str, Any]) -> Any:
-    """Return the parallel layout in the line of a start; None if the line has no layout."""
+    """Return the parallel layout that a run wrote to metrics.jsonl when it started, or None."""
     return start.get("spec", {}).get("parallel")
 
 

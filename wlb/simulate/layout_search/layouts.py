@@ -312,7 +312,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
 def _refusal_of(spec: RunSpec) -> str:
     """Return why a run is refused with every schedule; "" if it is possible with one of them."""
     message = ""
-    for schedule in sorted(Schedule, key=lambda one: one != Schedule.INTERLEAVED_1F1B):
+    for schedule in (Schedule.INTERLEAVED_1F1B, *Schedule):
         try:
             check(replace(spec, pp=replace(spec.pp, schedule=schedule, virtual_stages=1)))
         except UserError as error:
