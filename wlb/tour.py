@@ -180,11 +180,17 @@ def exchanged(pipeline: PipelinePlan) -> None:
 
 
 def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
-    """Train the step on this rank; return the loss of all ranks and the norm of one gradient.
-
-    The loss is divided by `num_labels`, the number of labels on all ranks.
+    """Train the step on this rank, and return two numbers to compare with those of one process.
 
     The executor decides nothing: every rank has the plan, and all shapes follow from it.
+
+    Args:
+        world: Ranks that train together.
+        pipeline: The plan of the step.
+        num_labels: Number of labels on all ranks, by which the loss is divided.
+
+    Returns:
+        The loss of all ranks, and the norm of the gradient of the first layer's query projection.
     """
     mesh = build_mesh(SPEC.parallel, torch.device("cpu"))
     executor = Executor(SPEC, mesh)

@@ -396,7 +396,7 @@ def test_what_a_template_writes_in_front_of_the_first_turn_survives_truncation()
     inside = turns.replace("{{ m['content']", "{{ (tools | tojson if tools and loop.first "
                            "else '') + m['content']")  # fmt: skip
     inside = ChatTemplate(inside, name="x", variables={})
-    with pytest.raises(ValueError, match="or the tools inside it, so they could be lost"):
+    with pytest.raises(ValueError, match="the system message or the tools could be lost"):
         cut_left(inside, tools, 60)
 
 

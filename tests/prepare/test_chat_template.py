@@ -214,7 +214,7 @@ def test_a_system_message_inside_the_first_turn() -> None:
     ]
     assert trained(tokenizer, made) == [["Yo", "<|im_end|>"], ["No", "<|im_end|>"]]
     assert made.prefix is None
-    with pytest.raises(ValueError, match="or the tools inside it, so they could be lost"):
+    with pytest.raises(ValueError, match="the system message or the tools could be lost"):
         fit(made, 10, TooLong.TRUNCATE_LEFT)
     assert [p.tokens.size for p in fit(made, 12, TooLong.SPLIT)] == [12, 6]
 

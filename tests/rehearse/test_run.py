@@ -226,7 +226,8 @@ def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
 
 def expect_the_same_work(plain: StepResult, compiled: StepResult) -> None:
     assert len(plain.host_waits) == len(compiled.host_waits)
-    assert compiled.peak_bytes <= compiled.estimate_bytes
+    # Not compared with the estimate, which assumes longer documents (`ROWS_OF_SEGMENT`).
+    assert compiled.peak_bytes <= 1.02 * plain.peak_bytes
     for part in ("attention", "GEMM", "tp", "cp", "pp", "fsdp"):
         mine, theirs = compiled.parts[part], plain.parts[part]
         assert mine["flops"] == theirs["flops"]

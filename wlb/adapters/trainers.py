@@ -366,7 +366,7 @@ def _check_loss(trainer: Any, num_ranks: int) -> None:
     accumulated = args.gradient_accumulation_steps
     if not is_scaled and num_ranks * accumulated > 1:
         raise UserError(
-            f"{why} the loss of each micro-batch is a mean over its own tokens, but the step's "
-            f"{num_ranks} x {accumulated} balanced micro-batches (ranks x "
-            f"gradient_accumulation_steps) have different numbers of tokens; {remedy}"
+            f"{why} the loss of each micro-batch is a mean over its own tokens. Balanced "
+            f"micro-batches have different numbers of tokens, so tokens would get unequal weights "
+            f"({num_ranks} ranks with gradient_accumulation_steps = {accumulated}); {remedy}"
         )

@@ -234,11 +234,11 @@ def _breaks_counts(
 
 
 def _rewrite(bins: SharedBins, side: _Side, at: IntArray, units: IntArray, mine: BoolArray) -> None:
-    """Give the first (or second) bin of each changed pair its new units.
+    """Write the new units of one bin of each changed pair into `bins`.
 
     Args:
         bins: The bins, changed in place.
-        side: The first (or second) bin of every pair, with its old units.
+        side: One bin of every pair (the first bin of all pairs, or the second), with its old units.
         at: Indices of the pairs that changed.
         units: Units that both bins of these pairs offered, shape [num_changed, 2 * TAKEN].
         mine: Which of these units the bin gets, shape [num_changed, 2 * TAKEN].

@@ -80,7 +80,12 @@ def add_parser(commands: Any) -> None:
     text = "largest mean delay that the recommended setting may have, in steps"
     add_value(packing, "--delay-budget", 0.5, text)
     add_value(packing, "--rows", 8, "number of settings that --all prints")
-    add_flag(packing, "--all", "also print the Pareto front of the settings that were tried")
+    add_flag(
+        packing,
+        "--all",
+        "also print the Pareto front: settings than which no other is better in imbalance, "
+        "delay and variation of tokens",
+    )
     add_json(packing, "the results of all settings")
     text = "draw the Pareto front of imbalance and delay (.png, .svg or .pdf)"
     add_text(packing, "--plot", "FILE", text)

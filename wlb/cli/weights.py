@@ -52,8 +52,9 @@ def add_parsers(commands: Any) -> None:
         "DIR/model.toml --set ... Supported are safetensors of Llama, Mistral, Qwen2, Qwen3, Gemma "
         "2 and 3 (text), Qwen3-MoE, Mixtral, OLMoE, Qwen3-Next and Qwen3.5 (text), with sliding "
         "windows, soft caps and RoPE scaling (llama3, linear, yarn). A head that is tied to the "
-        "embedding stays tied. Other biases, activations and layers, quantised weights, and "
-        "missing or unknown tensors are refused with a message that names them.",
+        "embedding stays tied. Quantised weights, missing or unknown tensors, and biases, "
+        "activations and layers that these families do not have are refused with a message that "
+        "names them.",
     )
     importing.add_argument(
         "source", metavar="HF_DIR", help="the folder with config.json and safetensors"

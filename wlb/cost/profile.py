@@ -207,9 +207,9 @@ class AttentionTable:
     padded_lengths: tuple[int, ...] = ()
     """Lengths, rising, to which SDPA pads rows and keys so that it can batch similar segments."""
     group_forward_ns: int = 0
-    """Forward time of launching each group of segments that SDPA batches (see `groups`)."""
+    """Forward time of launching each group of segments that SDPA batches together."""
     group_backward_ns: int = 0
-    """Backward time of launching each group of segments that SDPA batches (see `groups`)."""
+    """Backward time of launching each group of segments that SDPA batches together."""
     square_forward: Curve | None = None
     """Forward throughput of segments with as many query rows as keys, which are whole documents.
 
@@ -223,7 +223,10 @@ class AttentionTable:
     None means that all combinations were measured.
     """
     blocks: BlockCost | None = None
-    """Cost of a call's grid of thread blocks; None if it was not measured."""
+    """Time of a call's grid of thread blocks, which is added to the times of its segments.
+
+    None if it was not measured.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))

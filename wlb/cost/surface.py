@@ -145,11 +145,14 @@ def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
 
 
 def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray:
-    """Return `throughput` as a read-only array that grows at most in proportion to its axes.
+    """Return `throughput` as a read-only array, after checking that larger work takes no less time.
+
+    Between two neighbours along an axis, throughput may grow at most by the ratio of their sizes.
+    Values that exceed this limit by a rounding error are lowered to it.
 
     Args:
-        axes: Sizes along each dimension of `throughput`.
-        throughput: Values that exceed their limit by rounding errors at most; they are lowered.
+        axes: Sizes along each dimension of `throughput`, rising.
+        throughput: Measured throughput at each combination of sizes.
 
     Raises:
         UserError: A value exceeds its limit by more than a rounding error.

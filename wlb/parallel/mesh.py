@@ -112,7 +112,7 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of this rank: along the axes of all meshes, and the links."""
+        """All process groups of this rank: those of the meshes' axes, and those of `links`."""
         meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.kv_heads)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
         return [*groups, *self.links.values()]

@@ -306,9 +306,10 @@ def _truncate_left(made: ChatTokens, limit: int) -> ChatTokens:
     num, prefix = made.tokens.size, made.prefix
     if prefix is None:
         raise UserError(
-            "--too-long truncate_left drops the oldest turns, but it is unclear where the first "
-            "turn of this conversation begins, or the chat template writes the system message or "
-            "the tools inside it, so they could be lost; use --too-long split or refuse"
+            "--too-long truncate_left cannot drop the oldest turns of this conversation, because "
+            "the system message or the tools could be lost: the chat template writes them inside "
+            "the first turn, or does not show where this turn begins; use --too-long split or "
+            "refuse"
         )
     left = limit - prefix
     if left < 2:

@@ -505,8 +505,8 @@ def _items(path: str) -> Iterator[object]:
             yield from list_items(file, most=_MOST_LIST_BYTES)
         except ValueError as error:
             raise UserError(
-                f"{path}: {error}; correct the file, or write the records as JSON Lines, of which "
-                "--on-error skip skips the damaged lines"
+                f"{path}: {error}; correct the file, or write the records as JSON Lines, because "
+                "--on-error skip can leave out single damaged lines of such a file"
             ) from None
 
 

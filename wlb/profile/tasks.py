@@ -154,10 +154,12 @@ class RecordFile:
             yield self.records[task.key]
 
     def end(self, start: Mapping[str, Any]) -> None:
-        """Append a line that describes this start of the sweep, if any task was measured.
+        """Append to the file of records how the sweep was launched, if it has measured any task.
+
+        A sweep that was interrupted is launched several times, and each launch appends one line.
 
         Args:
-            start: Date, command, commit and conditions.
+            start: Date, command, commit and conditions of this launch.
         """
         if self._num_measured:
             self.starts.append({**start, "points": self._num_measured})

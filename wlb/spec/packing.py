@@ -96,7 +96,8 @@ class PackingSection:
     )
     queue_thresholds: tuple[float, ...] = key(
         (0.2, 0.63),
-        "L_i: length of the shortest document in each outlier queue, in increasing order (var_len)",
+        "L_i: a document of at least this length waits in outlier queue i; increasing, one value "
+        "for each queue (var_len)",
         unit="context windows",
         above=0,
         at_most=1,
@@ -120,9 +121,9 @@ class PackingSection:
     )
     delay_price: float = key(
         0.0,
-        "cost of delaying a whole global batch by one step (bounded), which the packer weighs "
-        "against the cost of imbalance; 0 = the default, 0.15 (0.1 if price_range is set) divided "
-        "by the square root of the number of micro-batches of a step",
+        "cost of delaying a whole global batch by one step (bounded); with a larger value the "
+        "packer delays less and balances less; 0 = 0.15 / sqrt(micro-batches of a step), or 0.1 "
+        "in place of 0.15 if price_range is set",
         unit="micro-batch times",
         at_least=0,
         at_most=1e9,

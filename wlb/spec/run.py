@@ -354,9 +354,9 @@ class KernelSection:
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
-        "kernels for RoPE, SwiGLU, GeGLU, RMSNorm and the sum of gradients of gathered keys, which "
-        "pass over memory once (plain torch up to 11 times); auto = triton on GPUs if Triton is "
-        "installed, otherwise off; off = plain torch",
+        "fused kernels, which read and write memory once (plain torch up to 11 times), for RoPE, "
+        "SwiGLU, GeGLU, RMSNorm and, with CP, for adding up the key gradients of all ranks; auto = "
+        "triton on GPUs if Triton is installed, otherwise off; off = plain torch",
     )
     linear: LinearBackend = key(
         LinearBackend.AUTO,

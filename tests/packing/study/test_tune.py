@@ -144,7 +144,7 @@ def test_settings_without_room_for_a_global_batch_are_left_out() -> None:
         (1.4, Policy.VAR_LEN),
         (1.4, Policy.BOUNDED),
     ]
-    with pytest.raises(ValueError, match="a step cannot hold a global batch"):
+    with pytest.raises(ValueError, match="too small to hold a global batch"):
         tune(run, batches(2), COST, grid=replace(grid, s_max=(1.1,)))
 
 

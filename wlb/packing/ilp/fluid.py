@@ -6,11 +6,11 @@ and any number of a class's tokens may go to a micro-batch.
 
 - `items_of` makes the program. If the greedy packing cuts a long piece, the program places the
   parts as separate pieces.
-- `placed` turns a solution into micro-batches of whole documents. It places the short documents,
-  the longest first. Each goes to the micro-batch with most headroom. The headroom of a micro-batch
-  is the time by which the slowest micro-batch of its step takes longer. If micro-batches must
-  become full, the headroom is divided by the number of free tokens. With document lengths that are
-  fitted to the paper, the packing costs 0.03 to 0.14% more than the lower bound.
+- `placed` turns a solution into micro-batches of whole documents. Long pieces go where the solution
+  puts them. Of the classes, `placed` uses only what the solution expects each step to take. It
+  places short documents itself, the longest first, each into the micro-batch that is furthest below
+  the time of its step's slowest micro-batch. With document lengths that are fitted to the paper,
+  the packing costs 0.03 to 0.14% more than the lower bound.
 
 Documents are cut only for windows of a fixed length, and then at most num_micro_batches - 1 times.
 """

@@ -48,7 +48,7 @@ DEAR = 1.6
 class PackingSummary:
     """How well a policy packed a stream of global batches. Delays are counted in steps."""
 
-    label: str  # name of the packing in tables, where it has a row
+    label: str  # name of the packing, in the first column of tables
     policy: str  # name of the policy
     num_steps: int  # steps, without the flush
     num_documents: int  # documents that were trained

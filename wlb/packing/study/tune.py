@@ -226,9 +226,10 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         )
     if not tried:
         raise UserError(
-            "no setting can be tried: with each pair of s_max and step_tokens, a step cannot hold "
-            "a global batch, or never reaches step_tokens; give larger values of s_max, or smaller "
-            "ones of step_tokens (0 = no limit)"
+            "no setting can be tried: with each s_max and step_tokens that were given, the "
+            "micro-batches of a step are too small to hold a global batch, or too small ever to "
+            "reach step_tokens; give a larger s_max, a smaller step_tokens, or step_tokens = 0 (no "
+            "limit)"
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:

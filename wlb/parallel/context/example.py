@@ -72,7 +72,7 @@ def _read(
         mine: The rank's part of the exchange.
         exchange: The exchange for all ranks.
         rank: The CP rank.
-        local: The result of `names`.
+        local: Names of the tokens in each row, by rank (see `names`).
     """
     for s, stage in enumerate(mine.stages):
         rows = local[rank]

@@ -97,7 +97,7 @@ class _Composition(NamedTuple):
     begins with a state of zeros.
     """
 
-    read: Tensor  # index of each summary in the pool of summaries, step by step
+    read: Tensor  # indices of the summaries that step 0 applies, then of those of step 1, ...
     sizes: list[int]  # number of documents that take part in each step
     reads: tuple[Tensor, ...]  # for each step the documents whose state is copied after it
     state_of: Tensor  # for each span the index of its state in the list of copied states

@@ -39,8 +39,8 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
     They are the mean over pipeline ranks.
 
     Args:
-        prices: Prices of one step of one pipeline.
-        cost: Prices of the layout.
+        prices: Times of the passes of one step of one pipeline.
+        cost: The layout and the cost model that predicted these times.
     """
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
@@ -117,9 +117,9 @@ def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload
     """Move the time of recomputation from other kinds of work to `RECOMPUTE`.
 
     Args:
-        out: ns by kind of work, which is changed.
-        prices: Prices of one step of one pipeline.
-        cost: Prices of the layout.
+        out: Nanoseconds (not seconds) by kind of work, changed in place.
+        prices: Times of the passes of one step of one pipeline.
+        cost: The layout and the cost model that predicted these times.
     """
     if cost.recompute == Recompute.NONE:
         return
