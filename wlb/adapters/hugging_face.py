@@ -331,7 +331,7 @@ def balanced(trainer: type[Any]) -> type[Any]:
 
 
 def _check_rows(lengths: IntArray, balance: Balance) -> None:
-    """Raise UserError if there is no row, an empty row, or a row longer than the context window."""
+    """Raise UserError if there is no dataset row, or if one is empty or longer than the window."""
     if not lengths.size:
         raise UserError("train_dataset has no rows; give a dataset with at least one row")
     if int(lengths.min()) < 1:

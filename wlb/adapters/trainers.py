@@ -42,12 +42,12 @@ OTHER_TASKS = re.compile(
 class BalancedCollator:
     """A `PaddingFreeCollator` that also accepts an empty micro-batch.
 
-    A micro-batch is empty if fewer rows than micro-batches are left. It becomes one padding token
-    without a label. Therefore divide the loss by the number of labels on all ranks, as the Trainer
-    does, and not by the number on this rank, which may be 0.
+    A micro-batch is empty if fewer dataset rows than micro-batches are left. It becomes one padding
+    token without a label. Therefore divide the loss by the number of labels on all ranks, as the
+    Trainer does, and not by the number on this rank, which may be 0.
     """
 
-    collator: PaddingFreeCollator = PaddingFreeCollator()  # used for micro-batches with rows
+    collator: PaddingFreeCollator = PaddingFreeCollator()  # used unless the micro-batch is empty
 
     @classmethod
     def of_model(cls, model: Any) -> "BalancedCollator":

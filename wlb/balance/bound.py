@@ -44,10 +44,10 @@ def least_time(
 def _slots(work: FloatArray, tokens: FloatArray, num_ranks: int, cap: int) -> float:
     """Return the lower bound that the token cap implies if ranks wait after every micro-batch.
 
-    A slot is the set of the ranks' i-th micro-batches. For each k there is a bound: the least time
-    of the k slowest slots, plus the least time of the others, which is the work that does not fit
-    into these k slots, divided by the number of ranks. The largest of these bounds is returned. The
-    top of this file derives it.
+    A slot is the set of the ranks' i-th micro-batches. For each k there is a bound, the sum of two
+    times: the least time of the k slowest slots, and the least time of all other slots. The other
+    slots must do the work that does not fit into the k slots. At best this work is divided equally
+    over the ranks. The largest of the bounds is returned. The top of this file derives it.
 
     Args:
         work: Work of each unit, in descending order.

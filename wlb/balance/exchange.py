@@ -94,15 +94,15 @@ class _Side:
     """The first (or the second) bin of every pair that exchanges units, and the units it offers.
 
     A bin is one rank's micro-batch, and a unit is a sample or several samples that stay together.
-    Each bin offers TAKEN units.
+    Each bin offers four units (`TAKEN`), or all units if it has fewer.
     """
 
     bins: IntArray  # the bins, shape [num_pairs]
     members: IntArray  # all units of each bin (`SharedBins.members`), shape [num_pairs, columns]
     columns: IntArray  # where in `members` the offered units are, shape [num_pairs, TAKEN]
     units: IntArray  # the units that are offered, shape [num_pairs, TAKEN]
-    # Number of units of each bin minus TAKEN, shape [num_pairs]. Above 0 if some units are not
-    # offered.
+    # Number of units of each bin that are not offered, shape [num_pairs]. Below 0 if the bin has
+    # fewer than TAKEN units.
     kept: IntArray
 
 
@@ -190,7 +190,7 @@ def _side(bins: SharedBins, chosen: IntArray, turn: int) -> _Side:
 
 
 def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> BoolArray:
-    """Return for each way to divide units between two bins whether it leaves a bin empty.
+    """Return which ways to divide a pair's units leave one of its bins empty.
 
     Args:
         bins: All bins.
@@ -211,16 +211,15 @@ def _leaves_empty(bins: SharedBins, a: _Side, b: _Side, units: IntArray) -> Bool
 def _breaks_counts(
     bins: SharedBins, a: _Side, b: _Side, units: IntArray, spare: FloatArray
 ) -> BoolArray:
-    """Return for each way to divide units between two bins whether a rank's sample count is wrong.
-
-    It is wrong if the rank would have more or fewer samples than it may have.
+    """Return which ways to divide a pair's units give a rank too many or too few samples.
 
     Args:
         bins: All bins.
         a: First bin of every pair.
         b: Second bin of every pair.
         units: Units that both bins of each pair offer, shape [num_pairs, 2 * TAKEN].
-        spare: How many samples each bin may gain (first row) and lose (second row).
+        spare: How many samples each bin may gain (first row) and lose (second row), shape
+            [2, num_bins].
 
     Returns:
         A mask of shape [num_pairs, 256]. The eight units that a pair offers can be divided between

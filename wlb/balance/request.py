@@ -54,7 +54,8 @@ class SampleLabels:
             num: Number of samples.
             mini_batches: Number of mini-batches, or a label for each sample. Samples with equal
                 labels are in the same mini-batch.
-            groups: A label for each sample. Samples with equal labels form a group.
+            groups: A label for each sample. Samples with equal labels stay in one mini-batch, and
+                on one rank if `RankRules.groups_on` is "rank".
             atoms: A label for each sample. Samples with equal labels share a micro-batch.
             ranks: Rank of each sample. None = any rank.
 
@@ -74,8 +75,10 @@ class RankRules:
     """Rules about which samples are on the same rank, from the arguments of `balance_step`."""
 
     equal_counts: bool  # whether all ranks have equally many samples
-    slack: int  # a rank may have this many samples more or less than the equal number
-    groups_on: str  # "rank" if a group must stay on one rank, or "mini_batch"
+    slack: int  # with `equal_counts`, a rank may have this many samples more or less
+    # "rank" if the samples of a group must be on one rank; "mini_batch" if they need only be in one
+    # mini-batch.
+    groups_on: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slack", whole_number("count_slack", self.slack, 0))

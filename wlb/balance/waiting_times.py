@@ -67,11 +67,11 @@ class Slots:
 
     A bin is one micro-batch of one rank. The bins are sorted by descending work and cut into slots
     of num_ranks bins that run at the same time. No other division of the bins into slots is faster.
-    The record also says how much work each bin should have.
     """
 
     num_ranks: int  # number of data-parallel ranks
-    target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
+    # Work that each bin should have, so that no rank waits; shape [num_bins]. Set by `aim`.
+    target: FloatArray = field(init=False)
 
     def time(self, loads: FloatArray) -> float:
         """Return how long a step takes: for each slot, the work of its heaviest bin, summed.
@@ -82,7 +82,7 @@ class Slots:
         return float(np.sort(loads)[::-1][:: self.num_ranks].sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set the target of each bin. All bins of a slot (those that run together) get the same."""
+        """Set the work that each bin should have. Bins that run at the same time get the same."""
         order = np.argsort(-loads, kind="stable")
         slots = order.reshape(-1, self.num_ranks)
         self.target = np.empty(loads.size)
@@ -104,21 +104,21 @@ class RankSlots:
     """How long a step takes if ranks wait after every micro-batch and bins stay on their ranks.
 
     A bin is one micro-batch of one rank. Bins r * num to (r + 1) * num - 1 belong to rank r, with
-    num bins for each rank, and run in descending order of work. The record also says how much work
-    each bin should have.
+    num bins for each rank, and run in descending order of work.
     """
 
     num_ranks: int  # number of data-parallel ranks
     # whether a unit (samples that move together) may only move to another bin of its rank
     stay_on_ranks: bool
-    target: FloatArray = field(init=False)  # work that each bin should have, shape [num_bins]
+    # Work that each bin should have, so that no rank waits; shape [num_bins]. Set by `aim`.
+    target: FloatArray = field(init=False)
 
     def time(self, loads: FloatArray) -> float:
         """Return how long a step takes: the sum over micro-batches of the slowest rank's work."""
         return float(np.sort(loads.reshape(self.num_ranks, -1), 1).max(0).sum())
 
     def aim(self, bins: SharedBins, loads: FloatArray) -> None:
-        """Set the target of each bin. All bins of a slot (those that run together) get the same."""
+        """Set the work that each bin should have. Bins that run at the same time get the same."""
         by_rank = loads.reshape(self.num_ranks, -1)
         num = by_rank.shape[1]
         order = np.argsort(-by_rank, 1, kind="stable") + np.arange(self.num_ranks)[:, None] * num
@@ -131,7 +131,7 @@ class RankSlots:
         return loads - self.target
 
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
-        """Pair the bins that are furthest above their target work with others.
+        """Return the pairs of bins that exchange units in a round, as in `WaitingRule.pairs`.
 
         If units must stay on their ranks, both bins of a pair are on the same rank.
         """
@@ -172,7 +172,7 @@ class RankTotals:
         Which bins and ranks are paired differs from round to round.
 
         Args:
-            excess: What `excess` returned.
+            excess: For each bin, the total work of its rank minus the mean total of all ranks.
             turn: Number of the round of exchanges, from 0.
         """
         num = excess.size // self.num_ranks

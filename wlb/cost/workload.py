@@ -254,7 +254,8 @@ class ProfiledWorkload:
     def pooled_ns(self, tokens: IntArray) -> IntArray:
         """Return the time of the routed experts' matrix products for each micro-batch.
 
-        The ranks of an EP group share this work.
+        The ranks of an EP group pool this work: together they process the tokens of all their
+        micro-batches. The result is what the tokens of each micro-batch contribute to the time.
 
         Args:
             tokens: Tokens of each micro-batch, shape [n].
@@ -516,8 +517,8 @@ class LinearCost:
     def recomputed_work(self) -> RecomputedWork:
         """What backward recomputes in one layer.
 
-        It is the field `recomputed`, which describes another trainer. If that is None, it is what
-        wlb recomputes with the setting `training.recompute`.
+        For another trainer it is given by the field `recomputed`. For wlb that field is None, and
+        the setting `training.recompute` decides.
         """
         return self.recomputed or recomputed_work(self.model, self.recompute)
 

@@ -368,7 +368,7 @@ class BlendedBatches(BatchStream):
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Return the next documents, as many as have `missing` tokens together.
 
-        The last document may bring more tokens. There are fewer tokens only if the data ends.
+        There are fewer tokens only if the data ends.
 
         Args:
             documents_read: Number of documents read of each source, shape [num_sources]. Updated in

@@ -55,7 +55,7 @@ class LengthFamily:
 
     @property
     def document_shares(self) -> tuple[float, float, float]:
-        """Probabilities that a document is of the body, of the tail, or exactly one window long."""
+        """Fractions of documents in the body, in the tail, and of exactly one window."""
         shares = (
             1 - self.tail_token_share - self.window_token_share,
             self.tail_token_share,

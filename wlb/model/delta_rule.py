@@ -86,7 +86,11 @@ class SpanLayout(NamedTuple):
         return sum(self.sizes)
 
     def members(self, spans: np.ndarray) -> "SpanMembers":
-        """Select spans by their numbers, which must be in ascending order."""
+        """Return where the chunks and rows of the spans with these numbers are.
+
+        Args:
+            spans: Numbers of spans, ascending.
+        """
         device = self.slots_T.device
         chunks = -(-np.array(self.lengths, np.int64)[spans] // CHUNK)
         all_chunks = -(-np.array(self.lengths, np.int64) // CHUNK)
@@ -382,8 +386,8 @@ def delta_rule(
             float64. G, the number of key heads, divides H.
         layout: Which rows form which span.
         backend: The implementation; not `auto`.
-        dtype: Dtype in which the package reads queries, keys and values. The torch implementation
-            computes in the dtype of `rows`.
+        dtype: Dtype to which queries, keys and values are converted for the package
+            flash-linear-attention. The torch implementation computes in the dtype of `rows`.
     """
     q, k, v, g, beta = rows
     if backend == LinearBackend.FLASH_LINEAR_ATTENTION:

@@ -75,10 +75,11 @@ class Trip(Protocol):
         ...
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for the results of a stage: one row for each row that this process has sent in it.
+        """Wait for the results that come back in one stage of the exchange.
 
-        Rows are in the order of `Way.order_N`. The second tensor has the gradients of the rows'
-        scores, which come back in backward only; it is None in forward.
+        Returns:
+            One row for each row that this process has sent in the stage, in the order of
+            `Way.order_N`. In backward also the gradients of these rows' scores; in forward None.
         """
         ...
 
@@ -193,7 +194,10 @@ class LocalTrip:
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Return x and scores of the last call of `answer`, and drop the references to them."""
+        """Return the rows that `answer` stored last, and the gradients of their scores or None.
+
+        The references to these tensors are dropped.
+        """
         return self._rows.pop()
 
 
@@ -289,7 +293,9 @@ class FirstPass:
 def during_pass(
     set_first: Callable[[FirstPass | None], None], first: FirstPass, *, is_second: bool
 ) -> Generator[None]:
-    """Return a context in which torch's checkpoint runs a layer's first pass or recomputation.
+    """Return a context for one pass of a layer with experts: its first pass or its recomputation.
+
+    torch's activation checkpointing runs each of the two passes in such a context.
 
     Args:
         set_first: Called with `first` when the pass begins and with None when it ends.

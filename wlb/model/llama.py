@@ -69,7 +69,7 @@ class LocalAttend:
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: None
     ) -> tuple[Tensor, None]:
-        """Return attention's output, [T, H, D], and None, because `add` needs no record."""
+        """Return attention's output, [T, H, D], and None in place of the record for `add`."""
         return self.call(q_THD, k_TGD, v_TGD), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:

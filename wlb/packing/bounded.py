@@ -336,10 +336,11 @@ def choose(
     Step 1: a typical micro-batch has the average work of 100 of the 286 tokens, which is 14,083.
     The documents of 100, 96 and 60 tokens are outliers, each in a size class by itself.
     Step 2: no document has waited 10 steps.
-    Step 3: the released outliers can be 100, 96, 60 | 100, 96 | 100, 60 | 100 | 96, 60 | 96 | 60.
-    Releasing none would leave a step of 30 tokens, which is less than LEAST = 0.35 of the 200
+    Step 3: the sets of outliers that the step can train (the candidates) are
+    100, 96, 60 | 100, 96 | 100, 60 | 100 | 96, 60 | 96 | 60.
+    Without outliers the step would have 30 tokens, which is less than LEAST = 0.35 of the 200
     tokens of a global batch.
-    Step 4: if all three are released, two of them must share a micro-batch. Its work is at least
+    Step 4: if all three are trained, two of them must share a micro-batch. Its work is at least
     0.97 x (14,976 + 7,200) = 21,511, where 0.97 is CLASS. The mean would be 20,138, so the time
     lost is x = 0.098 typical micro-batches, and costs x + x^2 / CURVATURE = 0.193. If the document
     of 60 tokens is held back, the other two are balanced with the help of the 30 ordinary tokens.
@@ -457,17 +458,18 @@ class WaitingDocuments:
         self.density = work_left / tokens if tokens else per_token
 
     def size_class_end(self, candidates: "Candidates") -> IntArray:
-        """Return where the outliers end that are in the size class of a step's largest outlier.
+        """Return where the run of a step's largest outliers ends, for each candidate.
 
-        Outliers are sorted by size class. Those after the first one that the candidate does not
-        release are left out. At most N outliers count, because the caller assumes that each of them
-        has a micro-batch to itself.
+        The run begins with the first outlier that the step trains (`Candidates.tallest`), because
+        outliers are sorted by size class. It ends with the size class of this outlier, or earlier:
+        before the first outlier that the step does not train, or after N outliers, because the
+        caller assumes that each outlier of the run has a micro-batch to itself.
 
         Args:
-            candidates: The sets of outliers that the step may train (release).
+            candidates: The sets of outliers that the step may train.
 
         Returns:
-            For each candidate the index after the last of these outliers, shape [num_candidates].
+            Index after the last outlier of the run, shape [num_candidates].
         """
         ends = np.append(self.class_starts[1:], [self.num_outliers, self.num_outliers])
         size_class = np.searchsorted(self.class_starts, candidates.tallest, "right") - 1
@@ -508,7 +510,7 @@ class Candidates:
         return np.where(self.end > self.first, self.end, self.num_outliers)
 
     def released(self, running: IntArray) -> IntArray:
-        """Sum a value, such as tokens, over the outliers that each candidate's step trains.
+        """Sum a value, such as tokens, over the outliers in each candidate (a set of outliers).
 
         Args:
             running: Running sums of one or several values over all outliers, shape
@@ -521,7 +523,7 @@ class Candidates:
         return before_tail + running[..., -1:] - running[..., self.tail]
 
     def held(self, running: IntArray) -> IntArray:
-        """Sum a value, such as tokens, over the outliers that each candidate makes wait.
+        """Sum a value, such as tokens, over the outliers that are not in each candidate.
 
         Args:
             running: Running sums of one or several values over all outliers, shape
@@ -620,7 +622,7 @@ def _bounds(waiting: WaitingDocuments, candidates: Candidates) -> FloatArray:
     count = end - first
 
     def nth(n: int) -> IntArray:
-        """Return the work of the n-th outlier (from 0) that each candidate releases; 0 if none."""
+        """Return the work of the n-th outlier (from 0) in each candidate; 0 if there are fewer."""
         row = np.where(n < count, first + n, tail + n - count)
         return outliers[3:, np.minimum(row, num_outliers)]
 
@@ -706,8 +708,8 @@ def _skewed(
 ) -> FloatArray:
     """Return a lower bound on the cost of waiting for the slowest micro-batch (`_wait`).
 
-    This bound is for a price range with two different ends, at which no packing may be balanced at
-    once. Suppose that the k outliers with most work have a micro-batch each. If few ordinary
+    This bound is for a price range with two different ends. Often no packing is balanced at both
+    ends. Suppose that the k outliers with most work have a micro-batch each. If few ordinary
     documents are added to these micro-batches, they are the slowest ones when attention is
     expensive. If many are added, they are the slowest ones when attention is cheap.
 
@@ -848,20 +850,20 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
-    """Find the last interval of ordinary documents (no outliers) that has at least `work` ns.
+    """Find the lightest run of ordinary documents (no outliers) that has at least `work` ns.
 
-    Ordinary documents are sorted by descending work. From its first document on, an interval has as
-    many documents as `tokens` permits, so an interval that begins later has less work. The last
-    interval is the first one that reaches the last document.
+    Ordinary documents are sorted by descending work. A run is consecutive documents, as many as
+    have at most `tokens` tokens together. So a run that begins later has less work. No run begins
+    later than the first one that reaches the last document.
 
     Args:
         waiting: The waiting documents.
-        tokens: Most tokens of the interval.
-        work: Work in ns that the interval should have. If no interval has that much, the interval
-            with most work is returned.
+        tokens: Most tokens of the run.
+        work: Work in ns that the run should have. If no run has that much, the run with most work
+            is returned.
 
     Returns:
-        The interval [first, stop) of positions in the order of `waiting`.
+        The run [first, stop), as positions in the order of `waiting`.
     """
     at, end = waiting.num_outliers, waiting.num_free
     before, sum_work = waiting.tokens_before, waiting.sums[1, at : end + 1]
@@ -880,17 +882,17 @@ def water_filled(
     """Spread short documents evenly over micro-batches, and return the work of each afterwards.
 
     The documents are treated as a fluid that divides freely. Each token goes to the micro-batch
-    with the lowest load. A load is a micro-batch's share of the step's work, at the price of
-    attention at which this share is largest:
+    whose share of the step's work is lowest. With two prices of attention, the larger of a
+    micro-batch's two shares counts:
 
-        load                            ___________________   level x
+        share of work                   ___________________   level x
              |XXXX|~~~~|~~~~|~~~~|
              |XXXX|XXXX|~~~~|~~~~|      X: placed outliers
              |XXXX|XXXX|XXXX|~~~~|      ~: fluid
 
     If the level is x, micro-batch j takes min over prices p of (x - base[p, j]) * slope[p] tokens,
-    and at most its free tokens. Here base is the load without the fluid, and slope is the number of
-    tokens that raise a load by 1. As a function of x, the tokens of a micro-batch are piecewise
+    and at most its free tokens. Here base is the share without the fluid, and slope is the number
+    of tokens that raise a share by 1. As a function of x, the tokens of a micro-batch are piecewise
     linear. The function visits all levels at which such a line bends, in ascending order, until all
     tokens are placed. This takes O(N log N).
 

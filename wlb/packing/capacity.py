@@ -65,7 +65,7 @@ class CapacityPacker(PolicyPacker):
 
     @property
     def bin_tokens(self) -> int:
-        """Most tokens of a bin."""
+        """Most tokens of a bin, which becomes one micro-batch."""
         return self.options.context_window if self.capacity is None else self.capacity
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:

@@ -72,10 +72,10 @@ def _compile_whole(layer: Any, backend: str) -> None:
 def _compile_attention(layer: Any, backend: str) -> None:
     """Compile the first half of a layer with experts: its norm and attention.
 
-    In backward, the gather of K and V then starts inside the compiled graph: at the end of this
-    half, not at the end of the layer. If it started outside, the gathered rows would enter the
-    graph as gradients while they are still in transfer, and torch may copy gradients that enter a
-    graph.
+    Backward then starts the gather of K and V inside the compiled graph, when it reaches the output
+    of this half. (Otherwise it starts the gather at the output of the layer.) If the gather started
+    outside of the graph, its rows would enter the graph as gradients while they are still in
+    transfer, and torch may copy gradients that enter a graph.
     """
     first_half = layer.first_half
 

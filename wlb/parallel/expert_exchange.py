@@ -189,7 +189,8 @@ class StagedTrip:
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
         """Wait for the results that experts send back in a stage.
 
-        Returns the rows, and in backward also the gradients of the rows' scores, else None.
+        Returns:
+            The rows. In backward also the gradients of the rows' scores; in forward None.
         """
         back, score_type = self._back.pop(0)
         return _apart(wait(back), score_type)

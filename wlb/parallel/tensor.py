@@ -130,9 +130,9 @@ class Products(NamedTuple):
     def begin_backward(
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Start backward of several layers with the same input, with the last layer's gradient.
+        """Begin backward of several layers that share their input, from the last layer's gradient.
 
-        The gradient of the last layer's output arrives first, so this need not wait for the others.
+        The gradient of the last layer's output arrives before those of the other layers.
 
         Args:
             grad_TF: Gradient of the last layer's output.
@@ -167,7 +167,15 @@ class Products(NamedTuple):
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients for `scattered`: of its output for all rows [T, C], and of x_TF."""
+        """Return the gradients of `scattered`'s product before it is scattered, and of x_TF.
+
+        Args:
+            grad_SC: Gradient of the result of `scattered`, for this rank's rows.
+            weight_CF: Weight.
+
+        Returns:
+            The gradient of the product, for all rows [T, C], and the gradient of x_TF.
+        """
         grad_TC = all_gather(grad_SC, self)
         return grad_TC, grad_TC @ weight_CF
 
@@ -190,7 +198,7 @@ class _FanOut:
         self._gathering: Tensor | None = None
 
     def receive(self, i: int, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor) -> None:
-        """Store the gradient of layer i's output, and add the layer's part of the input's gradient.
+        """Store the gradient of layer i's output, and add the layer's part of x_SC's gradient.
 
         Args:
             i: Index of the layer.

@@ -119,15 +119,15 @@ def begin_backward(
 def early_product(
     x_TC: Tensor, weight_FC: Tensor, slots: list[Tensor], x_SC: Tensor, n: int, group_name: str
 ) -> Tensor:
-    """Return the product of the last of several layers with the same input, [T, F].
+    """Return x_TC times the transposed weight, [T, F], for the last of the layers that read x_TC.
 
     Its backward does not wait for the gradients of the other layers (see `_begins_early`).
 
     Args:
         x_TC: All ranks' rows.
         weight_FC: Weight of the layer.
-        slots: The last three slots of `gather_rows`: for the product's gradient, and for the two
-            results of `begin_backward`.
+        slots: The last three of the placeholders that `gather_rows` returned. In backward their
+            gradients are the gradient of the product and the two results of `begin_backward`.
         x_SC: This rank's rows.
         n: Number of TP ranks.
         group_name: Name of the tp group.
@@ -158,7 +158,8 @@ def gathered_backward(
     """Return the gradient of x_SC and of each weight, for several layers with the same input.
 
     Args:
-        grads_TF: Gradient of each layer's output. If `begin_backward` ran, its two results follow.
+        grads_TF: Gradient of each layer's output. If `begin_backward` was called for the last
+            layer, the two tensors that it returned follow.
         x_SC: Input of the layers, 1/tp of the rows.
         weights_FC: Weight of each layer.
         num_ranks: Number of TP ranks.

@@ -183,8 +183,8 @@ class ChatEncoder:
         """Return the match of the special token that ends a reply, or None if there is none.
 
         Only special tokens between the end of the content and the end of the turn are considered.
-        If the reply has tool calls, the last of these tokens ends it. Otherwise the first token
-        does, or, if other special tokens directly follow it, the last one of these.
+        If the reply has tool calls, the last of these tokens ends it. Otherwise the first one does.
+        If further special tokens follow the first one without a gap, the last of them ends it.
         """
         found = list(self._pattern.finditer(text, reply.content_end, reply.stop))
         if not found or reply.has_calls:
@@ -230,8 +230,9 @@ class ChatEncoder:
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
         """Return a copy of a tokenizer that never turns contents into tokens of the template.
 
-        A tokenizer turns ordinary text into an added token unless the token is marked as special.
-        So the copy marks every added token that the template uses as special, except CONTENT_TAGS.
+        With `encode_special_tokens` a tokenizer turns text only into added tokens that are not
+        marked as special. So in the copy all added tokens that occur in the template are marked as
+        special, except CONTENT_TAGS.
         """
         from tokenizers import Tokenizer
 

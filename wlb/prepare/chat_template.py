@@ -93,8 +93,10 @@ class _MarkedText:
     given: dict[str, Any]  # the variables that were rendered: messages and tools
     fields: dict[int, tuple[int, int]]  # span of each field in the text
     blocks: list[tuple[int, int]]  # spans of the generation blocks
-    lengths: list[int | None]  # length of each rendered prefix (see `render_all`)
-    replaced: dict[int, str]  # the character that each mark replaced, by the mark's code point
+    # For each beginning of the conversation that was rendered, the length of its text, or None if
+    # `text` does not begin with it (`render_all`).
+    lengths: list[int | None]
+    replaced: dict[int, str]  # by each mark's code point: the character in whose place the mark is
     dropped: frozenset[int]  # numbers of the messages whose reasoning the template leaves out
 
     def content_end(self, number: int) -> int:
@@ -258,9 +260,9 @@ class ChatTemplate(TemplateSource):
         Args:
             messages: All messages.
             found: The rendered text, and where in it contents and reasoning are.
-            prompts: For each trained message, the length of a rendering of only the messages before
-                it, with a generation prompt. None if the rendered text does not begin with that
-                rendering.
+            prompts: For each trained message, the length of the text that the template renders
+                from only the messages before it, with a generation prompt. None if the text of all
+                messages does not begin with that text.
             ends: For each message, where its turn ends. Messages for which it is unknown are
                 absent.
 

@@ -50,7 +50,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the content of a generation block, between the characters BEGIN and END."""
+        """Return nodes that write the character BEGIN, the content of a block, and then END."""
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))

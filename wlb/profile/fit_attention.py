@@ -197,10 +197,11 @@ def _on_shared_rows(
 
     Args:
         surfaces: Throughput of each pass, by its name.
-        reach: `_Rates.reach` at the nodes of forward's surface, or None.
+        reach: For each node of forward's surface, the most keys that were measured; None if nothing
+            is missing.
 
     Returns:
-        The surfaces by the name of the pass, and under "reach" the argument `reach` at the shared
+        The surfaces by the name of the pass, and under "reach" the argument `reach` for the shared
         nodes.
     """
     forward_rows = surfaces["forward"].axis0
@@ -244,9 +245,9 @@ def _fixed_ns(
 
 
 def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[float, float]:
-    """Return forward and backward ns that a call takes for its grid of thread blocks.
+    """Return the part of a call's forward and backward ns that its grid of thread blocks costs.
 
-    They include the tail: the time in which only the last block of the longest segment runs.
+    It includes the tail: the time in which only the last block of the longest segment runs.
 
     Args:
         layout: Kernel and heads.
@@ -281,13 +282,14 @@ class _Rates(NamedTuple):
 def _rates(
     layout: HeadLayout, grid: Sequence[Record], name: str, fixed_ns: Sequence[float]
 ) -> _Rates:
-    """Return the throughput of segments in one pass from the times of grid points.
+    """Return the throughput of segments in forward or in backward, from measured calls.
 
     Args:
         layout: Kernel and heads.
-        grid: Records of grid points.
-        name: The pass: "forward" or "backward".
-        fixed_ns: Fixed cost of each grid point's call.
+        grid: Records of calls on equal segments ("grid points"). A record has the number of
+            segments, and the queries and keys of each.
+        name: "forward" or "backward".
+        fixed_ns: For each record, the ns of its call besides the times of its segments.
     """
     # Kernels that group segments differ in throughput on segments with a prefix (q < kv) and on
     # square segments (q = kv), so square segments get a separate curve.
@@ -482,14 +484,15 @@ def _robust(
     """Return non-negative x for which features @ x has the smallest relative errors to `took`.
 
     The robust loss gives outliers little weight. The first entries of x are fixed costs of a call.
-    The others are factors for the times of its segments, one for each kind (`_features`). If random
-    batches have hardly any segments of a kind, its factor keeps the value in `start`.
+    Each further entry is a factor for the predicted times of one kind of segments, such as short
+    ones (`_features`). If random batches have hardly any segments of a kind, its factor keeps the
+    value in `start`.
 
     Args:
         features: Features of each call, shape [num_calls, num_features].
         took: Measured ns of each call, shape [num_calls].
-        weights: Weight of each call in the fit, shape [num_calls]. Random batches have weight 1, by
-            which this function recognises them.
+        weights: Weight of each call in the fit, shape [num_calls]. The function takes calls with
+            weight 1 for random batches, so all other calls must have another weight.
         start: Initial x, shape [num_features].
         is_grouped: Whether the kernel processes similar segments in groups. Then x[1], the cost of
             each group, is fitted too.
@@ -526,7 +529,7 @@ def _scaled(table: AttentionTable, name: str, factors: FloatArray) -> dict[str, 
         table: The table.
         name: The pass: "forward" or "backward".
         factors: (factor of short segments, factor of long segments). For kernels that group
-            segments, the two factors of segments without a prefix follow.
+            segments, the two factors of segments that have as many queries as keys follow.
     """
     surface: Surface = getattr(table, name)
     curve: Curve | None = getattr(table, f"square_{name}")

@@ -239,18 +239,18 @@ class CudaTimer(KernelTimer):
         return buffer
 
     def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
-        """Run the warm-up calls, and measure how long the host needs to issue a call.
+        """Warm up, and measure how long the host needs to issue each part of the timed call.
 
         The host's time is measured here, on an idle device, because later the host may have to wait
         when the device's queue is full.
 
         Args:
-            steps: Parts of the call.
+            steps: Parts of the timed call, such as forward and backward.
             budget_s: Seconds after which warm-up ends.
 
         Returns:
-            The seconds that one repeat of all parts takes, and the nanoseconds that the host needs
-            to issue each part.
+            The seconds that the call takes once, and the nanoseconds that the host needs to issue
+            each part.
         """
         round_s, hosts_ns = 0.0, [float("inf")] * len(steps)
         spins, start = [0] * len(steps), time.perf_counter()

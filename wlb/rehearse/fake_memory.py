@@ -80,7 +80,8 @@ class Footprint:
 
     now: int = 0  # bytes that are allocated now
     peak: int = 0  # most bytes that were allocated at a time
-    by_kind: Counter[str] = field(default_factory=Counter)  # bytes allocated now, by kind
+    # bytes allocated now, by kind of memory, such as "activations" or "gradients"
+    by_kind: Counter[str] = field(default_factory=Counter)
     at_peak: dict[str, int] = field(default_factory=dict)  # bytes by kind when `peak` was reached
     requests: list[AllocatorRequest] = field(default_factory=list)  # allocations and frees
     # Shapes of weights before FSDP shards them. In backward, tensors of such a shape are gradients.
@@ -262,9 +263,9 @@ class Footprint:
                 GPU.faults.append(StreamFault(GPU.step, GPU.op, called_from(3), error))
 
     def _kind_of(self, tensor: Any) -> str:
-        """Return a new tensor's kind of memory, which follows from the functions that allocate it.
+        """Return which kind of memory a new tensor is, such as "gradients" or "activations".
 
-        These functions are found on the Python call stack.
+        It follows from the functions on the Python call stack, as listed in `_BY_FRAME`.
         """
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):

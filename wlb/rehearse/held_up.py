@@ -136,12 +136,12 @@ class _Clocks:
         self._waits: dict[End, list[dict[int, int]]] = defaultdict(list)
 
     def waits(self) -> Mapping[End, list[dict[int, int]]]:
-        """Run all ranks to the end, and return which messages were issued before each wait ended.
+        """Run all ranks to the end; return which messages were surely issued when each wait ended.
 
         Returns:
             For each end of a transfer, a list with one dict for each wait for this transfer. The
-            dict maps each member of the communicator to the index of the latest message that it has
-            issued, however long passes and transfers take, when the wait ends.
+            dict maps each member of the communicator to the index of the last message that it has
+            surely issued when the wait ends.
         """
         ready = deque(self.programs)
         while ready:

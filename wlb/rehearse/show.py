@@ -115,7 +115,10 @@ def _memory(found: Rehearsed) -> Table:
 
 
 def _parts(found: Rehearsed) -> Table:
-    """Return a table of the last step: a row for each rank and part, such as matrix products."""
+    """Return a table of the last step with a row for each rank and kind of work.
+
+    Kinds of work are, for example, matrix products and the collectives of one axis of the mesh.
+    """
     title = f"Last step, with times predicted from kernel profile {found.spec.cost.profile!r}"
     numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
     table = new_table(title, labels=["rank", "part"], numbers=numbers)

@@ -98,13 +98,14 @@ def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[Sharding
     """Return plans in which each rank has few cut documents, for models with linear attention.
 
     For each rank, about two documents are cut: one so that the rank gets its share of the work, and
-    one so that it gets its number of tokens. A symmetric cut, which takes tokens from both ends of
-    a document, counts as two cuts. Cutting a document into consecutive tokens takes only one, but
-    makes work less equal. The plans differ in the longest document that is cut in this way
-    (`LONGEST_RUNS`), in the work from which a document is cut (`WHOLE`), and in the multiple of
-    tokens at which symmetric cuts are made (`CUT_TILES`). The caller takes the plan with the least
-    predicted time. For micro-batches that are nearly filled by one document, `_runs_behind` gives
-    more plans.
+    one so that it gets its number of tokens. A document is cut in one of two ways. A symmetric cut
+    gives a rank tokens from both ends of the document, and counts as two cuts. A plain cut gives it
+    consecutive tokens, but makes work less equal.
+
+    The plans differ in the longest document that gets a plain cut (`LONGEST_RUNS`), in the work
+    from which a document is cut (`WHOLE`), and in the multiple of tokens at which symmetric cuts
+    are made (`CUT_TILES`). The caller takes the plan with the least predicted time. For
+    micro-batches that are nearly filled by one document, `_runs_behind` gives more plans.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].

@@ -60,9 +60,10 @@ def hybrid(
 def _best_thresholds(
     pieces: IntArray, cp: int, cost: WorkloadModel, num: int
 ) -> list[ShardingPlan]:
-    """Return the plans with the fastest attention, one for each threshold, the fastest first.
+    """Try thresholds, and return the plans with the fastest attention, the fastest first.
 
-    A threshold is a length: longer documents are cut over all ranks, the others as one sequence.
+    A threshold is a length. Each longer document is cut over all ranks by itself. All others are
+    joined to one sequence, which is cut over all ranks.
 
     Args:
         pieces: Tokens of each piece, shape [num_pieces].
@@ -92,10 +93,10 @@ def _best_thresholds(
 
 
 def _thresholds(ordered: IntArray) -> list[int]:
-    """Choose the thresholds between long and short documents that are tried.
+    """Choose thresholds to try: longer documents are cut over all ranks, shorter ones are not.
 
-    A threshold lies between two different lengths. If there are more than MOST_THRESHOLDS, only
-    some are kept, between which there are nearly equal numbers of tokens.
+    A threshold lies between two different lengths. At most MOST_THRESHOLDS are returned. If there
+    are more, those are chosen between which documents have nearly equal numbers of tokens.
 
     Args:
         ordered: Tokens of each document, in descending order, shape [n].
@@ -154,10 +155,11 @@ def _short_part(ordered: IntArray, num_long: int, held: IntArray) -> RankedSpans
 def _long_parts(
     start: IntArray, stop: IntArray, cost: WorkloadModel, counts: list[int]
 ) -> tuple[IntArray, list[IntArray]]:
-    """Predict, for each threshold, the time that each rank needs for the long documents.
+    """Predict, for each threshold, the attention time of the long documents on each rank.
 
-    Documents are sorted from long to short, so the long ones are the first ones. Each of them is
-    divided among all ranks, in two chunks for each rank.
+    Documents longer than the threshold are long. Documents are sorted from long to short, so the
+    long ones are the first ones. Each of them is divided among all ranks, in two chunks for each
+    rank.
 
     Args:
         start: First token of each chunk of each document, shape [num_documents, 2 * cp].
@@ -184,7 +186,7 @@ def _long_parts(
 
 
 def _slowest(times: IntArray, parts: list[RankedSpans], cost: WorkloadModel) -> IntArray:
-    """Return the attention time of the slowest rank, for each threshold that is tried.
+    """Return the attention time of the slowest rank, for each of several thresholds.
 
     It is the forward time of the rank that is slowest in the forward pass, plus the backward time
     of the one that is slowest in the backward pass, in ns.

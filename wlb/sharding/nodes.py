@@ -5,8 +5,8 @@ node. So documents stay whole on one node if possible.
 
 1. Documents are taken by descending density (work per token). Each goes to the node that is
    furthest below its share of the work.
-2. A document with more work than `share` times the work of a node, or with more tokens than a node
-   may have, is cut among nodes. All others stay whole.
+2. A document is cut among nodes if it has more tokens than a node may have, or more work than
+   `share` times the most work that any node is to get. All others stay whole.
 3. Swaps of short documents bring every node close to the number of tokens that it is to get. The
    first tokens of single documents then move to other nodes to reach it exactly.
 
@@ -72,7 +72,10 @@ class _Nodes:
         self.parts: list[list[FillPart]] = [[] for _ in rooms]
 
     def place(self, part: FillPart) -> None:
-        """Assign a document to the node furthest below its share of work, or cut the document."""
+        """Assign a document to the node with room for it that is furthest below its share of work.
+
+        A document that is too long or has too much work for one node is cut over several nodes.
+        """
         if part.work > self.most or part.size > max(self.rooms):
             self._cut(part)
             return

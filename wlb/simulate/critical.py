@@ -58,9 +58,9 @@ class CriticalPath:
 
     @property
     def by_micro_batch(self) -> dict[tuple[int, int], float]:
-        """Seconds of passes and messages on the critical path, largest first.
+        """Seconds on the critical path by (pipeline, micro-batch), largest first.
 
-        They are added up by (index of the pipeline, micro-batch).
+        They are the seconds of the micro-batch's passes and messages.
         """
         events = (e for e in self.events if e.micro_batch >= 0)
         return _summed(((e.pipeline, e.micro_batch), e.duration_s) for e in events)
@@ -116,11 +116,11 @@ def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
 
 
 def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) -> Event:
-    """Return a node of the graph on one pipeline with its times.
+    """Return an event of a simulated step, such as a pass, with its times.
 
     Args:
         simulation: The simulated steps.
-        index: Index of the node.
+        index: Index of the event's node in the graph of a step.
         step: Index of the step.
         pipeline: Index of the pipeline.
     """
@@ -146,16 +146,16 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
 def _terms(
     node: Node, prices: StepPrices, step: int, pipeline: int, duration_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Return a node's seconds by kind of work, and its CP rank with the most attention time.
+    """Return an event's seconds by kind of work, and its CP rank with the most attention time.
 
-    The CP rank is -1 unless the node is a pass with attention.
+    The CP rank is -1 unless the event is a pass with attention.
 
     Args:
-        node: The node of the graph of a step.
+        node: The event's node in the graph of a step.
         prices: Prices of the passes.
         step: Index of the step.
         pipeline: Index of the pipeline.
-        duration_ns: Duration of the node, used only if the node is not a pass.
+        duration_ns: Duration of the event, used only if it is not a pass.
     """
     if node.kind != NodeKind.PASS or node.action is None:
         return {NAMES[node.kind]: duration_ns * 1e-9}, -1

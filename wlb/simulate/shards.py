@@ -98,7 +98,8 @@ class ShardCosts:
     # 1.
     reduce_parts: tuple[int, ...]
     layers: tuple[int, ...]  # number of layers of each stage, at least 1
-    # ns of copies on the GPU for each stage: (during its gather, during its reduction).
+    # For each stage the ns in which the GPU copies (gathered parameters, gradients to be reduced)
+    # between buffers.
     copy_ns: tuple[tuple[float, float], ...]
     execution: FsdpExecution  # how the trainer gathers, reduces and updates parameters
     reshards: bool = False  # whether each pass gathers its layers
@@ -181,9 +182,9 @@ def shard_costs(
     experts = _sharing(spec, profile, sharing_ranks(spec), execution.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
-        """Return the ns of the collectives of each stage.
+        """Return, for each stage, the ns of one collective per layer, such as all gathers.
 
-        A layer has one collective for its dense parameters and one for its routed experts.
+        A layer with experts has a second collective, for the parameters of its routed experts.
 
         Args:
             of_dense: Returns the ns for a given number of parameters other than routed experts.

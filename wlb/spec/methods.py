@@ -28,12 +28,12 @@ class BinMethod(StrEnum):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether this algorithm places documents into bins in the order in which they arrive."""
+        """Whether the algorithm places documents into bins in the order in which they arrive."""
         return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
 
     @property
     def keeps_order(self) -> bool:
-        """Whether steps train the bins in the order in which the algorithm opened them."""
+        """Whether bins (micro-batches) are trained in the order in which they were opened."""
         return self.is_streaming or self == BinMethod.NEXT_FIT_DECREASING
 
 

@@ -27,8 +27,8 @@ _TRIED_BYTES = 1 << 12  # size of the temporary file that tests whether a folder
 def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
     """Lock the run's folder, and move the folder of an older run of the same name aside.
 
-    For a resumed run, checkpoints later than the resumed one are moved aside instead. A temporary
-    file is written to find out whether files can be written to the folder.
+    For a resumed run, checkpoints that are newer than the one from which it resumes are moved aside
+    instead. A temporary file is written to find out whether files can be written to the folder.
 
     Args:
         job: The run.
@@ -93,7 +93,8 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
 def _move_older_aside(job: Job, console: Console) -> bool:
     """Rename the folder of an older run of the same name to `NAME.1`, `NAME.2` and so on.
 
-    A resumed run keeps its folder. Only its checkpoints later than the resumed one are renamed.
+    A resumed run keeps its folder. Only checkpoints that are newer than the one from which it
+    resumes are renamed.
 
     Returns:
         Whether the run's folder was renamed.

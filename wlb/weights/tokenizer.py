@@ -44,8 +44,8 @@ class FoundTokenizer:
             file: The tokenizer.json or the folder that contains it.
 
         Raises:
-            UserError: The file does not exist, or gives the tokens that end a chat turn other ids
-                than in training.
+            UserError: The file does not exist, or a token that ends a chat turn has another id in
+                it than in training.
         """
         file = file / TOKENIZER_FILE if file.is_dir() else file
         if not file.is_file():

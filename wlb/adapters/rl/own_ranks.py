@@ -39,8 +39,9 @@ def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
     Args:
         lengths: Tokens of each sample of this rank.
         how: Rules of the division.
-        group: Data-parallel process group; None means the default group. If `how.in_step` is set,
-            all of its ranks must call this function. Otherwise the group is not used.
+        group: Data-parallel process group; None means the default group. If `how.in_step` is set
+            (all ranks get equally many micro-batches), all ranks of the group must call this
+            function. Otherwise the group is not used.
 
     Returns:
         For each micro-batch, the ascending indices of its samples in `lengths`.

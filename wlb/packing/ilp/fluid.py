@@ -91,7 +91,9 @@ def items_of(
     divisible_below: int,
     cost: Callable[[Pieces], IntArray],
 ) -> Items:
-    """Make the integer linear program for `pieces`.
+    """Return the pieces to place, and the integer linear program that places them.
+
+    Long pieces are cut where the greedy packing cuts them.
 
     Args:
         pieces: The pieces to pack.
@@ -210,7 +212,8 @@ class _MostHeadroomFirst:
 
         Args:
             shape: Number and size of the micro-batches.
-            limits_ns: For each micro-batch, the cost of the slowest micro-batch of its step.
+            limits_ns: For each micro-batch, the cost up to which it is filled first: that of the
+                slowest micro-batch of its step.
         """
         self.may_cut = shape.may_cut
         # Free tokens of each micro-batch.
@@ -243,8 +246,10 @@ class _MostHeadroomFirst:
         self.headroom[j] -= cost
 
     def _rate(self, j: int) -> float:
-        """Return by how much micro-batch j is faster than the slowest one of its step, in ns.
+        """Return a number by which to choose the micro-batch of the next short piece: the largest.
 
-        If micro-batches must become full, this time is divided by the free tokens of micro-batch j.
+        It is by how many ns micro-batch j is faster than the slowest one of its step. If
+        micro-batches must become exactly full, it is this time per free token, because then all
+        free tokens of micro-batch j must still be filled.
         """
         return self.headroom[j] / max(1, self.room[j]) if self.may_cut else self.headroom[j]

@@ -120,7 +120,7 @@ class StepLoads:
         self._num = 1
 
     def add(self, work_ns: IntArray) -> float:
-        """Add a step, given the work of each of its micro-batches, and return their mean work."""
+        """Add a step with this work in each micro-batch; return the mean work of a micro-batch."""
         self._num = work_ns.size
         self._slowest_and_sum.append((int(work_ns.max()), int(work_ns.sum())))
         return self._slowest_and_sum[-1][1] / self._num

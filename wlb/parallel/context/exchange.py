@@ -49,7 +49,7 @@ class DeviceStage(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """R, the number of rows (received or local) in which the attention call finds its keys."""
+        """R, the number of rows, received or local, from which the keys of attention are copied."""
         return self.inverse_UR.shape[1]
 
     @property
@@ -61,8 +61,8 @@ class DeviceStage(NamedTuple):
         """Return the segments of the stage's attention call.
 
         Args:
-            numbers: Sizes of this stage, from `FlatExchange.numbers`. The first ones are the
-                largest numbers of queries and of keys of a segment, and the size of the sliding
+            numbers: The row of `FlatExchange.numbers` for this stage. It begins with the most
+                queries of a segment, the most keys of a segment, and the size of the sliding
                 window.
             softcap: Cap on scores, 0 for none.
         """
@@ -87,7 +87,7 @@ def flatten(
     device: torch.device,
     scores: Scores,
 ) -> tuple[FlatExchange, Segments]:
-    """Return an exchange as plain tensors for a custom op, and its first call's segments.
+    """Return a rank's exchange as arguments of custom ops, and the first stage's segments.
 
     Args:
         rows: The exchange of one rank, as numpy arrays.
@@ -122,13 +122,13 @@ def flatten(
 
 
 def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Tensor | None]:
-    """Restore a rank's stages inside a custom op, from two arguments that `flatten` has made.
+    """Return the stages of a rank's exchange inside a custom op, from two of the op's arguments.
 
-    Reads only shapes, so it also works on fake tensors.
+    This reads only shapes, so it also works on fake tensors.
 
     Args:
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
-        layout: Each stage's kind of transfer (`FlatExchange.layout`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
 
     Returns:
         The stages in the order of their attention calls, and `RankExchange.returned` (None for an

@@ -1,7 +1,8 @@
 """The custom ops of context attention: wlb::gather_kv, wlb::context_attend and their backward.
 
-The ops contain their collectives. One compiled graph then serves all lengths, and the compiler
-cannot merge the exchanges of forward and backward, which would keep the gathered rows in between.
+The ops contain their collectives, so torch.compile does not see them. One compiled graph therefore
+serves all lengths. And the compiler cannot replace the second gather, in backward, by keeping the
+rows that forward has gathered.
 
 A transfer starts in one op and ends in another, so that computation runs in between. In forward
 the buffer of received rows is an ordinary tensor that the second op waits for. In backward autograd
@@ -71,7 +72,7 @@ def _start(
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
         numbers: Sizes of all stages (`FlatExchange.numbers`). They are on the host, so reading how
             many rows go to each rank does not wait for the device.
-        layout: Each stage's kind of transfer (`FlatExchange.layout`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
         group_name: Name of the CP group.
     """
     stages = _travelling(tensors, layout)
@@ -165,7 +166,7 @@ def gather_kv(
         v_TGD: Local values.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
         numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
-        layout: Each stage's kind of transfer (`FlatExchange.layout`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
         group_name: Name of the CP group.
         fused: Let a Triton kernel add up the gradients that return in backward.
 
@@ -272,7 +273,7 @@ def gather_kv_again(
         v_TGD: Local values.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
         numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
-        layout: Each stage's kind of transfer (`FlatExchange.layout`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
         group_name: Name of the CP group.
 
     Returns:
@@ -297,7 +298,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Return x + y, the sum at the end of a layer, and save what backward needs to gather."""
+        """Return x + y, and save K and V, which `backward` starts to gather again."""
         # If forward is called with exactly as many arguments as it has parameters, torch.compile
         # (2.13) drops the first one. Therefore forward takes all of them as *arguments.
         x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, *rest = arguments
@@ -307,7 +308,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Start to gather K and V; returns the sum's gradient as the gradients of x and of y."""
+        """Start to gather K and V again; return the gradient of x + y as those of x and of y."""
         (grad_SC,) = grads
         k_TGD, v_TGD, numbers, *tensors = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_slots
@@ -429,7 +430,7 @@ def context_attend(
         begun: Both results of `gather_kv`, concatenated: the buffers in transfer, then the slots.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
         numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
-        layout: Each stage's kind of transfer (`FlatExchange.layout`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.
@@ -556,7 +557,7 @@ def context_attend_backward(
         arriving: Received rows of each stage. If empty, this op gathers K and V.
         tensors: Index tensors of all stages (`FlatExchange.tensors`).
         numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
-        layout: Each stage's kind of transfer (`FlatExchange.layout`).
+        layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
         softcap: Cap on scores, 0 for none.
         backend: Name of the attention kernel.
         group_name: Name of the CP group.

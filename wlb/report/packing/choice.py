@@ -1,4 +1,4 @@
-"""Output of `wlb tune packing`: a verdict, a table of three packings, and how one was chosen."""
+"""Output of `wlb tune packing`: a recommended packing, why, and a table that compares packings."""
 
 from collections.abc import Sequence
 from math import ceil, log10

@@ -369,12 +369,12 @@ def _step(line: dict[str, Any]) -> StepRecord:
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
     """Return the configuration of the run.
 
-    The configuration is in the line of the last start. Early versions of wlb did not write it
-    there; then it is read from the newest checkpoint.
+    Each start of a run writes the configuration into metrics.jsonl, and the last start counts.
+    Early versions of wlb did not; then the configuration is read from the newest checkpoint.
 
     Args:
         folder: Folder of the run.
-        starts: Lines of all starts.
+        starts: The line of metrics.jsonl about each start of the run.
     """
     source, stored = folder / "metrics.jsonl", starts[-1].get("spec") if starts else None
     if stored is None:

@@ -182,7 +182,7 @@ class Display:
             self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Show the held-out loss after `step` updates, beside the first loss of this start."""
+        """Show the held-out loss after `step` updates, beside the first one since the launch."""
         note = f"held-out loss {loss:.3f} after {step} steps"
         self._first_note = self._first_note or note
         self._note = note if note == self._first_note else f"{self._first_note}   {note}"

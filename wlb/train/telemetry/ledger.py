@@ -129,12 +129,13 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
         folder: The run's folder.
 
     Returns:
-        The line of each of these steps, by step number; the number of starts of training; and the
-            number of recorded steps that do not count, because training resumed before them.
+        The ledger's entry for each of these steps, by step number; the number of starts of
+            training; and the number of recorded steps that do not count, because training resumed
+            before them.
 
     Raises:
-        UserError: If a step is missing or a line is damaged, and no line about lost lines or about
-            a new start explains that.
+        UserError: If the entry of a step follows a damaged line, or if a step is missing although
+            no entry says that lines could not be written.
     """
     path = folder / FILE
     if not path.exists():
@@ -251,9 +252,9 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
 def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
     """Return the length of each document that was read before `state` was saved, by (source, id).
 
-    The run may have had global batches of another size when `state` was saved. Documents are read
-    in batches of its present size, so the last batch may have documents that come after the read
-    position of `state`. These are left out.
+    This function reads the documents again in global batches. Their size may have changed since
+    `state` was saved, so the last batch may go beyond the read position of `state`. The documents
+    after that position are left out.
     """
     found: dict[tuple[int, int], int] = {}
     end = _position(state.corpus)

@@ -43,7 +43,7 @@ _COLUMNS = tuple(f.name for f in fields(Moments))
 
 
 class Exposed(NamedTuple):
-    """Times (ns) of a step on one rank that are not times of passes."""
+    """Times (ns) of a step on one rank: its waits, the work of hooks, and the whole step."""
 
     loading_ns: int = 0  # time that the rank waited for inputs
     planning_ns: int = 0  # time that the rank waited for plans
@@ -117,7 +117,7 @@ class TelemetryMeter:
             plan: The plan of this rank's pipeline for the step.
             times: Measured times of the step's passes.
             exposed: Times outside of the passes; None means that all are 0.
-            experts: For each micro-batch, for how many tokens experts worked during the measured
+            experts: For each micro-batch, the number of tokens whose expert work is in the measured
                 times, shape [n] (`wlb.train.telemetry.measure.expert_tokens`). None for a model
                 without experts.
         """

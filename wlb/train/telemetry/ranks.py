@@ -1,8 +1,9 @@
 """Records all ranks' times in tables, finds ranks that are slower, and records timelines of passes.
 
-A table has five times of each rank, summed over `RANKS_INTERVAL` steps. A table takes 35 bytes per
-rank in metrics.jsonl. A timeline shows when each pass of a step ran, on a few ranks
-(`timed_ranks`). A timeline takes 20 bytes per pass.
+For each rank, a table has the measured and predicted time of the compared work (`StragglerWatch`),
+and the times of computing, of pipeline bubbles and of waiting for inputs, each summed over
+`RANKS_INTERVAL` steps. A table takes 35 bytes per rank in metrics.jsonl. A timeline shows when each
+pass of a step ran, on a few ranks (`timed_ranks`). A timeline takes 20 bytes per pass.
 
 On a CPU, the times of different ranks in a timeline are aligned by the clocks of their hosts,
 unless the clocks differ by more than the duration of the step. On CUDA all ranks begin at time 0,
@@ -42,10 +43,11 @@ _NONE = -1  # marks unused rows in the array of a rank's passes (`RankMeter._pac
 class StragglerWatch:
     """Finds stragglers: ranks that are slower than others at the same work.
 
-    A rank is a straggler if its ratio of measured to predicted time is more than
-    1 + `STRAGGLER_THRESHOLD` times the median rank's in `STRAGGLER_TABLES` tables in a row. It then
-    stays a straggler until the first table in which its ratio does not exceed this limit. A table
-    has the times of all ranks, summed over `RANKS_INTERVAL` steps.
+    The times of all ranks are gathered in tables, each with sums over `RANKS_INTERVAL` steps. In a
+    table a rank is slow if its ratio of measured to predicted time exceeds the median of all ranks'
+    ratios by more than the fraction `STRAGGLER_THRESHOLD`. A rank that is slow in
+    `STRAGGLER_TABLES` tables in a row is a straggler, until the first table in which it is not
+    slow.
 
     On a CPU with one thread per rank, times of decoder layers are compared. Otherwise only times of
     attention kernels are compared, because the rest of a layer includes waits for slower TP and CP
@@ -208,7 +210,8 @@ def timeline_of(
     """Build a timeline from the passes of a few ranks.
 
     Args:
-        rows: For each of these ranks, the array of passes that `RankMeter._packed` made.
+        rows: For each of these ranks, an array with a row for each pass (`RankMeter._packed`
+            describes its columns).
         step: Number of the step.
         steps_done: Number of updates so far, including the step's.
         has_common_clock: Whether the times at which ranks began the step can be compared.

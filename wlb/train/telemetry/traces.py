@@ -28,7 +28,7 @@ class TraceSteps(Hook):
         self._running: Any = None
 
     def begin(self, run: RunContext) -> None:
-        """Start a trace if `telemetry.trace_steps` lists the first step."""
+        """Start a trace if `telemetry.trace_steps` lists the step that is executed next."""
         self._start_if_due(run)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
