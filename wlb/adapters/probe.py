@@ -90,10 +90,10 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
 
 
 def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
-    """Return how strongly a row's first document affects the logits of the second, usually 0 to 1.
+    """Return how strongly the first document of a packed row affects the logits of the second.
 
-    0 means no effect, or one so small that it may be a rounding error. 1 means the same effect as
-    if both were one document.
+    The number is usually from 0 to 1. 0 means no effect, or one so small that it may be a rounding
+    error. 1 means the same effect as if both were one document.
 
     Args:
         model: The model.

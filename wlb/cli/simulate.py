@@ -200,7 +200,7 @@ def _fastest(
 
 
 def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
-    """Return the number of the step to explain: --step, or else the step of median time."""
+    """Return the number of the step to show in detail: --step, or else a step of median time."""
     count = made.step_time_s.size
     if options.step is None:
         return int(np.argsort(made.step_time_s, kind="stable")[count // 2])

@@ -46,9 +46,9 @@ def matching_profile(
     """Return the profile that fits a machine best, among the profiles that come with wlb.
 
     Profiles of the machine's device are compared by these properties, the most important one first:
-    the power limit is that of the machine, the numbers were measured, the power limit is known, the
-    profile has a table of the attention kernel, and the profile is not the default one. If there is
-    no profile of this device, the default profile of the device type is returned.
+    the power limit does not differ from the machine's, the numbers were measured, the power limit
+    is known, the profile has a table of the attention kernel, and the profile is not the default
+    one. If there is no profile of this device, the default profile of the device type is returned.
 
     Args:
         device: "cpu" or "cuda".

@@ -10,8 +10,8 @@ its rows to the ranks that read them, or an all-gather, in which every rank send
 The planner makes a `ContextExchange`, the cost model counts its rows, and `wlb.parallel.context`
 executes the exchange.
 
-The functions use arrays with one entry for each pair of a span and a rank that reads it. They never
-loop over tokens.
+The functions use arrays with one entry for each pair of a span that reads keys and a span that has
+them. They never loop over tokens.
 """
 
 from collections.abc import Sequence

@@ -250,7 +250,7 @@ class Carry(PlainRecord):
 
     @classmethod
     def empty(cls, policy: str, *, next_step: int = 0) -> "Carry":
-        """Return a state in which no piece waits.
+        """Return a carry in which no piece waits.
 
         Args:
             policy: Name of the packing policy.
@@ -266,7 +266,7 @@ class Carry(PlainRecord):
         return self.pieces.num_tokens
 
     def in_slot(self, slot: int) -> Pieces:
-        """Return the pieces that wait in queue number `slot`, in order."""
+        """Return the pieces that wait in this slot, in order."""
         return self.pieces.take(np.flatnonzero(self.slot == slot))
 
     @classmethod

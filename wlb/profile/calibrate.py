@@ -69,7 +69,7 @@ class Scales:
 
     @property
     def relative(self) -> dict[str, float]:
-        """Name of each term -> its factor over the median factor of the other terms.
+        """Name of each term of predicted time -> its factor / the median of the others' factors.
 
         A factor is measured / predicted time (`by_term`).
         """
@@ -80,7 +80,7 @@ class Scales:
         }
 
     def drifted(self, threshold: float) -> tuple[str, ...]:
-        """Return the names of the terms for which `relative` differs from 1 by over `threshold`."""
+        """Return the terms of predicted time with a `relative` factor further than this from 1."""
         return tuple(name for name, r in self.relative.items() if abs(r - 1) > threshold)
 
 

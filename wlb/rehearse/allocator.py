@@ -58,7 +58,7 @@ class _Pool:
 
 
 class _Full(Exception):
-    """Raised when the device has no memory left for a further segment of the allocator."""
+    """Raised when the allocator cannot get more memory from the device."""
 
 
 class Allocator:

@@ -74,6 +74,8 @@ class TermPrices:
 class LayerTimes:
     """Times of one layer that depend on the documents of each micro-batch, in ns.
 
+    For the exchange of keys, only its difference to an all-gather is here. The time of the
+    all-gather itself depends only on the number of tokens.
     Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks.
     """
 

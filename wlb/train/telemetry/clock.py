@@ -276,7 +276,7 @@ class StepClock:
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:
-        """Return the times of the passes of the last step.
+        """Return how long the passes of the most recent step took.
 
         On CUDA, the host must have waited for the end of the step before this call.
         """
@@ -287,7 +287,7 @@ class StepClock:
         return StepTimes(times, self._marks.between_ns(*self._wall))
 
     def spans(self) -> StepSpans:
-        """Return when the passes of the last step ran.
+        """Return when the passes of the most recent step ran.
 
         On CUDA, the host must have waited for the end of the step before this call.
         """
