@@ -320,7 +320,7 @@ class _Reading:
             self.wall = {name: float(seconds) for name, seconds in line["seconds"].items()}
 
     def _roll_back(self, steps_done: int | None) -> None:
-        """Drop the lines read so far about steps after the first `steps_done`; None drops nothing."""
+        """Drop the lines about steps after the first `steps_done`; None drops nothing."""
         if steps_done is None:
             return
         for kind, lines in self.by_step.items():
