@@ -4,9 +4,10 @@ A bin is one rank's micro-batch, and a slot is the set of bins that run at the s
 a sample, or samples that must share a micro-batch.
 
 1. In each slot, the bins with most samples go to the ranks with fewest samples so far.
-2. While a rank has more or fewer samples than permitted, the rank with most samples gives a unit to
-   the rank with fewest: the one with least work that is not alone in its bin. There, of the bins
-   with room, the unit goes to the one that is furthest below the mean work of its slot.
+2. While a rank has more or fewer samples than permitted, a unit moves from the rank with most
+   samples to the rank with fewest. It is the unit with least work that is not alone in its bin. Of
+   the bins of the other rank that have room, it goes to the one that is furthest below the mean
+   work of its slot.
 """
 
 import numpy as np

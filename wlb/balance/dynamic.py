@@ -10,8 +10,9 @@ work divided by the degree:
 
 A unit is a sample, or samples that must share a micro-batch.
 
-1. A unit needs the smallest degree at which its tokens fit and it takes no longer than a mean slot
-   (or than the largest unit on as many ranks as permitted, if that takes longer).
+1. A unit needs the smallest degree at which its tokens fit and its time is at most the mean time of
+   a slot. If the largest unit takes longer than that even at the highest degree that is permitted,
+   its time is the limit for all units.
 2. As many blocks of each degree are made as the units of this degree need.
 3. Each unit goes to the block that has least time so far, the right degree and room for it.
 4. Blocks of equal degree exchange units (`wlb.balance.exchange`).
@@ -216,11 +217,11 @@ def _fill(
 
 
 def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> bool:
-    """Return whether a block has too many tokens, or no unit.
+    """Return whether any block (ranks that process samples together) is overfull or has no unit.
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.
-        block_of: Block of each unit.
+        block_of: Number of the block that processes each unit.
         degree: Number of ranks of each block.
         cap: Most tokens of one rank in a micro-batch.
     """

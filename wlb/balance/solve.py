@@ -9,8 +9,9 @@ raised. For each number there are two cases:
 - Any unit may go to any rank (`_by_bins`). Fill bins by work (`fill`). Let bins exchange units
   until the time reaches its lower bound or does not become shorter (`improve`). Then assign bins to
   ranks.
-- Ranks must have equal numbers of samples, or whole groups (`_by_rank`). Assign units to ranks
-  first, then fill each rank's bins, and let bins exchange units.
+- Ranks must have equal numbers of samples, or all samples of a group must be on one rank
+  (`_by_rank`). Assign units to ranks first, then fill each rank's bins, and let bins exchange
+  units.
 """
 
 from collections.abc import Iterator
@@ -292,8 +293,9 @@ def assign_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bo
         samples: Number of samples of each item, shape [num_items].
         num: Number of parts.
         counts: If False, the item with most work in a block goes to the part with least work so
-            far, the next item to the part with the next least work, and so on. If True, parts are
-            sorted by their number of samples first, and by work only if these are equal.
+            far, the next item to the part with the next least work, and so on. If True, the item
+            with most work goes to the part with fewest samples so far, and so on. Work decides only
+            between parts with equally many samples.
 
     Returns:
         The part of each item, shape [num_items].

@@ -52,11 +52,11 @@ class WaitingRule(Protocol):
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
         """Return the pairs of bins that exchange units in a round.
 
-        The bins (micro-batches) that are furthest above their target work are paired with others.
+        Each pair has one of the bins (micro-batches) that are furthest above their target work.
 
         Args:
             excess: Work of each bin minus its target.
-            turn: Index of the round. Partners change from round to round.
+            turn: Index of the round. Pairs differ from round to round.
         """
         ...
 
@@ -74,7 +74,9 @@ class Slots:
     target: FloatArray = field(init=False)
 
     def time(self, loads: FloatArray) -> float:
-        """Return how long a step takes: for each slot, the work of its heaviest bin, summed.
+        """Return how long a step takes: the work of each slot's heaviest bin, summed over slots.
+
+        A slot is `num_ranks` bins that run at the same time.
 
         Args:
             loads: Work of each bin, shape [num_bins].

@@ -73,7 +73,7 @@ class RoutedWork:
     defers_weights: bool = False  # whether weight gradients run in a separate pass
 
     def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
-        """Return how long ranks wait for rows, in ns for each token: (forward, backward).
+        """Return how long ranks wait for all-to-alls, in ns for each token: (forward, backward).
 
         Args:
             stages: Number of stages in which rows travel to experts and back (`ep.stages`).

@@ -196,8 +196,8 @@ class AccountedStream(Protocol):
     def may_have_ended(self, state: State) -> bool:
         """Return whether `state` is a point at which the data may end, such as the end of an epoch.
 
-        The number of epochs of this run does not matter, because the run that saved the state may
-        have used another one.
+        This run's number of epochs does not matter, because the state may have been saved by a run
+        with another number of epochs.
         """
         ...
 
@@ -399,9 +399,9 @@ class GlobalBatches(SourceBatches):
         check_were_read(pieces, epoch * size + rows, np.full(len(pieces), first))
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
-        """Return ids and lengths of the next documents, as many as have `missing` tokens together.
+        """Return ids and lengths of the next documents, until they have `missing` tokens together.
 
-        The last document may bring more tokens. There are fewer tokens only if the data ends.
+        They have fewer tokens only if the data ends.
 
         Args:
             first: Position in the stream, which is the number of documents that were read before.
@@ -570,8 +570,8 @@ def batch_after(
 def check_surplus(state: State, tokens: int) -> None:
     """Raise UserError if a stream's state has the wrong number of tokens that were read.
 
-    A state stores this number in two parts. The surplus is by how many tokens the batches so far
-    exceed their size, because they have whole documents. FILLED has the other tokens.
+    A state stores this number in two parts. "surplus" has the tokens that the batches so far have
+    beyond their planned size, because documents are not cut. `FILLED` has the others.
 
     Args:
         state: The state of a stream. States without FILLED are not checked.
@@ -605,8 +605,8 @@ def check_documents(
 ) -> None:
     """Raise UserError if a piece does not fit its document.
 
-    A piece does not fit if it ends after its document, has the number of another source, or has a
-    number of labels that its tokens cannot have.
+    A piece does not fit if it ends after its document, names another source than its document, or
+    states a wrong number of labels.
 
     Args:
         pieces: The pieces to check.

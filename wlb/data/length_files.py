@@ -220,7 +220,9 @@ def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
 
 
 def _words(data: bytes, *, has_head: bool) -> Iterator[tuple[int, Any]]:
-    """Yield the line number and the length of each line of a file with one column.
+    """Yield (line number, document length on the line) for each line of a file with one column.
+
+    Blank lines are skipped.
 
     Args:
         data: Content of the file.

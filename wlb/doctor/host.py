@@ -136,9 +136,9 @@ def disk(patient: Patient) -> Finding:
 def memory(patient: Patient) -> Finding:
     """Compare the free memory of this rank's device with the memory that the fullest rank needs.
 
-    On a CPU, the available memory of the machine is divided equally among its ranks. If the run
-    does not fit even into the whole memory of a device, the verdict is fail too. This check has not
-    run on a GPU yet.
+    The verdict is fail if the free memory is too small, or if the run does not fit even into the
+    whole memory of a device. On a CPU, the available memory of the machine is divided equally among
+    its ranks. This check has not run on a GPU yet.
     """
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)

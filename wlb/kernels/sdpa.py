@@ -49,10 +49,10 @@ class _Rows:
     # source rows, in order.
     take_P: Tensor | None
     padding: Tensor  # indices of the batches' rows that are padding
-    first_N: Tensor  # for each source row the first row of the batches that is a copy of it
+    first_N: Tensor  # for each of the N source rows the first row of the batches that copies it
     unused: Tensor  # source rows that are not copied
-    # A pair (source rows, rows of the batches) for all second copies, then one for all third
-    # copies, and so on.
+    # Further copies of source rows, as pairs (source rows, rows of the batches): the first pair has
+    # the second copy of each row that has one, the second pair has the third copies, and so on.
     more: tuple[tuple[Tensor, Tensor], ...]
 
     def pad(self, x_N: Tensor, *, fill: float | None = None) -> Tensor:
@@ -104,9 +104,9 @@ class _Class(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Classes:
-    """All classes of a call's segments, in the order of their rows in the padded batches."""
+    """The segments of a call, grouped into classes that are each computed as one padded batch."""
 
-    classes: tuple[_Class, ...]
+    classes: tuple[_Class, ...]  # in the order of their rows in the padded batches
     queries: _Rows  # how rows of queries are copied into the padded batches of all classes
     keys: _Rows  # how rows of keys and of values are copied into these batches
 
@@ -409,14 +409,14 @@ def _mask(
 
     B is the number of segments. If all segments have the same lengths, one mask serves them all.
     Query i of a segment with Lq queries and Lk keys attends to the keys up to Lk - Lq + i. Padded
-    queries attend to the same keys as the last query, so that every row has a key. (To hide only
-    padded keys, pass one query for each segment: then all rows attend to the same keys.) The mask
-    is added to scores and has the queries' dtype, because torch would convert a bool mask in every
+    queries attend to the same keys as the last query, so that every row has a key. The mask is
+    added to scores and has the queries' dtype, because torch would convert a bool mask in every
     call.
 
     Args:
         keys_B: Number of keys of each segment, Lk.
-        queries_B: Number of queries of each segment, Lq.
+        queries_B: Number of queries of each segment, Lq. If all are 1, every query attends to all
+            keys of its segment, and the mask hides only padded keys.
         shape: Padded numbers of queries and keys, (Q, K).
         device: Device of the mask.
         dtype: Dtype of the mask.

@@ -152,11 +152,12 @@ class HeldBytes(NamedTuple):
 def _held_at_once(
     spec: RunSpec, pp_rank: int, kept_bytes: list[int], waiting_bytes: list[int]
 ) -> set[tuple[int, int, int]]:
-    """Return what a rank stores before each of its backward passes, at one of which memory peaks.
+    """Return how many bytes a rank stores at each moment at which memory may peak.
 
-    If backward is split, the moments after the passes are returned too. This function calculates
-    how many passes have run at each moment. The simulator counts the same bytes from its list of
-    passes (`wlb.simulate.peak_memory`).
+    These moments are the beginnings of the rank's backward passes, and the end of the step. If
+    backward is split, the ends of the input-gradient passes are moments too. This function
+    calculates how many passes have run at each moment. The simulator counts the same bytes from its
+    list of passes (`wlb.simulate.peak_memory`).
 
     Args:
         spec: The run.
@@ -167,8 +168,8 @@ def _held_at_once(
             weight-gradient pass.
 
     Returns:
-        For each of these moments, (bytes of activations and waiting tensors, number of stored stage
-        outputs, bytes of gradients); equal ones once.
+        For each moment, (bytes of activations and waiting tensors, number of stored stage outputs,
+        bytes of gradients). The result is a set, so equal moments are in it once.
     """
     stages = list(spec.stages_of(pp_rank))
     kept, waits = ([of[stage] for stage in stages] for of in (kept_bytes, waiting_bytes))
@@ -266,8 +267,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     wlb/memory/README.md has the formulas.
 
     Args:
-        spec: The run. Callers pass a run whose layers are all equal (`expert_sizes.layer_kinds`).
-            If only some layers have experts, a layer with experts is counted.
+        spec: A run whose layers are all equal (`expert_sizes.layer_kinds`).
         micro_batch_tokens: Tokens of the micro-batch on all CP ranks.
     """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
@@ -377,16 +377,16 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
 
 
 def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
-    """Return how many bytes of tensors one layer needs at three moments of its backward.
+    """Return how many bytes of temporary tensors one layer needs in its backward.
 
     Args:
         spec: The run.
         tokens: Tokens of the micro-batch on all CP ranks.
 
     Returns:
-        Four numbers of bytes: during the MLP's backward; while attention's kernel runs; while the
-        gradients of K and V are added up; and recomputed activations, which come on top of the
-        second and of the third number.
+        Bytes at three moments, and one addend: during the MLP's backward; while attention's kernel
+        runs; while the gradients of K and V are added up; and recomputed activations, which must be
+        added to the second and to the third number.
     """
     local = _local(spec, tokens)
     load = spec.cost.expert_load

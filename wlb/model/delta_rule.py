@@ -51,9 +51,11 @@ class SpanLayout(NamedTuple):
     """
 
     lengths: tuple[int, ...]  # number of tokens of each span, in the order of the rows
-    slots_T: Tensor  # index of each token among the positions of N chunks, each of C positions
+    # (number of the token's chunk) * CHUNK + (position in this chunk), for each token
+    slots_T: Tensor
     steps: tuple[Tensor, ...]  # for each step i the numbers of the spans that have an i-th chunk
-    sizes: tuple[int, ...]  # for each step the number of those spans; the sum is N
+    # for each step the number of those spans; the sum is the number of chunks
+    sizes: tuple[int, ...]
     bounds: "SpanBounds"  # offsets of the spans, for the kernels of flash-linear-attention
 
     @classmethod
@@ -188,7 +190,7 @@ class DeltaRule(Protocol):
 
 
 class Chunks(NamedTuple):
-    """The parts of all chunks that do not depend on states (symbols: see the module's docstring).
+    """What is computed of chunks without the states (symbols: see the module's docstring).
 
     The output of a chunk is reads @ (state before the chunk) + own.
     """
@@ -234,12 +236,12 @@ class Chunks(NamedTuple):
 def chunks_of(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, layout: SpanLayout
 ) -> Chunks:
-    """Compute the parts of all chunks that do not depend on states, in the dtype of the rows.
+    """Compute everything about chunks that does not depend on states, in the dtype of the rows.
 
     Args:
-        q_THK: Queries, normalised and scaled.
+        q_THK: Queries, normalised and scaled; T tokens, H heads of K channels.
         k_THK: Keys, normalised.
-        v_THV: Values.
+        v_THV: Values, of V channels.
         g_TH: Logarithm of the decay, at most 0.
         beta_TH: Fraction by which each token's value replaces the stored value.
         layout: Which rows form which span.

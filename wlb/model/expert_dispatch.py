@@ -122,7 +122,7 @@ class Way(Protocol):
 
     @property
     def stages(self) -> Sequence[StageRows]:
-        """For each stage, which of this process's experts compute which rows.
+        """For each stage of the transfers, which experts of this process compute which rows.
 
         This is known after `begin`.
         """

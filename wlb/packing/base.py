@@ -432,11 +432,11 @@ ONE_PRICE = PriceRange()
 
 
 def comparable(ends: IntArray) -> list[list[int]]:
-    """Scale work at both ends of a price range, so that both ends have the same total.
+    """Scale the work of pieces at both ends of a price range, so that both ends have equal totals.
 
-    Scaled work is a share of the step's work at that end, so the two values of a micro-batch can be
-    compared. The larger one is its share if prices are least favourable to it. A single price needs
-    no scaling.
+    Scaled work is a piece's share of all work at that end. So the values of a micro-batch at both
+    ends can be compared: the larger one is its share at the price that is worse for it. With a
+    single price, work is returned unscaled.
 
     Args:
         ends: Work of each piece in ns at each end, shape [num_ends, n].

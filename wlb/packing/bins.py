@@ -271,7 +271,7 @@ class _BestFitGroups:
         return room, group
 
     def put(self, room: int, group: Group) -> None:
-        """Put back a group, or add a new one. Each of its bins has `room` tokens free."""
+        """Add a group of equal bins, in each of which `room` tokens are free."""
         heapq.heappush(self.of_room.setdefault(room, []), group)
         self.has_room[room] = 1
         self.max_room = max(self.max_room, room)
@@ -311,7 +311,7 @@ class _FirstFitGroups:
         return room, (start, stop, filled)
 
     def put(self, room: int, group: Group) -> None:
-        """Put back a group, or add a new one. Each of its bins has `room` tokens free."""
+        """Put back a group of equal bins, or add a new one. Each bin has `room` tokens free."""
         if room >= self.length:
             heapq.heappush(self.ready, (*group, room))
         else:

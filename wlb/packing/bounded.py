@@ -157,10 +157,10 @@ class BoundedPacker(PolicyPacker):
     - No step, if less than half a global batch of tokens waits. If less than a whole global batch
       waits, a step also requires that the batch brought documents, and that at least as many
       documents wait as a step has micro-batches.
-    - Several steps, as long as more tokens wait than max_delay / 2 global batches have (than two
-      have, if max_delay is below 4). This happens when a document of many windows arrives. All its
-      tokens come in one batch, and the next batches bring no documents, so that batches have N x C
-      tokens on average.
+    - Several steps, as long as more tokens wait than max_delay / 2 global batches have, and more
+      than two have. This happens when a document of many windows arrives. All its tokens come in
+      one batch, and the next batches bring no documents, so that batches have N x C tokens on
+      average.
     - At the end of the data, as many steps as it takes. The last batch is packed together with
       everything that waits, so that nothing is left to flush.
     """
@@ -1028,8 +1028,9 @@ def refine(
     documents that differ by about that much. Of all exchanges that S_max permits, the round makes
     the one after which the larger of the two loads is lowest, if that is an improvement.
 
-    With two prices, a micro-batch's load is the larger one of its loads at both prices. Documents
-    are compared at the price at which the slowest micro-batch has the larger load.
+    A load is the work of a micro-batch. If `second` is given, it is the larger one of the sums of
+    `work` and of `second`, and documents are compared by the one of the two that is larger for the
+    slowest micro-batch.
     Cost: at most `max_rounds` rounds of 0.2 ms, with about 300 exchanges tried in each.
 
     Args:
@@ -1040,7 +1041,7 @@ def refine(
         second: Work of each document at a second price of attention, scaled so that its sum equals
             the sum of `work` (`wlb.packing.base.comparable`). None = one price.
         max_rounds: Most exchanges that are made.
-        good_enough: Stop once the slowest load over the mean load is at most this.
+        good_enough: Stop once the largest load divided by the mean load is at most this.
 
     Returns:
         Indices of the documents in each micro-batch after the exchanges.
@@ -1080,7 +1081,7 @@ class _Packing:
 
     @property
     def slowest(self) -> list[int]:
-        """Load of each micro-batch at the price of attention that makes it largest, shape [N]."""
+        """Work of each micro-batch, at the price of attention that makes it larger, shape [N]."""
         return [max(loads) for loads in zip(*self.loads, strict=True)]
 
     def best_exchange(self, top: int, s_max: int) -> Exchange | None:

@@ -1,7 +1,7 @@
 """Metrics of a step: the planner predicts `StepMetrics`, and ranks measure `MeasuredStep`.
 
-metrics.jsonl has both records, with the same keys. If a record has no value for a key, the file has
-null for this key, or 0 if the key is a workload.
+metrics.jsonl has both records, with nearly the same keys: most keys that only one record has are
+null, empty or 0 in the other (`_EMPTY`).
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,8 @@ class PlannerState(PlainRecord):
     baseline: Carry
     corpus: dict[str, Any]  # read position of the data source, which only the source interprets
     ready: tuple[PackingPlan, ...] = ()  # packing plans that were already made for later steps
-    # metrics of planned steps of the usual loader that no `StepPlan.baseline` has reported yet
+    # predicted metrics of the usual loader's steps, except those that were already returned as the
+    # `baseline` of a `StepPlan`
     baseline_made: tuple[StepMetrics, ...] = ()
     num_batches: int = 0  # global batches that were read from the source so far
     exhausted: bool = False  # whether the source has ended and no document waits

@@ -25,7 +25,7 @@ class BalanceGain(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Fraction by which `ours` is lower than `usual`; negative if `ours` is higher."""
+        """Fraction by which the run's imbalance is below the usual loader's; may be negative."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:

@@ -477,15 +477,16 @@ class ChatTemplate(TemplateSource):
     def _fields(
         self, conversation: Conversation, text: str, marks: "FieldMarks"
     ) -> dict[int, tuple[int, int]]:
-        """Return the span [start, stop) in `text` of each field, by the field's number.
+        """Return where each field is in `text`, as characters [start, stop), by the field's number.
 
         Field 2 * i is the reasoning of message i, which a template may leave out. Field 2 * i + 1
         is its content, which a template must write.
 
         Args:
             conversation: The conversation.
-            text: The rendered text, in which each field has a mark.
-            marks: Which mark each field has.
+            text: The rendered text. In each field, a mark (a character that occurs nowhere else)
+                replaces one character.
+            marks: The fields' texts with their marks.
         """
         found = [(ord(m[0]) - FIRST_MARK, m.start()) for m in RESERVED.finditer(text)]
         contents = [number for number, _ in found if number % 2]

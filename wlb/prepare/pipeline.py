@@ -248,7 +248,7 @@ class _Preparation:
             remove_parts(folder, with_manifest=True)
 
     def make(self) -> tuple[int, int]:
-        """Encode each shard of the inputs into small stores (a part), and merge these at the end.
+        """Encode each shard of the inputs into a part, which is a small store, and merge the parts.
 
         Returns:
             The number of shards, and how many of them an interrupted call had already encoded.

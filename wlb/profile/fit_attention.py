@@ -76,7 +76,7 @@ class AttentionRecords:
 class HeldOutCall:
     """A measured call that the fit did not use, with its measured and predicted time."""
 
-    kind: str  # "held_pair" or "held_batch"
+    kind: str  # "held_pair" (equal segments) or "held_batch" (segments of random lengths)
     label: Mapping[str, int]  # the whole numbers in `Record.point`, such as sizes of the call
     measured_ns: tuple[float, float]  # time of forward and of backward
     predicted_ns: tuple[float, float]  # time of forward and of backward

@@ -131,7 +131,7 @@ class _TaskBench:
         return numbers
 
     def _entry_ns(self) -> float:
-        """Return the ns that autograd itself takes in a backward pass, measured with one view."""
+        """Return the ns that autograd itself takes in backward, measured on a single `view`."""
         x, gradient = torch.zeros(1, requires_grad=True), torch.ones(1)
         _, entered = self.timer.time_passes(
             lambda: x.view(1),

@@ -1,7 +1,7 @@
 """Decide what `wlb profile` measures on a device (a sweep), and measure it.
 
-The order is: collectives, held-out attention batches, all other tasks, and the held-out batches a
-second time.
+The order is: collectives; the random attention batches that are not fitted but test the fit; all
+other tasks; and these batches a second time, which shows how well times can be reproduced.
 """
 
 import math
@@ -264,9 +264,10 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
 
 
 def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
-    """Return an estimate of the seconds that all tasks together take.
+    """Return an estimate of the seconds that all tasks of a sweep take.
 
-    The estimate is COST_OF_BUDGET times the seconds that `settings` allows for their repeats.
+    A task repeats its measurement for a time that `settings` gives. The task itself is assumed to
+    take COST_OF_BUDGET times as long.
     """
     attention = settings.grid.budget_s
     budgets: dict[str, float] = dict.fromkeys(ATTENTION_KINDS, attention)

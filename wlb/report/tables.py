@@ -57,7 +57,9 @@ class BlockTable(Table):
             yield Text(str(self.caption), style="table.caption")
 
     def _blocks(self, width: int) -> Iterator[list[Column]]:
-        """Yield the columns of each block of the table; every block begins with the label columns.
+        """Divide the table into blocks that fit the terminal, and yield the columns of each block.
+
+        Every block begins with the columns that label the rows.
 
         Args:
             width: Width of the terminal in characters.
@@ -115,8 +117,9 @@ def new_table(
 
     Args:
         title: Title above the table; None = no title.
-        labels: Headings of the label columns, which are repeated in every block of a wide table. If
-            there are none, the first text column is repeated.
+        labels: Headings of the columns that label rows. A table that is too wide for the terminal
+            is printed in several blocks of columns, each of which repeats these columns. If there
+            are none, the first text column is repeated.
         texts: Headings of columns whose cells may be broken into lines.
         numbers: Headings of columns whose cells are never broken or cut.
         is_plain: Whether to draw only the line below the headings, and no borders.

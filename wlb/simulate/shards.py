@@ -261,7 +261,7 @@ class _Sharing(NamedTuple):
 
 
 def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes: int) -> _Sharing:
-    """Return the ranks and costs of the collectives of some parameters.
+    """Return how many ranks shard some parameters, and what FSDP's collectives of them cost.
 
     Args:
         spec: The run.

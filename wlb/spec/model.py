@@ -85,10 +85,10 @@ class RopeScaling:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The limits (low, high) of the key `turns`, or the defaults of YaRN or Llama 3.
+        """Two numbers of turns (low, high): a channel pair that turns this often is scaled in part.
 
-        A pair of channels whose number of full turns within the original context is between both
-        limits is scaled in part.
+        What counts are the pair's full turns within the original context. The limits are those of
+        the key `turns`, or if it is empty the defaults of YaRN or Llama 3.
         """
         if not self.turns:
             return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)

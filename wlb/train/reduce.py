@@ -184,8 +184,8 @@ class StepReducer:
 
         Returns:
             Sums over the pipeline's micro-batches: the predicted attention time (ns) of the slowest
-                CP rank, the mean of that time over CP ranks, the three numbers of `KeyRows`, and
-                for each sharding strategy the number of micro-batches that it divided.
+                CP rank, the mean attention time of the CP ranks, the three numbers of `KeyRows`,
+                and for each sharding strategy the number of micro-batches that it divided.
         """
         out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
@@ -201,11 +201,12 @@ class StepReducer:
         return out
 
     def _digests(self, ahead: Plans) -> FloatArray:
-        """Return the digests of the plans `ahead`, in a form that a sum over ranks can compare.
+        """Return digests of the plans `ahead`, in a form that a sum over ranks can compare.
 
-        A digest takes 8 numbers: x and x^2 for each of its four chunks x of 15 bits (see the module
-        docstring). The first 8 numbers are the digest of the packing. Then follow 8 for the digest
-        of each pipeline's sharding, which are zero except for this rank's own pipeline.
+        The first 8 numbers are one digest of the packing in all these plans. Then follow 8 numbers
+        for each pipeline, which are zero except for this rank's pipeline: one digest of its sharding
+        in all these plans. The 8 numbers are x and x^2 for each of the digest's four chunks x of 15
+        bits (see the module docstring).
         """
         out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0

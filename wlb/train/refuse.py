@@ -48,7 +48,7 @@ process does not create a CUDA context."""
 
 
 def probe_here(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn(*args)` in this process, which will use the GPU anyway."""
+    """Call `fn(*args)` in this process, not in a child: for processes that use the GPU anyway."""
     return fn(*args)
 
 
@@ -221,11 +221,11 @@ def priced_workload(planner: Planner) -> ProfiledWorkload:
 
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:
-    """Return a line for the log if a run computes another model with a checkpoint's weights.
+    """Return a line for the log if the run's model differs from that of a checkpoint, else "".
 
-    That is the case if the weights have the same shapes, but configuration keys that change the
-    model's output differ (`MEANING`). For example, long-context training continues with the same
-    weights but another RoPE scaling. Otherwise the result is "".
+    Only configuration keys are compared that change the model's output but no weight's shape
+    (`MEANING`). For example, long-context training continues with the same weights but another RoPE
+    scaling.
 
     Args:
         model: The run's model.

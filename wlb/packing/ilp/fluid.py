@@ -160,7 +160,7 @@ def _start(
         cost_ns: Cost of each piece, shape [num_pieces].
         greedy: The greedy packing of the same tokens.
         whole: Indices of the long pieces.
-        fluid: Indices of the short pieces of each class.
+        fluid: For each class of short pieces of similar length, the indices of its pieces.
     """
     row_of, num = rows_of(pieces, greedy.pieces), len(greedy.rows)
     tokens = np.zeros((len(pieces), num))

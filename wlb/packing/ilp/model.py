@@ -114,10 +114,11 @@ class Problem:
 
     @property
     def trivial_bound_ns(self) -> int:
-        """Lower bound on the objective in ns, which needs no solver.
+        """Lower bound, without a solver, on the sum over steps of the slowest micro-batch's cost.
 
-        It is the largest of three values: the cost if all micro-batches cost the same, the cost of
-        the most expensive piece, and the sum of `step_floors_ns`.
+        It is the largest of three values, in ns: the sum if all micro-batches cost the same, the
+        cost of the most expensive piece, and the sum of the bounds of single steps
+        (`step_floors_ns`).
         """
         mean = -(-self.total_ns // self.per_step)
         return max(mean, sum(self.step_floors_ns), max(self.costs_ns, default=0))

@@ -54,9 +54,9 @@ class IlpOptions:
     objective: Objective = Objective.SUM_OF_STEP_MAX  # what is minimised
     time_limit_s: float = 10.0  # most time that the solver may take for one packing
     gap_limit: float = 1e-4  # stop at this relative gap between objective and lower bound
-    # Documents of at least this many tokens have a binary variable for each micro-batch. The solver
-    # may divide shorter ones freely over micro-batches, which makes the program smaller; after it,
-    # they are placed whole. None = C // 16; 0 = all documents have binary variables.
+    # Documents of at least this many tokens have a binary variable for each micro-batch. To save
+    # variables, the solver may divide shorter ones over micro-batches; afterwards they are placed
+    # whole. None = C // 16; 0 = all documents have binary variables.
     divisible_below: int | None = None
     threads: int = 1  # threads of the solver
     seed: int = 0  # seed of the solver's random decisions
@@ -95,10 +95,10 @@ class IlpReport:
     # "infeasible", which would be an error of the solver.
     status: str
     objective_ns: int  # objective of the packing that was returned
-    # Lower bound on the objective of packings of the same pieces. It holds for packings that cut
-    # fewer than num_micro_batches pieces, none of them more expensive than the most expensive piece
-    # that this packing cuts. (If it cuts none, the bound holds only for packings that cut none.) If
-    # the greedy packing cuts a long document, its parts count as pieces.
+    # Lower bound on the objective of any packing of the same pieces that cuts fewer than
+    # num_micro_batches of them, and none that costs more than the most expensive piece that this
+    # packing cuts. If this packing cuts no piece, the bound holds only for packings that cut none.
+    # The parts of long documents that the greedy packing cuts count as pieces here.
     bound_ns: int
     greedy_objective_ns: int  # objective of the greedy packing
     # Whether the greedy packing was returned. This happens if the solver found no packing, or one

@@ -74,7 +74,8 @@ class DeviceStage(NamedTuple):
         """Return how many rows come from each rank, and how many go to each rank.
 
         Args:
-            numbers: The row of `FlatExchange.numbers` for this stage.
+            numbers: Three sizes that are not used here, then the number of rows from each rank,
+                then the number of rows to each rank (a row of `FlatExchange.numbers`).
         """
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 

@@ -271,13 +271,13 @@ def gather_kv_again(
             forward and keep the result.
         k_TGD: Local keys.
         v_TGD: Local values.
-        tensors: Index tensors of all stages (`FlatExchange.tensors`).
+        tensors: Index tensors of all stages of the exchange (`FlatExchange.tensors`).
         numbers: Numbers of rows and keys of each stage, on the host (`FlatExchange.numbers`).
         layout: Number of CP ranks, and how each stage gets its rows (`FlatExchange.layout`).
         group_name: Name of the CP group.
 
     Returns:
-        A [R, 2, G, D] buffer for each transfer. The transfers are still running.
+        A buffer [rows to receive, 2, G, D] for each transfer. The transfers are still running.
     """
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name)
 

@@ -74,7 +74,7 @@ class Search:
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
     # depth `even`: a tighter lower bound, from simulating one step with equal micro-batches
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # depth `packed`: the simulated time with the candidate's first packing choice
+    # depth `packed`: the simulated time with one packing, the one with the largest S_max and T
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
     # depth `tune`: the best packing and sharding
     tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
@@ -165,8 +165,12 @@ class Tuner:
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
         """Simulate layouts with every packing, and add the results to `known`.
 
-        These simulations assume that CP ranks have equal work. The fastest packing within the delay
-        limit is simulated once more with the first sharding strategy of `choices`.
+        These simulations assume that CP ranks have equal work. For each layout, the fastest packing
+        within the delay limit is then simulated with one sharding strategy, the first of `choices`.
+
+        Args:
+            candidates: The layouts.
+            known: Results of the search so far.
 
         Returns:
             Times of the layouts that have a packing within the delay limit, in seconds per global
@@ -299,7 +303,7 @@ GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...
 
 
 def _run_group(task: GroupTask) -> list[Any]:
-    """Call a function for each item of a task. The items share the prices of one `TrialRunner`.
+    """Call a function for each item of a task, with one `TrialRunner`, which has their prices.
 
     Args:
         task: (sample, function, items, further arguments of the function).

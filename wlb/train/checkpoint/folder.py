@@ -493,8 +493,8 @@ def check_share(checkpoint: Path, *, index: int, num: int) -> None:
         num: Number of readers.
 
     Raises:
-        DamagedCheckpoint: If a checksum is wrong, or, for reader 0, if a file would be read
-            although it is not in the manifest.
+        DamagedCheckpoint: If a checksum is wrong. Reader 0 also raises it if the folder has a file
+            that loading would read but that is not in the manifest.
     """
     files = read_manifest(checkpoint)
     if index == 0:

@@ -144,7 +144,7 @@ def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[in
 def _starts(
     about: dict[str, str], tensors: dict[str, Any], where: str, remedy: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return where the part of each tensor in a file begins in the whole tensor.
+    """Return, for each tensor of a file, the position of the file's part in the whole tensor.
 
     Args:
         about: The header's metadata, which has these positions as JSON.

@@ -6,8 +6,9 @@ CPU time does not include waits for them. The time of experts is predicted for t
 that they really computed, so that a profile fitted to these times does not depend on a run's
 routing.
 
-Two kinds of passes are not compared. If a rank has only padding in a micro-batch, its passes have
-no price. Passes that include collectives of FSDP are slower than predicted.
+Two kinds of passes are not compared: those of a rank that has only padding in the micro-batch,
+because they have no price; and with FSDP each step's first forward and last backward passes,
+because they include FSDP's collectives, which the prediction leaves out.
 """
 
 from dataclasses import fields
