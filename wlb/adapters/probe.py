@@ -169,8 +169,12 @@ def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]
 def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int]]) -> Tensor:
     """Return the logits of the documents, computed as one packed row, in float32.
 
-    The documents have 2 * LENGTH tokens in all, so the shape is [2 * LENGTH, vocabulary]. The row
-    has the device of `batch` and describes document boundaries by the same keys.
+    The documents have 2 * LENGTH tokens in all, so the shape is [2 * LENGTH, vocabulary].
+
+    Args:
+        model: The model.
+        batch: A batch that shows which keys describe document boundaries, and on which device.
+        documents: Token ids of each document.
     """
     row = _row(batch, documents)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

@@ -50,7 +50,7 @@ def all_keys(
     """Return the values KEY=VALUE of --set that give the recommended run.
 
     Args:
-        options: The parsed command line, whose --set and --corpus come first.
+        options: The parsed command line, whose values of --set and --corpus begin the result.
         overrides: The recommended packing settings as KEY=VALUE.
         is_constant: Whether to set training.loss_normalizer = constant.
     """

@@ -241,7 +241,7 @@ def _show(
     Args:
         options: The parsed command line.
         runs: Simulations of the systems to compare with (such as Megatron-LM), then of the run.
-        simulation: Simulation of the step that is explained.
+        simulation: Simulation of the one step whose critical path and bubble are printed.
         step: Number of this step.
         source: Name of the documents.
         gain: Predicted imbalance with the run's packing and with the usual loader.

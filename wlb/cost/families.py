@@ -720,13 +720,14 @@ def _short_conv(config: ConfigFields) -> Mixer:
 
 
 def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> MixerOf:
-    """Return a function that counts the costs of attention or of the recurrence in a layer.
+    """Return a function that gives the costs of a layer's attention or recurrence, from its kind.
 
-    Layers of kind "none" have neither.
+    Layers of kind "none" have neither. Layers of kind "linear" have a recurrence, and all others
+    attention.
 
     Args:
         softmax: Returns the costs of attention.
-        linear: Returns the costs of the recurrence, for layers of kind "linear".
+        linear: Returns the costs of the recurrence.
     """
 
     def mixer(config: ConfigFields, kind: str) -> Mixer:

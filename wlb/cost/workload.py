@@ -866,7 +866,7 @@ class LinearCost:
 
     @property
     def weight_products_ns_per_token(self) -> float:
-        """Time of the matrix products that compute weight gradients, for one token, in ns."""
+        """Time of one token's weight-gradient products in all layers of a pipeline rank, in ns."""
         return self._products_with_load_ns()[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property

@@ -184,7 +184,7 @@ class Targets:
 
 
 def _read(path: Path, length: IntArray, checksum: str) -> tuple[IntArray, IntArray]:
-    """Return the start and the end of every span of a `.targets` file.
+    """Return start and end of every span of trained tokens, as positions in the `.bin` file.
 
     Args:
         path: The `.targets` file.

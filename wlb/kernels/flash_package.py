@@ -37,9 +37,9 @@ class FlashFunction(NamedTuple):
     """
 
     name: str  # name of the function in the package's module
-    by_name: tuple[str, ...]  # names of arguments that are tensors or depend on the backend
-    # Default values of the other arguments, by name. A call with a mask or a cap on scores replaces
-    # those that set the mask and the cap.
+    by_name: tuple[str, ...]  # names of further arguments whose values are known only at the call
+    # Values of the other arguments, by name: those for causal attention without a window and a cap.
+    # A call with another mask or with a cap on scores replaces them.
     constants: Mapping[str, Any]
 
     @property
@@ -58,7 +58,9 @@ class FlashBackend:
 
     backend: AttentionBackend  # the backend's value of `kernels.attention`
     package: KernelPackage[FlashFunction]  # the package, with its forward and backward function
-    takes_key_rows: bool = False  # as `wlb.kernels.op.Backend.takes_key_rows`
+    # Whether the kernel looks up keys in a larger buffer of rows. Otherwise the caller copies the
+    # keys of each segment out of the buffer.
+    takes_key_rows: bool = False
     least_max_q: int = 0  # smallest max_q that is passed to the package
 
     def __init__(self, *, deterministic: bool = False) -> None:

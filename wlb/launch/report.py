@@ -80,10 +80,10 @@ _NOTICED_S = 1.0
 
 
 class _Life(Enum):
-    """Whether the process of a rank still exists."""
+    """Whether a rank still works."""
 
     RUNS = auto()
-    ENDED = auto()  # the rank has finished its work, whether or not its process still exists
+    ENDED = auto()  # the rank has finished its work; its process may still exist
     STOPPED = auto()  # suspended, for example by SIGSTOP
     GONE = auto()  # the process has ended, but the rank has not finished its work
 
@@ -96,7 +96,7 @@ class RankState:
     world_size: int  # number of ranks of the run
     at: SeenPosition | None  # what the rank was doing; None if the rank did not record it
     failure: FailedRank | None  # None if no failure of the rank was reported
-    life: _Life  # whether the rank's process exists
+    life: _Life  # whether the rank still works
     # Stack of the rank's main thread, or of all threads at a fatal signal; "" if it wrote none.
     stacks: str
 
@@ -265,7 +265,7 @@ def _fatal(folder: Path, rank: int, size: int, stacks: str) -> FailedRank | None
 
 
 def _life(at: SeenPosition, *, is_over: bool) -> _Life:
-    """Return whether the process that wrote a position still exists.
+    """Return whether the rank that wrote a position still works.
 
     A process on another machine cannot be seen; it counts as running unless the run is over.
     """

@@ -104,7 +104,7 @@ def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> 
 
     Args:
         spec: The run, which decides how many communicators a rank has.
-        gib: Memory of the GPU in GiB; None means the result of `cluster_gib`.
+        gib: Memory of the GPU in GiB; None means cluster.memory_gib, or `ASSUMED_GIB` without it.
         source: Configuration key or device that `gib` comes from, for messages; "" stands for
             cluster.memory_gib.
     """

@@ -384,9 +384,9 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         tokens: Tokens of the micro-batch on all CP ranks.
 
     Returns:
-        Bytes at three moments, and one addend: during the MLP's backward; while attention's kernel
-        runs; while the gradients of K and V are added up; and recomputed activations, which must be
-        added to the second and to the third number.
+        The bytes during the MLP's backward, while attention's kernel runs, and while the gradients
+        of K and V are added up. Then the bytes of recomputed activations, which must be added to
+        the second and to the third number.
     """
     local = _local(spec, tokens)
     load = spec.cost.expert_load

@@ -35,7 +35,7 @@ class Before(Protocol):
         Args:
             rows_TD: The convolution's input rows on this process.
             layout: Which rows form which span.
-            count: How many rows before a row the convolution reads.
+            count: Number of earlier rows that the convolution reads for each row.
         """
         ...
 

@@ -48,7 +48,7 @@ class Attend(Protocol):
             q_THD: Queries.
             k_TGD: Keys.
             v_TGD: Values.
-            begun: The result of `begin` for the same keys and values.
+            begun: The exchange of the same keys and values, as `begin` returned it.
         """
         ...
 

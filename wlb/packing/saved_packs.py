@@ -58,7 +58,7 @@ class Packs:
     lengths: int  # hash of the lengths of the store's documents, to recognise the store
 
     def __post_init__(self) -> None:
-        """Refuse packs with a document twice, or with offsets that do not give whole steps."""
+        """Refuse packs that have a document twice, wrong offsets, or an incomplete last step."""
         check_minimum("rows", self.rows, 0)
         if (i := first_true(np.diff(np.sort(self.rows)) == 0)) is not None:
             raise UserError(

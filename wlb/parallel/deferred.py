@@ -108,7 +108,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        """Store the product's gradient for the autograd function that saved x."""
+        """Store the product's gradient, from which `_Input` computes the other gradients."""
         ctx.grads[ctx.i] = grads[0]
         return None, None, None, None, None
 

@@ -219,8 +219,8 @@ class Executor:
     def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows:
         """Return what layers with experts need to know about the rows of micro-batch `i`.
 
-        These are the number of this TP rank's real rows, which padding follows, and the weight of a
-        row in auxiliary losses.
+        This is how many of this TP rank's rows are not padding, and the weight of a row in
+        auxiliary losses.
         """
         each = plan.local_tokens[i] // self.mesh.parallel.tp
         real = int(plan.shardings[i].tokens[self._at.cp]) - self._at.tp * each

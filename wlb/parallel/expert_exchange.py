@@ -25,7 +25,7 @@ from wlb.model.expert_dispatch import StageRows, inverse_of, sorted_by_expert
 from wlb.parallel.collectives import start_all_to_all, wait
 
 Numbers = list[list[int]]
-"""Numbers of rows by stage and rank: S lists of R numbers."""
+"""Numbers of rows, for each stage of the transfers a list with the number of each rank."""
 
 
 class RowsBetween(NamedTuple):
@@ -35,9 +35,9 @@ class RowsBetween(NamedTuple):
     sent: Numbers  # for each stage, the number of rows to each rank
 
     def bounds(self) -> tuple[list[slice], list[slice]]:
-        """Return each stage's slice of the received rows, and each stage's slice of the sent rows.
+        """Return, for each stage, its slice of all received rows, and its slice of all sent rows.
 
-        Received rows, and sent rows, are sorted by stage.
+        All received rows are sorted by stage, and so are all sent rows.
         """
         received, sent = (
             [slice(*pair) for pair in pairwise(accumulate(map(sum, numbers), initial=0))]
@@ -50,7 +50,8 @@ def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
     """Convert a layer's numbers of received and sent rows from a tensor to lists.
 
     Args:
-        numbers_2SR: Numbers of received rows, then of sent rows, by stage and rank; on the host.
+        numbers_2SR: Numbers of received rows, then of sent rows, for each stage of the transfers
+            and each rank of the group; a tensor on the host.
         rank: This rank in the group. Unused here; `wlb.rehearse`, whose tensors have no values,
             replaces this function by one that needs it.
     """

@@ -99,7 +99,7 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def begin_backward(
     grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Start backward of several layers with the same input, with the last layer's gradient.
+    """Start the backward of layers with the same input, given only the last output's gradient.
 
     Args:
         grad_TF: Gradient of the last layer's output.

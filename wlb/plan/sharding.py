@@ -78,12 +78,12 @@ class RankTimes:
 
     @property
     def latency_ns(self) -> IntArray:
-        """Each rank's forward time plus its backward time, shape [cp]."""
+        """Each rank's time in attention kernels, forward plus backward, shape [cp]."""
         return self.forward_ns + self.backward_ns
 
     @property
     def slowest_kernels_ns(self) -> int:
-        """Longest forward time of a rank's attention kernels, plus the longest backward time."""
+        """Longest forward attention time of any CP rank, plus the longest backward time of any."""
         return int(self.forward_ns.max()) + int(self.backward_ns.max())
 
 

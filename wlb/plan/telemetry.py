@@ -60,7 +60,7 @@ class Moments:
 
     @property
     def mape(self) -> float | None:
-        """Mean over samples of |measured - predicted| / measured; None without samples."""
+        """Mean of |measured - predicted| / measured over all times; None if there are none."""
         return self.errors / self.num_cells if self.num_cells else None
 
     @property
@@ -73,10 +73,10 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """Slope and intercept (in seconds) of the least-squares line from predicted to measured.
+        """Least-squares line, measured time = slope * predicted time + intercept (in seconds).
 
-        None if the predictions vary too little to fit a line, or if the line cannot correct prices
-        because its slope is not above 0 or its intercept is below 0.
+        None if the predicted times vary too little to fit a line, or if the slope is not above 0 or
+        the intercept is below 0. Such a line cannot correct prices.
         """
         if self.num_cells < 2:
             return None
@@ -189,13 +189,14 @@ class Telemetry:
     predicted_head_s: float = 0.0  # predicted time of head and loss
     loading_s: float = 0.0  # time that a rank waits for inputs
     planning_s: float = 0.0  # time that a rank waits for plans
-    records_s: float = 0.0  # time that a rank's training thread spends on timestamps and records
+    # time that a rank's training thread spends on timestamps and on writing records
+    records_s: float = 0.0
     step_s: float = 0.0  # wall time of a step
     work: Work | None = None  # model FLOPs of the steps; None in files of early versions
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of a step for inputs, waiting for plans, and records; mean over ranks."""
+        """Sum of `loading_s`, `planning_s` and `records_s`: seconds per step, mean over ranks."""
         return self.loading_s + self.planning_s + self.records_s
 
     @property

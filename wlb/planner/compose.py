@@ -183,10 +183,11 @@ class Planner:
             cp: Ranks over which a micro-batch is sharded.
             dp: Number of pipelines.
             row_multiple: Every rank's number of tokens is padded to a multiple of this.
-            cost: Predicts the time of documents: any form of cost that `balance_step` takes, except
-                costs of given samples. For example, the path of your model's config.json. The
-                default uses the ratio of attention's FLOPs to those of linear layers in LLaMA2-7B,
-                on tiles of 128 queries.
+            cost: Predicts the time of documents: a workload model, a kernel profile (for a model of
+                7B), the path of your model's config.json, "llama2_7b", "verl", or the length of a
+                document at which attention costs as much as everything else. The default uses the
+                ratio of attention's FLOPs to those of linear layers in LLaMA2-7B, on tiles of 128
+                queries.
             strategy: Sharding strategy (`wlb.sharding.NAMES`).
             s_max: Most tokens of a micro-batch. Defaults to 1.5 context windows.
             step_tokens: Most tokens of a step. Defaults to N x s_max.

@@ -240,7 +240,7 @@ def count_of(token: int | None, ids: TokenArray) -> int:
 
 
 def tokens_around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, IntArray]:
-    """Return the tokens before and after each document.
+    """Return the special tokens to add before each document, and those to add after it.
 
     Raises:
         UserError: The policy needs a special token that the tokenizer does not have.

@@ -113,9 +113,9 @@ def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
 
     Args:
         record: The record. The case of its keys does not matter.
-        besides: Key of the text, if the record is plain text; "" for any other record. In plain
-            text, this key is not checked, nor are other keys whose value is text or an object. For
-            example, a table of products may have a column "weight" with "5 kg".
+        besides: Key of the text, if the record is plain text; "" for any other record. In a record
+            of plain text, values that are text or objects are not checked. For example, a table
+            of products may have a column "weight" with "5 kg".
     """
     for key, value in record.items():
         mark = RECORD_MARKS.get(key.lower())
@@ -142,7 +142,8 @@ def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> 
 
     Raises:
         UserError: The value of such a key is not 0 or 1, two keys contradict each other, or a key
-            with `any_role` asks for training a message that is not an assistant's.
+            asks for training a message that is not an assistant's (only keys with `any_role`, with
+            which other trainers train messages of any role).
     """
     found: dict[str, bool] = {}
     for key, value in message.items():

@@ -181,14 +181,14 @@ def reason_of(error: Exception) -> str:
 
 
 class CpuLimit:
-    """Limits the CPU time of each rendering. At the limit, the kernel ends this process."""
+    """Limits the CPU seconds of each rendering. At the limit, Linux ends this process."""
 
     def __init__(self, seconds: int) -> None:
         self._seconds = seconds
         self._most = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
     def start(self) -> None:
-        """Allow `seconds` of CPU time, counted from now. Call this before each rendering."""
+        """Begin to count the CPU time of a rendering. Call this before each one."""
         end = math.ceil(time.process_time()) + self._seconds
         soft = end if self._most == resource.RLIM_INFINITY else min(end, self._most)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, self._most))

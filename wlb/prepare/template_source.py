@@ -168,9 +168,8 @@ class TemplateSource:
 
         Args:
             message: The message.
-            marks: The `FieldMarks` that replaces one character of the content and one of the
-                reasoning by private-use characters, and the number of the message in the
-                conversation. None leaves both texts as they are.
+            marks: An object that puts a mark into the content and another one into the reasoning,
+                and the number of the message in the conversation. None = no marks.
             whole: If not "", this text replaces the whole content and the whole reasoning.
         """
 

@@ -58,7 +58,7 @@ class HeadLayout:
 
     @property
     def name(self) -> dict[str, Any]:
-        """The entries of `Task.point` that identify the layout."""
+        """The fields that identify the layout in a `Task.point`: the kernel, and the heads."""
         return {name: getattr(self, name) for name in NAMED_BY}
 
     @property
@@ -68,7 +68,10 @@ class HeadLayout:
 
     @property
     def kernel(self) -> tuple[str, int, int]:
-        """(Kernel, head size, query heads per KV head). One fit covers any number of such heads."""
+        """(Kernel, head size, query heads per KV head).
+
+        Layouts with equal values share one fit, whatever their number of heads is.
+        """
         return self.backend, self.head_dim, self.group
 
     @property
@@ -202,7 +205,8 @@ def equal_call(point: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
     All segments are equal, except that a one-token segment may come first.
 
     Args:
-        point: `Task.point` of the task.
+        point: Sizes of the task's call: "q" and "kv" (queries and keys of a segment), "count"
+            (number of equal segments) and "has_other" (whether a one-token segment comes first).
     """
     q, kv = (np.full(point["count"], point[name], np.int64) for name in ("q", "kv"))
     if point["has_other"]:

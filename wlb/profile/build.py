@@ -43,7 +43,8 @@ class BuiltProfile:
 
     profile: KernelProfile
     attention: tuple[FittedAttention, ...]  # fits of the profile's attention tables, in order
-    residuals: dict[str, float]  # relative errors, by name, of the first table and of whole layers
+    # relative errors of the first attention table and of whole layers, by name of the error
+    residuals: dict[str, float]
     notes: tuple[str, ...]  # sentences on what is missing, assumed or doubtful
     records: Sequence[Record] = field(repr=False)  # all records of the sweep
 

@@ -161,7 +161,7 @@ def _points(
     Args:
         scopes: Number of ranks in the group of each scope.
         sizes: Sizes of buffers in bytes.
-        value_bytes: Bytes of a value.
+        value_bytes: Bytes of a value. Sizes are rounded down so that ranks get equally many values.
     """
     points: list[CollectivePoint] = []
     for (scope, num_ranks), op, size in product(scopes.items(), Collective, sorted(sizes)):
@@ -191,9 +191,9 @@ def _task(point: CollectivePoint, measure: Callable[[CollectivePoint], Numbers])
 def _of_local_ranks(
     kind: str, num_ranks: int, dtype: torch.dtype, points: list[CollectivePoint], repeats: Repeats
 ) -> Callable[[CollectivePoint], Numbers]:
-    """Return a function that returns the measured numbers of a point.
+    """Return a function that returns what was measured for a point (a collective and a size).
 
-    The first call of this function starts local ranks, which measure all points at once.
+    The first call of that function starts local ranks, which measure all points at once.
 
     Args:
         kind: Type of the device: "cpu" or "cuda".
@@ -291,7 +291,7 @@ class _LedRanks:
     released: bool = False  # whether rank 0 has called `release`
 
     def measure(self, point: CollectivePoint) -> Numbers:
-        """Measure a collective of a certain size together with the other ranks; return the numbers.
+        """Measure a collective together with the other ranks, and return statistics of its time.
 
         Only rank 0 calls this, because it belongs to every group. The other ranks are in `follow`.
         """
@@ -333,7 +333,7 @@ class _LedRanks:
 
 
 def measure(point: CollectivePoint, place: _Place) -> Numbers | str:
-    """Measure a point, or return an error text if any rank of the group lacks memory.
+    """Return statistics of a collective's time, or an error text if any rank lacks memory.
 
     Args:
         point: Collective and size of the buffer.

@@ -216,8 +216,8 @@ def sum_of_operators(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the summed times of a layer's operators, without attention and collectives.
 
-    Norms and residuals are counted for all `tokens`, as in tasks of kind "layer". In training, each
-    TP rank computes only a part of them.
+    Norms and residuals are counted for all `tokens`, as in the measurements of whole layers. In
+    training, each TP rank computes only a part of them.
 
     Args:
         model: Model whose layers are all of one kind.

@@ -61,12 +61,12 @@ class TermPrices:
 
     @property
     def token_ns(self) -> float:
-        """Time for each token in ns, of all terms together."""
+        """Time of a pass for each token in ns, of all kinds of work together."""
         return sum(self.per_token.values())
 
     @property
     def call_ns(self) -> float:
-        """Time of a micro-batch that does not depend on its tokens, in ns, of all terms."""
+        """Time of a pass that does not depend on tokens, in ns, of all kinds of work together."""
         return sum(self.per_call.values())
 
 

@@ -75,7 +75,7 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 
 
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
-    """Lower `packing.memory_gib` if it is more than the memory of a device that plans may use.
+    """Lower `packing.memory_gib` if it is more than plans may use of a device's memory.
 
     The option `--system` and `wlb tune layout` compute `packing.memory_gib` from
     `cluster.memory_gib`, but a real device may have one GiB less than `cluster.memory_gib`.

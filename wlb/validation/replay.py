@@ -139,12 +139,12 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
 
 
 class TimedWait(NamedTuple):
-    """When a rank ran a pass, including its collectives; times in seconds since the step began."""
+    """When a rank began and ended a pass of the replay, in which it sleeps instead of computing."""
 
     stage: int
     kind: PassKind
     micro_batch: int
-    start_s: float
+    start_s: float  # counted from the start of the step
     stop_s: float
 
 

@@ -121,8 +121,8 @@ def shards_of(
 ) -> Iterator[list[Parameter]]:
     """Divide parameters into shards of limited size, in order; yield each shard.
 
-    A parameter that is larger than the limit gets a shard of its own. Parameters that are fused in
-    one tensor of a folder stay in one shard.
+    A parameter that is larger than the limit gets a shard of its own. Parameters that Hugging Face
+    stores fused in one tensor stay in one shard.
 
     Args:
         parameters: All parameters.

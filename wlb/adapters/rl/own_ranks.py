@@ -23,8 +23,8 @@ class Cut:
 
     max_tokens: int  # most tokens of a micro-batch
     cost: Cost = "verl"  # predicts the time of a sample from its length
-    # A label for each sample of this rank: samples with equal labels stay in one micro-batch. None
-    # means that any samples may be separated.
+    # A number for each sample of this rank: samples with equal numbers stay in one micro-batch.
+    # None means that any samples may be separated.
     atoms: Sequence[int] | None = None
     at_least: int = 1  # fewest micro-batches of a rank
     multiple: int = 1  # the number of micro-batches must be a multiple of this
@@ -89,12 +89,13 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
 
 def _labels(atoms: list[Any]) -> Any:
-    """Concatenate all ranks' labels of samples (`Cut.atoms`), so that ranks share no label.
+    """Concatenate the set numbers of all ranks' samples, after making them differ between ranks.
 
-    For this, each rank's labels are shifted above those of the ranks before it.
+    Samples of a rank with the same number stay in one micro-batch (`Cut.atoms`). Each rank's
+    numbers are shifted above those of the ranks before it.
 
     Args:
-        atoms: For each rank, an array with a label for each of its samples.
+        atoms: For each rank, an array with a number for each of its samples.
     """
     above = np.cumsum([0, *(int(a.max()) + 1 for a in atoms)])
     return np.concatenate([a + first for a, first in zip(atoms, above[:-1], strict=True)])

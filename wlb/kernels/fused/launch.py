@@ -122,10 +122,10 @@ def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: fl
 
 
 def _norm_tile(width: int) -> dict[str, int]:
-    """Return the options of the norms' kernels: rows, columns and warps of a program's tile.
+    """Return the options of the norms' kernels: rows, columns and warps of a thread block.
 
-    A program reads several narrow rows at once, such as heads, because reading a single row at a
-    time would not use the whole memory bandwidth.
+    A block reads several rows at once if they are narrow (such as heads), because reading a single
+    row at a time would not use the whole memory bandwidth.
     """
     block = _power_of_2(width)
     rows = max(1, _NARROW_TILE // block) if block <= _NARROW else 1

@@ -107,7 +107,7 @@ class PackingRun:
     summary: PackingSummary
     imbalance: FloatArray  # forward imbalance of each step, shape [num_steps]
     tokens: IntArray  # tokens of each step, shape [num_steps]
-    # delay_tokens[d] is the number of tokens that were delayed by d steps, shape [max_delay + 1].
+    # delay_tokens[d] is the number of tokens that were delayed by d steps, up to the longest delay.
     # There are at most DELAY_BINS entries; longer delays are counted in the last one.
     delay_tokens: IntArray
 

@@ -71,7 +71,8 @@ class KvGather(NamedTuple):
 class GatherAgain(NamedTuple):
     """What the end of a layer needs so that its backward can gather K and V a second time."""
 
-    # placeholders without memory; backward hands over the gathered rows as their gradients
+    # Placeholders without memory. The end of the layer returns the rows of K and V that it gathers
+    # in backward as their gradients, and so passes the rows to attention's backward.
     slots_R2GD: list[Tensor]
     k_TGD: Tensor  # local keys, which are sent
     v_TGD: Tensor
@@ -129,7 +130,15 @@ class ContextAttention:
         """Return attention's output [T, H, D], and what `add` needs to gather K and V again.
 
         The second result is None if received rows are kept for backward or there is one CP rank.
-        Arguments and errors are those of `__call__`.
+
+        Args:
+            q_THD: Queries of this rank's rows.
+            k_TGD: Keys of this rank's rows.
+            v_TGD: Values of this rank's rows.
+            begun: Result of `begin` for the same k and v. With None this call starts the exchange.
+
+        Raises:
+            UserError: As in `__call__`.
         """
         try:
             self._check("q", q_THD, self.heads.num_heads)
@@ -168,8 +177,9 @@ class ContextAttention:
         Args:
             x_SC: Residual stream.
             y_SC: Output of the layer's last branch.
-            attended: Second result of `attend`. With None this is a plain sum, and attention's
-                backward starts the gather if it needs one.
+            attended: The local K and V, and placeholders for the gathered rows, as `attend` returns
+                them. With None this is a plain sum, and attention's backward starts the gather if
+                it needs one.
         """
         if attended is None or self.exchange is None:
             return x_SC + y_SC

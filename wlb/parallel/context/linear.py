@@ -198,14 +198,14 @@ class SpansBefore:
         self._composed = _Composition.of(made.before.found, num_spans, device)
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """For each span, return the `count` rows before it in its document, [S, count, D].
+        """For each of S spans, return the `count` rows before it in its document, [S, count, D].
 
         Rows that would lie before the document's beginning are zero.
 
         Args:
-            rows_TD: The convolution's input on this rank.
+            rows_TD: The convolution's input on this rank: T rows of D channels.
             layout: Unused, because the plan has fixed where spans are.
-            count: How many rows before a row the convolution reads.
+            count: Number of earlier rows that the convolution reads for each row.
         """
         assert len(self._found) == count, "the plan was made for another convolution"
         pool = self._latest.filled(rows_TD.index_select(0, self._latest.kept), self._group)

@@ -111,7 +111,7 @@ class Trial:
 
     @property
     def of_bound(self) -> float:
-        """Time with equal micro-batches and CP ranks, divided by the simulated time; at best 1."""
+        """Time if micro-batches and CP ranks had equal work, over the simulated time; at best 1."""
         return self.balanced_s / self.time_s
 
     @property
@@ -192,10 +192,9 @@ class TrialRunner:
         return Outline(name=candidate.name, terms=terms)
 
     def packed(self, spec: RunSpec) -> Trial | None:
-        """Pack and simulate the sample with equal work on all CP ranks; None if it does not fit.
+        """Pack and simulate `self.sample`; None if the run does not fit into memory.
 
-        No sharding is computed, which saves time. A run does not fit if it needs more memory than
-        plans may use.
+        All CP ranks are assumed to have equal work. So no sharding is computed, which saves time.
         """
         return self._within_memory(spec, is_sharded=False)
 

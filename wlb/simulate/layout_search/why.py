@@ -2,8 +2,8 @@
 
 Layouts are compared by families. A family is all layouts that have the same degree of TP, CP, PP or
 EP, the same schedule, or the same kind of recompute; one more family is the run's own layout. The
-best layout of each family is compared with the winner at the same depth of the search: both tuned,
-or both with their first packing choice. The time of a layout is divided into kinds of work
+best layout of each family is compared with the winner at the same depth of the search: every
+packing was tried with both of them, or only one. The time of a layout is divided into kinds of work
 ("terms"). Differences of terms add up to the difference of time, so the terms that differ most are
 the reason. If no layout of a family fits into memory, the layout that lacks the fewest bytes is
 named.
@@ -78,8 +78,9 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     """Compare the fastest layout (the winner) with each family to which it does not belong.
 
     A family is all layouts with the same degree of TP, CP, PP or EP, the same schedule or the same
-    recompute. If the search has not simulated the best candidate of a family, it is simulated here.
-    The run's own layout is also simulated with all packings.
+    recompute. The winner is compared with the layout of a family that is probably the fastest. If
+    the search has not simulated this layout, it is simulated here with one packing. The run's own
+    layout is simulated with all packings.
 
     Args:
         tuner: Runs the missing trials.

@@ -96,8 +96,8 @@ class _Task:
     copied: torch.cuda.Event | None
     # The planner's state as JSON; None on ranks that do not write it.
     planner: dict[str, Any] | None
-    began_s: float  # time.perf_counter when training began to wait
-    stall_s: float  # seconds from `began_s` until the copy had been started
+    began_s: float  # time.perf_counter when the save began, for which training waits
+    stall_s: float  # seconds that training waited: from `began_s` until the copy was started
 
 
 class CheckpointSaver:
