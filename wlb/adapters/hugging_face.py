@@ -180,7 +180,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self._num_ranks * self.balance.cp
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of the chosen epoch, summed over all processes."""
+        """Return the number of micro-batches of the epoch to iterate next, over all processes."""
         return len(self._steps()) * self._num_micro_batches * self.balance.cp
 
     def __iter__(self) -> Iterator[list[int]]:

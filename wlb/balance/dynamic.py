@@ -217,7 +217,7 @@ def _fill(
 
 
 def _is_over(units: Units, block_of: IntArray, degree: FloatArray, cap: int) -> bool:
-    """Return whether any block (ranks that process samples together) is overfull or has no unit.
+    """Return whether any block (ranks that share a micro-batch) has too many tokens, or no unit.
 
     Args:
         units: Samples, or sets of samples that share a micro-batch.

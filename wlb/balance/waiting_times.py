@@ -52,10 +52,10 @@ class WaitingRule(Protocol):
     def pairs(self, excess: FloatArray, turn: int) -> Pairs:
         """Return the pairs of bins that exchange units in a round.
 
-        Each pair has one of the bins (micro-batches) that are furthest above their target work.
+        The first bin of each pair is one of those with the largest excess.
 
         Args:
-            excess: Work of each bin minus its target.
+            excess: What `excess` returned, shape [num_bins].
             turn: Index of the round. Pairs differ from round to round.
         """
         ...

@@ -248,11 +248,12 @@ def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str,
 
 
 def facts_shown(source: LengthSource, batches: Sequence[GlobalBatch], spec: RunSpec) -> SourceFacts:
-    """Return statistics of the documents (`lengths_shown`) for tables and pages.
+    """Return statistics of document lengths for tables and pages.
 
     Args:
         source: The document lengths.
-        batches: The global batches that were read from the source.
+        batches: The global batches that were read from the source. For a blend, the statistics are
+            of the documents in these batches, otherwise of all documents of the source.
         spec: The run, whose context window the statistics refer to.
     """
     lengths = lengths_shown(source, batches)

@@ -164,9 +164,9 @@ def over_gather_ns(
 ) -> tuple[int, int]:
     """Return by how many ns the slowest rank waits longer for its exchange than for an all-gather.
 
-    W_l (`LinearCost.ns_per_token`) includes an all-gather whose transfer nothing hides. Adding this
-    difference corrects W_l for the plan's exchange and for overlap, so the difference is mostly
-    negative. The time of linear attention's summaries is added, because nothing hides it.
+    W_l (`LinearCost.ns_per_token`) includes the wait for an all-gather. Add the result to W_l to
+    get the wait for the plan's exchange instead. This wait is mostly shorter, so the result is
+    mostly negative. It also includes the time of linear attention's summaries.
 
     Args:
         plan: The sharded micro-batch.

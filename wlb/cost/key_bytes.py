@@ -1,13 +1,12 @@
-"""Exact sizes of the buffers in which CP ranks exchange keys and values, from a sharding.
+"""Exact sizes of the buffers in which CP ranks exchange keys and values in a sharded micro-batch.
 
-The kind of exchange decides whether a rank's buffers also hold rows that stay on the rank (local
-rows):
+With the exchange `needed`, a rank may also send rows to itself (own rows). What the buffers hold:
 
-| exchange                          | received buffer | sent buffer          |
-|-----------------------------------|-----------------|----------------------|
-| all-gather                        | all ranks' rows | local rows only      |
-| needed                            | with local rows | with local rows      |
-| needed, with `cp.overlap_stages`  | no local rows   | no local rows        |
+| exchange                          | received buffer        | sent buffer         |
+|-----------------------------------|------------------------|---------------------|
+| all-gather                        | all rows of all ranks  | all rows of the rank|
+| needed                            | needed rows, own too   | sent rows, own too  |
+| needed, with `cp.overlap_stages`  | needed rows, not own   | sent rows, not own  |
 """
 
 from typing import NamedTuple

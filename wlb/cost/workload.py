@@ -798,11 +798,10 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
-        """Return the part of a layer's time that expert parallelism adds whatever its rows, in ns.
+        """Return the ns that expert parallelism adds to a layer, however many rows the layer has.
 
-        This constant time consists of the latency of all-to-alls that no computation hides, and of
-        the time that is lost because experts are computed in `expert_stages` parts, each with
-        smaller matrix products.
+        They are the exposed latency of all-to-alls, and the time that is lost because experts are
+        computed in `expert_stages` parts, each with smaller matrix products.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         with_latency = work.waits(stages, self._routed_alpha_ns / tokens)

@@ -311,7 +311,7 @@ class BlendedBatches(BatchStream):
         return int(tokens.sum())
 
     def may_have_ended(self, state: State) -> bool:
-        """Return whether a run ends at `state` if it reads the data for some number of epochs."""
+        """Return whether `state` is at the end of an epoch, where the data may end."""
         documents, tokens = self._read(state)
         if not documents.all():
             return False

@@ -277,9 +277,9 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
-    """Check that all ranks have the same kind of device, which the run also asks for.
+    """Check that every rank has a device of the kind that the run needs, and that GPUs are equal.
 
-    The verdict is warn if a node has idle GPUs (`_spare`). This check has not run on a GPU yet.
+    The verdict is warn if a node has more GPUs than ranks. This check has not run on a GPU yet.
 
     Args:
         everyone: Facts of all ranks.

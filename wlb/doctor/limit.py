@@ -52,9 +52,9 @@ class StageLimit:
         self._entered: list[str] = []
 
     def join(self) -> None:
-        """From now on, record each finished stage where rank 0 can read it.
+        """From now on, let rank 0 know which stages of `wlb doctor` this rank has finished.
 
-        The record is in the key-value store of torch's default process group, which must exist.
+        They are written to the key-value store of torch's default process group, which must exist.
         """
         # A clone of the store has a connection of its own. With a shared connection, the timer
         # could not read while the main thread waits for the store.

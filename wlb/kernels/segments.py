@@ -60,11 +60,11 @@ class Scores:
 
     @classmethod
     def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
-        """Return how a model's layers change attention scores: by a window, and by a softcap.
+        """Return the window and the softcap of attention scores in some of a model's layers.
 
         Args:
             model: Sizes and options of the model.
-            slides: Whether to return it for the layers with a sliding window, or for all others.
+            slides: True for the layers with a sliding window, False for all others.
         """
         return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
 
@@ -90,7 +90,7 @@ class Segments:
     # True: a segment's last keys are at the positions of its queries, and the mask is causal.
     # False: all keys come before all queries, as in a prefix, and each query sees all keys.
     is_causal: bool = True
-    scores: Scores = PLAIN
+    scores: Scores = PLAIN  # sliding window of the mask, and cap on scores
 
     @classmethod
     def from_offsets(

@@ -136,9 +136,9 @@ class Way(Protocol):
     def again(self) -> "Way":
         """Return the routing for recomputing the layer in backward, which sends the same rows.
 
-        `begin` of the returned routing does not exchange numbers of rows again. It starts to send
-        the rows, and then the gradients of the experts' outputs, because backward needs these next.
-        The gradients travel by `back` of this routing, not of the returned one.
+        `begin` of the returned routing does not exchange numbers of rows again, but starts to send
+        the rows. If `starts_late` is set, it then also starts to send the gradients of the experts'
+        outputs, because backward needs them next. For that it uses `back` of this routing.
         """
         ...
 

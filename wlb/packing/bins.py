@@ -256,7 +256,7 @@ class _BestFitGroups:
         self.max_room = 0  # no group has more room than this
 
     def take(self, length: int) -> tuple[int, Group] | None:
-        """Remove and return the group of equal bins into which a document of `length` tokens goes.
+        """Remove and return the group of bins, equally full, for a document of `length` tokens.
 
         Returns:
             The free tokens of each bin of the group, and the group; None if no group has room.
@@ -290,7 +290,7 @@ class _FirstFitGroups:
         self.length = 0  # the current length: tokens of the documents that are placed now
 
     def take(self, length: int) -> tuple[int, Group] | None:
-        """Remove and return the group of equal bins into which a document of `length` tokens goes.
+        """Remove and return the group of bins, equally full, for a document of `length` tokens.
 
         Returns:
             The free tokens of each bin of the group, and the group; None if no group has room.

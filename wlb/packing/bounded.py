@@ -798,10 +798,10 @@ def _holding(
 
 
 def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, IntArray]:
-    """Pack the step of one candidate, and return its cost and its documents.
+    """Pack the step of one candidate, and return the step's cost and documents.
 
-    A candidate says which outliers the step trains. The other documents are treated as a fluid that
-    divides freely.
+    A candidate says which outliers the step trains. Ordinary documents are spread over the
+    micro-batches like a fluid that divides freely.
 
     Args:
         waiting: The waiting documents.

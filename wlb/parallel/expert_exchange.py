@@ -86,7 +86,7 @@ def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
 
 
 def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Separate what `_select` has combined: returns the rows, as a view, and their scores.
+    """Separate rows, returned as a view, from the scores in their extra columns (see `_select`).
 
     Args:
         packed: Rows with their scores in extra columns.
@@ -279,9 +279,12 @@ class StagedWay:
         self._arrange(received)
 
     def _read(self) -> list[slice]:
-        """Wait until the host has the numbers of rows; returns each stage's slice of arriving rows.
+        """Wait until the host knows how many rows each rank sends and receives.
 
         This is the only place where the host waits for the GPU: once per layer and micro-batch.
+
+        Returns:
+            For each stage of the exchange, its slice of the rows that arrive at this rank.
         """
         choice = self._choice
         if choice.copied is not None:

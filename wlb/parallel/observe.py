@@ -79,7 +79,7 @@ class Timer(Protocol):
         ...
 
     def switch(self, part: Part) -> None:
-        """From now on, count the time of the current chunk (pass) as time of `part`."""
+        """Count the rest of the current chunk as time of `part`, until `switch` is called again."""
         ...
 
 

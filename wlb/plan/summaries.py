@@ -76,10 +76,11 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
 
 
 class RowsOf(NamedTuple):
-    """One rank's part of an all-to-all of rows, and which rows each of its spans reads.
+    """One rank's part of an all-to-all of rows, and which rows each of the rank's spans reads.
 
-    After the all-to-all, the rank concatenates its local rows `kept` and the rows that it received,
-    which are in the order of the sending ranks. `found` has indices into this concatenation.
+    A row belongs to one token, or is the summary of one span. After the all-to-all, the rank
+    concatenates its local rows `kept` and the rows that it received, which are in the order of the
+    sending ranks. `found` has indices into this concatenation.
     """
 
     # indices of the local rows that at least one rank reads, ascending, shape [num_kept]

@@ -386,12 +386,13 @@ class Planner:
         return replace(state, carry=carry, ready=(), exhausted=False)
 
     def _push(self, state: PlannerState) -> PlannerState:
-        """Read the next global batch; pass it to the packer and to that of the baseline, if any.
+        """Read the next global batch, and pack it. If there is a baseline, its packer packs it too.
 
         At the end of the data, both packers are flushed.
 
         Returns:
-            The state after the batch, with the new plans of both packers.
+            The state after the batch. It includes the new plans of the packer, and the metrics of
+            the new plans of the baseline's packer.
         """
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)

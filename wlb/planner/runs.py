@@ -62,7 +62,7 @@ def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
 
 
 def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
-    """Pack one epoch of a token store as the run would, and return the packs to be saved."""
+    """Pack one epoch of a token store as the run would, and return its packed steps."""
     source = GlobalBatches(
         store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=1
     )

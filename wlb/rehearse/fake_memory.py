@@ -114,10 +114,10 @@ class Footprint:
         return record
 
     def temporary(self, kind: str, size: int) -> None:
-        """Count the workspace of a kernel, which is freed directly after it is allocated.
+        """Record that a kernel allocates a workspace and frees it at once.
 
         Args:
-            kind: Kind of memory.
+            kind: Kind of memory under which the workspace is counted.
             size: Bytes of the workspace.
         """
         if size:

@@ -81,7 +81,7 @@ class AllocatorRequest(NamedTuple):
     number: int  # identifies the memory; its allocation and its free have the same number
     size: int  # bytes to allocate, or FREED
     stream: int  # id of the stream that allocates
-    step: int = -1
+    step: int = -1  # -1 before the first step
     where: str = ""  # source file and line in wlb of the allocation
 
 

@@ -238,10 +238,10 @@ class _Hosts:
             self.at[rank] += 1
 
     def _arrive(self, rank: int, where: Communicator | None) -> bool:
-        """Record that a rank has reached its next collective, which is in communicator `where`.
+        """Record that a rank has reached a collective in communicator `where`.
 
-        If all other members have already reached the collective, all members advance to their next
-        message.
+        If all other rehearsed members have already reached it, the collective is done, and every
+        member goes on to the next of its messages.
 
         Returns:
             Whether all members have now reached the collective.

@@ -221,7 +221,9 @@ class Recorder(TorchDispatchMode):
     def _communicate(
         self, name: str, args: tuple[Any, ...], ins: list[Tensor], outs: list[Tensor] | None = None
     ) -> None:
-        """Record the message of a collective or transfer and, on the GPU, its time and bytes.
+        """Record a collective, send or receive as a message of this rank.
+
+        If a collective has CUDA tensors, also record its time, its bytes and its use of tensors.
 
         Args:
             name: Name of the operator.

@@ -31,7 +31,7 @@ def show(found: Rehearsed, console: Console) -> None:
 
 
 def verdict(found: Rehearsed) -> list[str]:
-    """Return sentences about faults, allocations that do not fit, and what was proven.
+    """Return lines of text about the faults that a rehearsal found, or about what it has proven.
 
     Lines of faults begin with "FAULT", and lines of warnings with "warning".
     """

@@ -279,8 +279,8 @@ class _Step:
         """Assign messages to threads (rows in the trace viewer) so that none overlap in a thread.
 
         Returns:
-            Thread id of each message, by (index of the node, pipeline); and the most threads of
-            messages that a rank needs.
+            Thread id of each message, by (index of the message's node in the graph of events,
+                pipeline); and the most threads of messages that a rank needs.
         """
         graph, dp = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel.dp
         by_rank: dict[tuple[int, int], list[tuple[int, int, int]]] = {}

@@ -204,8 +204,8 @@ class StepReducer:
         """Return digests of the plans `ahead`, in a form that a sum over ranks can compare.
 
         The first 8 numbers are one digest of the packing in all these plans. Then follow 8 numbers
-        for each pipeline, which are zero except for this rank's pipeline: one digest of its sharding
-        in all these plans. The 8 numbers are x and x^2 for each of the digest's four chunks x of 15
+        for each pipeline: one digest of its sharding in all these plans, or zeros if it is not this
+        rank's pipeline. The 8 numbers are x and x^2 for each of the digest's four chunks x of 15
         bits (see the module docstring).
         """
         out = np.zeros((self._slots, _CHUNKS, 2))

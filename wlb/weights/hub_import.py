@@ -130,7 +130,7 @@ class _FromFiles(DefaultSavePlanner):
         self.not_finite: dict[str, int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the value of a tensor that DCP writes, with the rows that pad the vocabulary."""
+        """Read the tensor that DCP wants to write, and add the rows that pad the vocabulary."""
         parameter = self._by_flat_name[write_item.index.fqn]
         value = self._tensors.read_parameter(parameter)
         if num := value.numel() - int(value.isfinite().sum()):

@@ -90,7 +90,7 @@ class _CachedAttention:
         return self.attention(q_THD, k_SGD, v_SGD, segments), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
-        """Return x_TC + y_TC. `attended` is the None that `attend` returned, and is not used."""
+        """Return x_TC + y_TC. `attended` is always None here, and is not used."""
         return x_TC + y_TC
 
 

@@ -125,11 +125,11 @@ def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
 
 
 def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
-    """Return the fields full_every and full_first of `ModelSpec` for these layers.
+    """Return the `ModelSpec` fields that say which layers have no window: full_every, full_first.
 
     Args:
         keys: Keys of config.json, for the error message.
-        slide: For each layer whether it has a window; true for at least one.
+        slide: For each layer whether it has a sliding window. At least one layer must have one.
 
     Raises:
         UserError: `ModelSpec` cannot describe this pattern.

@@ -131,10 +131,10 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
-    """Make the slots whose gradients will be the gradients of K and V; see the module docstring.
+    """Make the slots (placeholders) whose gradients will be the gradients of this rank's K and V.
 
-    There is one slot for the rows that this rank sends in each of `stages`, and a last one for the
-    rows that its own queries read.
+    Each stage has a slot for the gradients of the rows that this rank sends in it. The last slot is
+    for the gradients from this rank's own queries. See the module docstring.
     """
     num_rows = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
     return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in num_rows]
@@ -325,7 +325,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 def segment_keys(
     kv_R2GD: Tensor, index_K: Tensor, segments: Segments, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return K and V in the form that the attention kernel reads.
+    """Return the tensors of K and of V that are passed to the attention kernel.
 
     Args:
         kv_R2GD: Rows of K and V, received or local.
@@ -482,22 +482,22 @@ def _stage_backward(
     *,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of one attention call: dQ of its queries, dK and dV of its R rows.
+    """Compute the gradients of one attention call, which reads R rows of K and V.
 
     Args:
-        stage: The stage of the call.
+        stage: The stage of the exchange whose rows the call reads.
         segments: Segments of the call.
         local: Local k and v. Only the stage without a transfer reads them.
-        left: Rows that this stage and later ones receive, an entry for each. This function removes
-            the entry that it uses. A stage that reads only local keys uses none.
+        left: The received rows of this stage and of each later one. This function removes the
+            first entry, unless the stage has no transfer.
         of_queries: For all queries: gradient of the output, q, output and log-sum-exp.
         backend: Name of the attention kernel.
         fused: Whether a Triton kernel adds up the gradients of a row's copies. A row is copied
             once for each segment that attends to it.
 
     Returns:
-        dQ, and dK and dV as one tensor [R, 2, G, D]. The tensor is in float32, unless the kernel
-        read keys from the buffer of rows and returned the gradients of the buffer's rows.
+        dQ of the call's queries; and dK and dV of the R rows as one tensor [R, 2, G, D]. The tensor
+        is in float32, unless the kernel itself looked up keys in the R rows (`reads_buffer`).
     """
     is_own = stage.transfer == Transfer.OWN
     kv = torch.stack(local, 1) if is_own else _collectives.wait_tensor(left.pop(0))

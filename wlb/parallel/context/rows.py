@@ -67,10 +67,11 @@ class RankExchange:
 
     positions: IntArray  # position of each local row in its document, shape [T]
     stages: tuple[RankStage, ...]
-    # Where the gradients of local rows arrive; only for NEEDED. A row may go to several ranks, and
-    # each of them returns a gradient. Gradients are numbered like the rows sent in all stages.
-    # returned[w, t] is the number of the (w + 1)-th gradient of row t, or the number of rows sent
-    # if row t has fewer gradients. Shape [most ranks that get the same row, T].
+    # Only for NEEDED: which of the gradients that other ranks return belong to which local row. A
+    # row that was sent to several ranks gets a gradient from each of them. Gradients have the order
+    # in which the rows were sent, over all stages. returned[w, t] is the index of the (w + 1)-th
+    # gradient of row t in this order, or the number of all sent rows if row t has fewer gradients.
+    # Shape [most ranks that get the same row, T].
     returned: IntArray | None = None
 
     @property
@@ -242,7 +243,8 @@ def _inverse(
 ) -> IntArray:
     """Return for each row the indices of the keys copied from it (`RankStage.inverse`), [U, R].
 
-    U is the largest number of spans of one piece on this rank, because each of these spans copies
+    Rows with fewer copies have the total number of keys in place of the missing indices. U is the
+    largest number of spans of one piece on this rank, because each of these spans copies
     the piece's rows once.
 
     Args:

@@ -60,11 +60,11 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
 
 
 def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
-    """Return the seconds of a step whose micro-batches are equal, by kind of work.
+    """Return the seconds of a step with equal micro-batches: each kind of work, waits and bubble.
 
     Args:
         simulator: Simulator of the layout.
-        prices: Prices of one step of one pipeline with equal micro-batches.
+        prices: Prices of one step of one pipeline, from `mean_prices`: all micro-batches are equal.
     """
     simulation = simulator.run(prices)
     graph = simulator.graph

@@ -187,7 +187,11 @@ class StepClock:
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
-        """Return a clock for a device: by CUDA events on a GPU, by CPU or wall time on a CPU."""
+        """Return a clock that times passes by CUDA events on a GPU.
+
+        On a CPU it times them by the thread's CPU time if operators compute in one thread, and
+        otherwise by wall time.
+        """
         if device.type == "cuda":
             return cls(EventMarks())
         # If operators compute in several threads, the CPU time of one thread says neither how much

@@ -192,9 +192,9 @@ class RankMeter:
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """Return the ranks whose passes a timeline shows.
 
-    Of each pipeline, only ranks with TP rank 0 are shown. If one pipeline has more than `MOST_TIMED`
-    of them, only those with CP rank 0 are shown. The first pipeline is always shown. Further
-    pipelines are shown as long as there are at most `MOST_TIMED` ranks in total.
+    Of each pipeline, only ranks with TP rank 0 are shown. If one pipeline has more than
+    `MOST_TIMED` of them, only those with CP rank 0 are shown. The first pipeline is always shown.
+    Further pipelines are shown as long as there are at most `MOST_TIMED` ranks in total.
     """
     # The ranks with TP rank 0, in shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
