@@ -418,7 +418,7 @@ def _jamba_kinds(config: ConfigFields) -> list[str]:
 
 
 def _at(field: str) -> Kinds:
-    """Return a function that lists the kind of each layer of a model: "full" or "linear".
+    """Return a function from a config.json to the kind of each layer: "full" or "linear".
 
     Args:
         field: Field of config.json with the indices of the layers with full attention.

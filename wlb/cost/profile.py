@@ -142,7 +142,7 @@ class BlockCost:
             most_kv: Keys of each call's segment with the most keys, shape [num_calls].
             tile_rows: Query rows that one thread block computes in forward.
             backward_tile_keys: Keys that one thread block computes in backward.
-            sliding: Latest keys that a query sees; 0 means all.
+            sliding: Size of the sliding window in keys; 0 means no window.
 
         Returns:
             Forward and backward ns, shape [num_calls] each.
@@ -331,9 +331,8 @@ class AttentionTable:
     ) -> tuple[FloatArray, FloatArray]:
         """Return forward and backward ns of each segment in one layer, without launch times.
 
-        Segments whose rows fill equally many tiles cost the same. A segment smaller than all
-        measured ones costs as much as the smallest measured one. A segment without rows costs
-        nothing.
+        Query rows are rounded up to whole tiles. A segment smaller than all measured ones costs as
+        much as the smallest measured one. A segment without query rows costs nothing.
 
         Args:
             q: Query rows of each segment, shape [n].
@@ -456,7 +455,10 @@ class AttentionTable:
         return is_outside & (q > 0)
 
     def padded(self, lengths: FloatArray) -> FloatArray:
-        """Return lengths rounded up to the next entry of `padded_lengths`."""
+        """Return lengths rounded up to the next entry of `padded_lengths`.
+
+        A length above the last entry is returned unchanged.
+        """
         if not self.padded_lengths:
             return lengths
         steps = np.array(self.padded_lengths, np.float64)

@@ -32,7 +32,7 @@ class Curve:
         object.__setattr__(self, "values", _checked_growth((self.axis,), self.values))
 
     def at(self, x: FloatArray) -> FloatArray:
-        """Return the interpolated throughput at sizes x."""
+        """Return the interpolated throughput at each of the sizes x."""
         left, weight = _position(self.axis, x)
         low = self.values[left]
         return low + weight * (self.values[left + 1] - low)

@@ -243,9 +243,9 @@ def _inverse(
 ) -> IntArray:
     """Return for each row the indices of the keys copied from it (`RankStage.inverse`), [U, R].
 
-    Rows with fewer copies have the total number of keys in place of the missing indices. U is the
-    largest number of spans of one piece on this rank, because each of these spans copies
-    the piece's rows once.
+    Where a row has fewer than U copies, the result has K, the length of `kv_index`. U is the
+    largest number of spans of one piece on this rank, because each of these spans copies the
+    piece's rows once.
 
     Args:
         spans: The rank's spans.
